@@ -1,0 +1,433 @@
+"""The one place that commits files.
+
+Three ways to make something durable, each of which leaves either the old state or the new one, never a torn one:
+
+- ``write_file``: a whole file: temporary name, fsync, rename, fsync of the directory.
+- ``StagedDirectory``: many files that only count together: every file is hashed while it is written and fsynced,
+  ``MANIFEST.json`` goes last, then the directory is renamed and its parent fsynced.
+- ``append``: bytes at the end of a log, in one write, optionally fsynced. Readers must tolerate a torn last line.
+
+Every system call that changes the disk goes through ``_perform``, so a test can record the sequence, cut it anywhere,
+or make any call fail (``observe``). Temporary names start with ``.tmp-``; readers never look at them and
+``sweep_temporary`` removes those of dead writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import xxhash
+
+from vorox.core.errors import CheckpointError, DataError
+
+MANIFEST_NAME = "MANIFEST.json"
+TEMPORARY_PREFIX = ".tmp-"
+
+Result = TypeVar("Result")
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class FileOperation:
+    """One call that changes the disk: what a crash can fall between."""
+
+    kind: str  # mkdir, create, write, fsync, rename, fsync_directory, remove
+    path: Path
+    target: Path | None = None
+    data: bytes = b""
+
+
+Observer = Callable[[FileOperation], None]
+_observer: Observer | None = None
+
+
+@contextlib.contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Call ``observer`` before every operation; an exception that it raises takes the operation's place. For tests."""
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
+def _perform(
+    kind: str, path: Path, action: Callable[[], Result], *, target: Path | None = None, data: Buffer = b""
+) -> Result:
+    if _observer is not None:
+        _observer(FileOperation(kind, path, target, bytes(data)))
+    return action()
+
+
+def _write(file: IO[bytes], path: Path, data: Buffer) -> None:
+    _perform("write", path, lambda: file.write(data), data=data)
+
+
+def _sync_file(file: IO[bytes], path: Path) -> None:
+    def action() -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    _perform("fsync", path, action)
+
+
+def _create(path: Path) -> IO[bytes]:
+    return _perform("create", path, lambda: path.open("xb", buffering=0))
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals inside ``path`` durable. Does nothing on Windows, which has no such call."""
+
+    def action() -> None:
+        if os.name == "nt":
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    _perform("fsync_directory", path, action)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents, each made durable in its own parent."""
+    missing: list[Path] = []
+    current = path
+    while not current.exists():
+        missing.append(current)
+        current = current.parent
+    for directory in reversed(missing):
+        _perform("mkdir", directory, lambda directory=directory: directory.mkdir(exist_ok=True))
+        sync_directory(directory.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename over whatever ``target`` was, then make it durable."""
+    _perform("rename", source, lambda: source.replace(target), target=target)
+    sync_directory(target.parent)
+
+
+def remove_file(path: Path) -> None:
+    _perform("remove", path, lambda: path.unlink(missing_ok=True))
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that no reader looks at and that tells whose it is."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}-.+")
+
+
+def sweep_temporary(directory: Path) -> list[Path]:
+    """Remove what dead writers of this host left in ``directory``; returns what was removed."""
+    removed: list[Path] = []
+    for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None or match["host"] != socket.gethostname() or _alive(int(match["pid"])):
+            continue
+        if path.is_dir():
+            _perform("remove", path, lambda path=path: shutil.rmtree(path, ignore_errors=True))
+        else:
+            remove_file(path)
+        removed.append(path)
+    return removed
+
+
+def _alive(process_id: int) -> bool:
+    if process_id == os.getpid():
+        return True
+    try:
+        import psutil
+    except ImportError:  # psutil is a dependency; without it, remove nothing
+        return True
+    return psutil.pid_exists(process_id)
+
+
+def write_file(path: Path, chunks: Buffer | Iterable[Buffer]) -> None:
+    """Replace ``path`` by the given bytes, durably and all at once."""
+    temporary = temporary_name(path)
+    try:
+        with _create(temporary) as file:
+            for chunk in [chunks] if isinstance(chunks, Buffer) else chunks:
+                _write(file, temporary, chunk)
+            _sync_file(file, temporary)
+        rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one serialisation that hashes and comparisons use: sorted keys, no spaces, ASCII, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def pretty_json(value: Any) -> bytes:
+    """For files that people read as well."""
+    return (json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def append(path: Path, data: Buffer, *, sync: bool) -> None:
+    """Add bytes to the end of a file in one write; creates it if need be."""
+    created = not path.exists()
+    with path.open("ab", buffering=0) as file:
+        if created:
+            _perform("create", path, lambda: None)
+        _write(file, path, data)
+        if sync:
+            _sync_file(file, path)
+    if created and sync:
+        sync_directory(path.parent)
+
+
+def truncate(path: Path, size_bytes: int) -> None:
+    """Cut a file, durably: how a torn last line leaves a log."""
+    with path.open("r+b", buffering=0) as file:
+        _perform("truncate", path, lambda: file.truncate(size_bytes), data=str(size_bytes).encode())
+        _sync_file(file, path)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and content hash (xxh3-128, hex) of one committed file."""
+
+    size_bytes: int
+    xxh3_128: str
+
+
+class HashingWriter:
+    """A file being written inside a staged directory; counts and hashes what passes."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._hash = xxhash.xxh3_128()
+        self.size_bytes = 0
+
+    def write(self, data: Buffer) -> int:
+        _write(self._file, self._path, data)
+        self._hash.update(data)
+        size_bytes = memoryview(data).nbytes
+        self.size_bytes += size_bytes
+        return size_bytes
+
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size_bytes, self._hash.hexdigest())
+
+
+class StagedDirectory:
+    """A directory under construction. Nobody sees it until ``commit``; leaving without one removes it.
+
+    Args:
+        target: Where it will appear. Must not exist at commit.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = temporary_name(target)
+        self._entries: dict[str, FileEntry] = {}
+        self._committed = False
+
+    def __enter__(self) -> StagedDirectory:
+        make_directory(self.path)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[HashingWriter]:
+        """Write one file. ``name`` may hold ``/`` for sub-directories."""
+        path = self.path / name
+        if path.parent != self.path:
+            make_directory(path.parent)
+        with _create(path) as file:
+            writer = HashingWriter(file, path)
+            yield writer
+            _sync_file(file, path)
+        self._entries[name] = writer.entry()
+
+    def write(self, name: str, data: Buffer) -> None:
+        with self.open(name) as writer:
+            writer.write(data)
+
+    def commit(self, metadata: Mapping[str, Any]) -> Path:
+        """Write the manifest, make everything durable and let the directory appear under its name."""
+        body: dict[str, Any] = {
+            "format": "vorox-directory/1",
+            "files": {
+                name: {"size_bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128}
+                for name, entry in self._entries.items()
+            },
+            "metadata": dict(metadata),
+        }
+        body["sha256"] = hashlib.sha256(canonical_json(body)).hexdigest()
+        path = self.path / MANIFEST_NAME
+        with _create(path) as file:
+            _write(file, path, pretty_json(body))
+            _sync_file(file, path)
+        for directory in sorted({(self.path / name).parent for name in self._entries}):
+            sync_directory(directory)
+        sync_directory(self.path)
+        rename(self.path, self.target)
+        self._committed = True
+        return self.target
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a committed directory's manifest and check the manifest itself.
+
+    Returns:
+        The ``metadata`` and ``files`` mappings as committed.
+
+    Raises:
+        CheckpointError: There is none, or any byte of it changed.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        raw = path.read_bytes()
+        body = json.loads(raw)
+        digest = body.pop("sha256")
+        intact = digest == hashlib.sha256(canonical_json(body)).hexdigest()
+        intact = intact and raw == pretty_json({**body, "sha256": digest})
+    except OSError as error:
+        raise CheckpointError(f"no readable manifest: {error.strerror}", where=str(path)) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError("the manifest is not valid", where=str(path)) from error
+    if not intact or body.get("format") != "vorox-directory/1":
+        raise CheckpointError("the manifest does not match its own hash", where=str(path))
+    return body
+
+
+def verify_directory(directory: Path) -> dict[str, Any]:
+    """Check every file of a committed directory against its manifest, and that nothing else lies in it.
+
+    Returns:
+        The manifest's ``metadata``.
+
+    Raises:
+        CheckpointError: A file is missing, has another size or other content, or is not in the manifest.
+    """
+    body = read_manifest(directory)
+    expected: dict[str, dict[str, Any]] = body["files"]
+    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    for name in sorted(present - set(expected) - {MANIFEST_NAME}):
+        raise CheckpointError("a file that the manifest does not know", where=str(directory / name))
+    for name, entry in sorted(expected.items()):
+        path = directory / name
+        if name not in present:
+            raise CheckpointError("a file of the manifest is missing", where=str(path))
+        actual = hash_file(path)
+        if actual.size_bytes != entry["size_bytes"]:
+            raise CheckpointError(
+                f"the file has {actual.size_bytes:,} bytes, the manifest says {entry['size_bytes']:,}", where=str(path)
+            )
+        if actual.xxh3_128 != entry["xxh3_128"]:
+            raise CheckpointError("the content does not match the hash in the manifest", where=str(path))
+    return body["metadata"]
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and xxh3-128 of a file, read in pieces."""
+    digest = xxhash.xxh3_128()
+    size_bytes = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            size_bytes += len(piece)
+    return FileEntry(size_bytes, digest.hexdigest())
+
+
+class HashChainedLog:
+    """An append-only file of JSON lines, each naming the hash of the one before: plans and cache manifests.
+
+    A line is ``{"body": {...}, "prev": "<sha256 of the previous line>", "xxh3": "<hash of body and prev>"}``. A torn
+    last line (a crash in the middle of an append) is ignored by readers and cut off by the next append; damage
+    anywhere else is an error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def _line(body: Mapping[str, Any], previous: str) -> bytes:
+        payload = canonical_json({"body": body, "prev": previous})
+        checksum = format(xxhash.xxh3_64_intdigest(payload), "016x")
+        return payload[:-1] + b',"xxh3":"' + checksum.encode() + b'"}\n'
+
+    def read(self) -> tuple[list[dict[str, Any]], str]:
+        """All complete entries and the hash of the last line (empty for an empty log).
+
+        Raises:
+            DataError: A line before the last is damaged or the chain is broken.
+        """
+        bodies, head, _ = self._scan()
+        return bodies, head
+
+    def _scan(self) -> tuple[list[dict[str, Any]], str, int]:
+        if not self.path.exists():
+            return [], "", 0
+        raw = self.path.read_bytes()
+        bodies: list[dict[str, Any]] = []
+        head, offset = "", 0
+        while offset < len(raw):
+            end = raw.find(b"\n", offset)
+            line = raw[offset : end + 1] if end >= 0 else raw[offset:]
+            body = self._parse(line, head) if end >= 0 else None
+            if body is None:
+                if end < 0 or end + 1 == len(raw):
+                    break  # the torn end of an interrupted append
+                raise DataError(
+                    f"line {len(bodies) + 1} is damaged or out of sequence", where=str(self.path),
+                    hint="restore the file from a copy; what follows the damage cannot be trusted",
+                )  # fmt: skip
+            bodies.append(body)
+            head = hashlib.sha256(line).hexdigest()
+            offset = end + 1
+        return bodies, head, offset
+
+    @classmethod
+    def _parse(cls, line: bytes, previous: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads(line)
+            body = value["body"]
+            return body if cls._line(body, previous) == line else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def append(self, bodies: Iterable[Mapping[str, Any]]) -> str:
+        """Add entries durably and return the new head. The caller holds whatever lock the file needs."""
+        _, head, valid_bytes = self._scan()
+        if self.path.exists() and self.path.stat().st_size > valid_bytes:
+            truncate(self.path, valid_bytes)
+        lines: list[bytes] = []
+        for body in bodies:
+            line = self._line(body, head)
+            head = hashlib.sha256(line).hexdigest()
+            lines.append(line)
+        if lines:
+            append(self.path, b"".join(lines), sync=True)
+        return head
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an ``OSError`` says that there is no room (or no quota) left."""
+    import errno
+
+    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -1,0 +1,116 @@
+"""The seam to PyTorch, JAX or any other framework: the training *step*, never the op.
+
+An engine owns the model, the optimizer and the devices. It takes numpy batches and returns lazily fetched floats. It
+never reads data, decides when to save, or knows what a run is. The protocol is structural: no base class, no mixin.
+
+Rules that every engine keeps (``tests/conformance`` holds it to them):
+
+- The loss is the sum over trained tokens divided by their *global* count, however the step is split.
+- A step whose loss or gradient is not finite leaves parameters and optimizer untouched and says so.
+- Randomness (dropout) is drawn from (seed, step, micro-batch), so no generator state exists to save.
+- ``save`` then ``load`` then a step gives the same bits as the step without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.atomic import StagedDirectory
+from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, StepResult
+
+NamedArray = tuple[str, npt.NDArray[np.float32]]
+"""A parameter under its canonical name (``models/spec.py``), fp32."""
+
+
+class Decoder(Protocol):
+    """Incremental decoding of one batch of sequences, keeping whatever cache the engine needs."""
+
+    def feed(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
+        ...
+
+
+class Engine(Protocol):
+    """One model in training on this process's devices."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, as in ``config.backend``."""
+        ...
+
+    @property
+    def data_shard(self) -> DataShard:
+        """The part of each global batch that this process must be given."""
+        ...
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Optional features that this engine honours; a configuration that asks for another one is refused."""
+        ...
+
+    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> StepResult:
+        """Run forward, backward and update over all micro-batches of the step.
+
+        Args:
+            batch: Every micro-batch of the step; accumulation is the engine's own business.
+            lr: Learning rate of this step, from the stateless schedule.
+            weight_decay: Decoupled weight decay of this step, applied to the parameters whose table entry says so.
+        """
+        ...
+
+    def eval_step(self, batch: Batch) -> EvalValues:
+        """Sum the loss of a batch without training on it. Does not disturb training in any bit."""
+        ...
+
+    def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        ...
+
+    def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
+        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
+        ...
+
+    def save(self, directory: StagedDirectory) -> None:
+        """Write the complete training state of this process into a directory that the caller commits."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Replace the training state by one that ``save`` wrote and the caller has verified.
+
+        Raises:
+            CheckpointError: The state belongs to another architecture or array format.
+        """
+        ...
+
+    def export_weights(self) -> Iterator[NamedArray]:
+        """Parameters under canonical names, fp32, in table order."""
+        ...
+
+    def import_weights(self, weights: Iterable[NamedArray]) -> None:
+        """Replace all parameters. The optimizer starts afresh.
+
+        Raises:
+            CheckpointError: A parameter is missing, unknown or of another shape.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """Hash over parameters and optimizer state in name order, as hex: equal iff the state is equal bit for bit."""
+        ...
+
+    def device_stats(self) -> Mapping[str, float]:
+        """Memory and similar numbers of the devices, by metric registry name. Never synchronises."""
+        ...
+
+    def environment(self) -> Mapping[str, str | int | bool]:
+        """What decides bit-equality besides the configuration: versions, device, threads, determinism level."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the devices are idle (for timing)."""
+        ...

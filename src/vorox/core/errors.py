@@ -1,0 +1,80 @@
+"""Every way in which Vorox refuses or stops, with its exit code.
+
+An error says four things: what happened, where, what is saved, and what to do. The command line prints them as four
+lines and leaves with ``exit_code``; ``failure.json`` holds the same four. ``assert`` is for our own bugs only.
+
+Exit codes: 0 finished, 1 crash, 2 configuration, 3 does not fit, 4 data, 5 checkpoint, 6 stalled, 7 numerical,
+75 pre-empted and saved.
+"""
+
+from __future__ import annotations
+
+
+class VoroxError(Exception):
+    """Base of all errors that a user can act on.
+
+    Args:
+        what: One sentence: what is wrong, with the offending value.
+        where: The place: a file with line, a configuration key, a step.
+        hint: What to do about it, a command where there is one.
+        saved: What is safe on disk. Filled in by the caller that knows.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "", saved: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+        self.saved = saved
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.where:
+            text += f" [{self.where}]"
+        if self.hint:
+            text += f" -> {self.hint}"
+        return text
+
+
+class ConfigError(VoroxError):
+    """The configuration, the command line or the run directory asks for something that cannot be honoured."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(VoroxError):
+    """The run needs more memory or disk than there is."""
+
+    exit_code = 3
+
+
+class DataError(VoroxError):
+    """A source, tokenizer or cache is missing, broken or not the one that was asked for."""
+
+    exit_code = 4
+
+
+class CheckpointError(VoroxError):
+    """A checkpoint cannot be written, is corrupt, or belongs to another run."""
+
+    exit_code = 5
+
+
+class StalledError(VoroxError):
+    """Nothing moved for too long."""
+
+    exit_code = 6
+
+
+class NumericalError(VoroxError):
+    """The loss or the gradients stopped being finite numbers, or a printed number would be impossible."""
+
+    exit_code = 7
+
+
+class Preempted(VoroxError):
+    """The run was asked to stop, saved its state and can be resumed."""
+
+    exit_code = 75

@@ -1,0 +1,189 @@
+"""The nouns that every room shares: what a batch, a position in the data, a step's result and a run's progress are.
+
+Shape legend: A micro-batches of a step, B rows of a micro-batch, T positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+IGNORED_LABEL = -100
+"""Label of a position that is not trained on (padding; the last token of a document under document masking)."""
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DataShard:
+    """Which part of every global batch this process reads: ``index`` of ``count`` data-parallel shards."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataCursor:
+    """Where a run stands in its data: the whole data state of a checkpoint.
+
+    Attributes:
+        plan_digest: Head of the plan's hash chain that this cursor was read under.
+        plan_events: Number of plan events that the digest covers.
+        step: Next step to run.
+        position: Next global position, in rows since the start of the run.
+        seed: Seed of the data order.
+    """
+
+    plan_digest: str
+    plan_events: int
+    step: int
+    position: int
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "v": 1,
+            "plan_digest": self.plan_digest,
+            "plan_events": self.plan_events,
+            "step": self.step,
+            "position": self.position,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DataCursor:
+        return cls(
+            plan_digest=str(value["plan_digest"]),
+            plan_events=int(value["plan_events"]),
+            step=int(value["step"]),
+            position=int(value["position"]),
+            seed=int(value["seed"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All micro-batches of one step, for this process.
+
+    Attributes:
+        step: Step that trains on this batch, from 0.
+        tokens_ABT: Input token ids, int32.
+        labels_ABT: Token to predict at each position, int32; ``IGNORED_LABEL`` where there is none.
+        segment_ids_ABT: Document of each position within its row, int32 from 1; 0 is padding. ``None`` when
+            documents of a row may attend to each other.
+        position_ids_ABT: Position within the document, int32. ``None`` when positions run through the whole row.
+        row_digests_AB: 64-bit hash of each row's tokens and segments, uint64: the row's identity in the replay chain.
+        num_target_tokens: Labels of this process that are trained on.
+        cursor_after: The data state once this batch has been trained on.
+    """
+
+    step: int
+    tokens_ABT: Int32Array
+    labels_ABT: Int32Array
+    segment_ids_ABT: Int32Array | None
+    position_ids_ABT: Int32Array | None
+    row_digests_AB: npt.NDArray[np.uint64]
+    num_target_tokens: int
+    cursor_after: DataCursor
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions processed, trained on or not."""
+        return int(self.tokens_ABT.size)
+
+    def digest(self) -> str:
+        """128-bit hash of the rows in slot order, as hex: what the replay chain records of the data."""
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.row_digests_AB).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """What one step measured, on the host.
+
+    Attributes:
+        loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms.
+        grad_norm: Global L2 norm of the gradient before clipping.
+        finite: Whether loss and gradient were finite. If not, no parameter was changed.
+        extra: Further metrics by registry name (accuracy, z-loss, activation statistics, ...).
+    """
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    extra: Mapping[str, float]
+
+
+class StepResult(Protocol):
+    """A step that may still be running on the device."""
+
+    def fetch(self) -> StepValues:
+        """Wait for the step and return its numbers. The only host synchronisation of a step; repeatable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvalValues:
+    """Sums over one evaluation batch, on the host, so that batches of any size add up exactly.
+
+    Attributes:
+        loss_sum: Cross entropy summed over target tokens, in nats.
+        num_target_tokens: Tokens in the sum.
+        num_correct: Targets that had the highest logit.
+    """
+
+    loss_sum: float
+    num_target_tokens: int
+    num_correct: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is. Immutable; ``after`` gives the next one.
+
+    Attributes:
+        step: Steps finished, which is also the index of the next step.
+        num_tokens: Positions processed so far, over all processes.
+        cursor: Data state for the next batch.
+        chain: Head of the replay chain over all finished steps.
+        best_eval_loss: Lowest validation loss so far, nats per token.
+    """
+
+    step: int
+    num_tokens: int
+    cursor: DataCursor
+    chain: str = ""
+    best_eval_loss: float | None = None
+
+    def after(self, batch: Batch, shard: DataShard | None = None) -> Progress:
+        count = shard.count if shard is not None else 1
+        return replace(
+            self,
+            step=batch.step + 1,
+            num_tokens=self.num_tokens + batch.num_tokens * count,
+            cursor=batch.cursor_after,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "cursor": self.cursor.to_json(),
+            "chain": self.chain,
+            "best_eval_loss": self.best_eval_loss,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Progress:
+        best = value["best_eval_loss"]
+        return cls(
+            step=int(value["step"]),
+            num_tokens=int(value["num_tokens"]),
+            cursor=DataCursor.from_json(value["cursor"]),
+            chain=str(value["chain"]),
+            best_eval_loss=None if best is None else float(best),
+        )

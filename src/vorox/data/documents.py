@@ -1,0 +1,84 @@
+"""The nouns of the data room: what a file, a unit of work and a document are.
+
+A *source* is a named, sorted list of files. *Units* cut it into pieces of work before any work is done, so that a
+build can stop, resume, run backwards or in parallel and still give the same rows. A *document* knows where its bytes
+came from; that is what provenance answers with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source at one immutable version.
+
+    Attributes:
+        uri: Where it is: an absolute path or a URL; ``stdlib:json/decoder.py`` for the standard library.
+        size_bytes: Its length.
+        version: What pins its content: the SHA-256 for local files.
+    """
+
+    uri: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpan:
+    """A byte range ``[start_byte, end_byte)`` of one file, cut at record boundaries.
+
+    Attributes:
+        file_index: Index into the source's file list.
+        first_ordinal: Ordinal, within the file, of the first record in the span.
+    """
+
+    file_index: int
+    start_byte: int
+    end_byte: int
+    first_ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece of work: a run of spans in source order. ``unit_id`` is dense from 0 in that order."""
+
+    unit_id: int
+    spans: tuple[UnitSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and the bytes that it was read from.
+
+    Attributes:
+        file_index: Index into the source's file list.
+        ordinal: Number of the record within its file; bad records keep theirs.
+        byte_offset: First byte of the record in the (decompressed) file.
+        byte_length: Bytes of the record.
+        text: The text, decoded.
+    """
+
+    file_index: int
+    ordinal: int
+    byte_offset: int
+    byte_length: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that could not be read. It is put aside with its place, never dropped in silence.
+
+    Attributes:
+        reason: What is wrong, for a person: ``invalid UTF-8 at byte 17``.
+        line: Line in the file, from 1, where the format has lines.
+    """
+
+    file_index: int
+    ordinal: int
+    byte_offset: int
+    byte_length: int
+    line: int | None
+    reason: str

@@ -1,0 +1,1 @@
+"""Floor 1: records of a run: metrics, sinks, artifacts."""

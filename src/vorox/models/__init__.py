@@ -1,0 +1,1 @@
+"""Floor 1: descriptions of models. No tensors."""

@@ -1,0 +1,1 @@
+"""Floor 1: host-side monitors that only read."""

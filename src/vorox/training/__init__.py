@@ -1,0 +1,1 @@
+"""Floor 2: the loop and what it needs. Never an engine."""
