@@ -22,7 +22,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -53,7 +53,7 @@ _observer: Observer | None = None
 
 
 @contextlib.contextmanager
-def observe(observer: Observer) -> Iterator[None]:
+def observe(observer: Observer) -> Generator[None]:
     """Call ``observer`` before every operation; an exception that it raises takes the operation's place. For tests."""
     global _observer
     previous, _observer = _observer, observer
@@ -157,13 +157,12 @@ def _alive(process_id: int) -> bool:
     return psutil.pid_exists(process_id)
 
 
-def write_file(path: Path, chunks: Buffer | Iterable[Buffer]) -> None:
+def write_file(path: Path, data: Buffer) -> None:
     """Replace ``path`` by the given bytes, durably and all at once."""
     temporary = temporary_name(path)
     try:
         with _create(temporary) as file:
-            for chunk in [chunks] if isinstance(chunks, Buffer) else chunks:
-                _write(file, temporary, chunk)
+            _write(file, temporary, data)
             _sync_file(file, temporary)
         rename(temporary, path)
     except BaseException:
@@ -252,7 +251,7 @@ class StagedDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[HashingWriter]:
+    def open(self, name: str) -> Generator[HashingWriter]:
         """Write one file. ``name`` may hold ``/`` for sub-directories."""
         path = self.path / name
         if path.parent != self.path:

@@ -11,30 +11,38 @@ from vorox.core.schema.section import Section
 
 class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Arithmetic of the forward and backward pass; parameters stay fp32."
+        default="fp32", description="Arithmetic of the forward and backward pass; parameters stay fp32."
     )
-    matmul: Literal["ieee", "tf32"] = Field("ieee", description="fp32 products on GPUs that have TensorFloat-32.")
-    initial_loss_scale: float = Field(65536.0, gt=0, description="fp16: first loss scale; it adapts from there.")
+    matmul: Literal["ieee", "tf32"] = Field(
+        default="ieee", description="fp32 products on GPUs that have TensorFloat-32."
+    )
+    initial_loss_scale: float = Field(
+        default=65536.0, gt=0, description="fp16: first loss scale; it adapts from there."
+    )
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes the first that exists.")
-    num_threads: int | None = Field(
-        None, ge=1, description="Arithmetic threads on the CPU. None: the physical cores. Part of bit-equality."
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="auto takes the first that exists."
     )
-    compile: bool = Field(False, description="Compile the model before step 1; takes up to a minute.")
+    num_threads: int | None = Field(
+        default=None, ge=1, description="Arithmetic threads on the CPU. None: the physical cores. Part of bit-equality."
+    )
+    compile: bool = Field(default=False, description="Compile the model before step 1; takes up to a minute.")
     determinism: Literal["auto", "D0", "D1", "D2"] = Field(
-        "auto",
+        default="auto",
         description="D0 nothing promised, D1 the same batches, D2 the same bits on the same machine. "
         "auto: D2 on the CPU, D1 on accelerators.",
     )
 
 
 class ParallelConfig(Section):
-    data_parallel_size: int = Field(1, ge=1, description="Processes that share each global batch.")
+    data_parallel_size: int = Field(default=1, ge=1, description="Processes that share each global batch.")
 
 
 class RunSection(Section):
-    name: str | None = Field(None, description="Readable part of the run id. None: from model, data and length.")
-    directory: str = Field("runs", description="Where run directories are made.")
-    seed: int = Field(1234, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout.")
+    name: str | None = Field(
+        default=None, description="Readable part of the run id. None: from model, data and length."
+    )
+    directory: str = Field(default="runs", description="Where run directories are made.")
+    seed: int = Field(default=1234, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout.")

@@ -10,45 +10,65 @@ from vorox.core.schema.section import Section
 
 
 class TrainConfig(Section):
-    num_steps: int | None = Field(None, ge=1, description="Optimizer steps. Give exactly one of the three lengths.")
-    num_tokens: int | None = Field(None, ge=1, description="Tokens to train on, rounded up to whole steps.")
-    num_epochs: float | None = Field(None, gt=0, description="Passes over the training rows, rounded up to steps.")
-    global_batch_sequences: int = Field(16, ge=1, description="Rows per step over all processes.")
-    micro_batch_sequences: int = Field(16, ge=1, description="Rows per forward pass; divides the global batch.")
+    num_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps. Give exactly one of the three lengths."
+    )
+    num_tokens: int | None = Field(default=None, ge=1, description="Tokens to train on, rounded up to whole steps.")
+    num_epochs: float | None = Field(
+        default=None, gt=0, description="Passes over the training rows, rounded up to steps."
+    )
+    global_batch_sequences: int = Field(default=16, ge=1, description="Rows per step over all processes.")
+    micro_batch_sequences: int = Field(default=16, ge=1, description="Rows per forward pass; divides the global batch.")
     activation_checkpointing: Literal["none", "block"] = Field(
-        "none", description="block: keep only block inputs and recompute the rest in the backward pass."
+        default="none", description="block: keep only block inputs and recompute the rest in the backward pass."
     )
     max_nonfinite_steps: int = Field(
-        3, ge=0, description="Steps in a row with a non-finite loss or gradient that are skipped before stopping."
+        default=3,
+        ge=0,
+        description="Steps in a row with a non-finite loss or gradient that are skipped before stopping.",
     )
 
 
 class EvalConfig(Section):
-    every_steps: int | None = Field(None, ge=1, description="Validate every so many steps. None: only at the end.")
-    num_sequences: int | None = Field(
-        256, ge=1, description="Validation rows, always the same ones. None: the whole held-out split."
+    every_steps: int | None = Field(
+        default=None, ge=1, description="Validate every so many steps. None: only at the end."
     )
-    at_end: bool = Field(True, description="Validate the last step on the whole set asked for.")
-    prompts: tuple[str, ...] = Field((), description="Texts to complete, always the same way, at every validation.")
-    sample_tokens: int = Field(48, ge=1, description="Tokens of each completion.")
-    sample_temperature: float = Field(0.8, ge=0, description="0 takes the likeliest token.")
-    sample_top_k: int | None = Field(50, ge=1, description="Draw only from the likeliest tokens. None: from all.")
+    num_sequences: int | None = Field(
+        default=256, ge=1, description="Validation rows, always the same ones. None: the whole held-out split."
+    )
+    at_end: bool = Field(default=True, description="Validate the last step on the whole set asked for.")
+    prompts: tuple[str, ...] = Field(
+        default=(), description="Texts to complete, always the same way, at every validation."
+    )
+    sample_tokens: int = Field(default=48, ge=1, description="Tokens of each completion.")
+    sample_temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token.")
+    sample_top_k: int | None = Field(
+        default=50, ge=1, description="Draw only from the likeliest tokens. None: from all."
+    )
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(None, ge=1, description="Save every so many steps. None: only at the end.")
-    every_seconds: float | None = Field(None, gt=0, description="Also save when this long has passed since the last.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints that are kept; two guard against a corrupt one.")
-    keep_best: int = Field(0, ge=0, description="Checkpoints with the lowest validation loss that are kept as well.")
-    keep_every_steps: int | None = Field(None, ge=1, description="Keep checkpoints at multiples of this for ever.")
-    at_end: bool = Field(True, description="Save after the last step.")
+    every_steps: int | None = Field(default=None, ge=1, description="Save every so many steps. None: only at the end.")
+    every_seconds: float | None = Field(
+        default=None, gt=0, description="Also save when this long has passed since the last."
+    )
+    keep_last: int = Field(
+        default=2, ge=1, description="Newest checkpoints that are kept; two guard against a corrupt one."
+    )
+    keep_best: int = Field(
+        default=0, ge=0, description="Checkpoints with the lowest validation loss that are kept as well."
+    )
+    keep_every_steps: int | None = Field(
+        default=None, ge=1, description="Keep checkpoints at multiples of this for ever."
+    )
+    at_end: bool = Field(default=True, description="Save after the last step.")
 
 
 class LogConfig(Section):
-    every_steps: int = Field(10, ge=1, description="Write metrics and progress every so many steps.")
-    tensorboard: bool = Field(False, description="Also write TensorBoard event files into the run directory.")
-    accuracy: bool = Field(False, description="Share of training targets that had the highest logit.")
-    parameter_norms: bool = Field(False, description="L2 norm of all parameters.")
+    every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
+    accuracy: bool = Field(default=False, description="Share of training targets that had the highest logit.")
+    parameter_norms: bool = Field(default=False, description="L2 norm of all parameters.")
     activation_statistics: bool = Field(
-        False, description="Mean, standard deviation and largest magnitude at every tap of every block."
+        default=False, description="Mean, standard deviation and largest magnitude at every tap of every block."
     )
