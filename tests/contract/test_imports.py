@@ -1,0 +1,146 @@
+"""The import contract of docs/architecture.md: imports point only down, and frameworks stay in their room."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "vorox"
+FLOOR = {
+    "core": 0,
+    "data": 1,
+    "models": 1,
+    "runtime": 1,
+    "experiments": 1,
+    "training": 2,
+    "backends": 2,
+    "train": 3,
+    "cli": 3,
+    "__main__": 4,
+}
+FRAMEWORKS = {"torch": "backends/torch_engine", "jax": "backends/jax_engine", "flax": "backends/jax_engine"}
+OPTIONAL = {"transformers", "tensorboard", "datasets", "wandb"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path, *, module_scope_only: bool = False) -> list[tuple[int, str]]:
+    """(line, absolute module) of every import; those under ``if TYPE_CHECKING`` count, except for scope checks."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if not module_scope_only else iter(tree.body)
+    found: list[tuple[int, str]] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            assert node.module is not None
+            found.append((node.lineno, node.module))
+            if node.module in {"vorox", "vorox.backends"}:
+                found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room_of(path) for path in modules()} - {"__init__", "presets"}
+    assert rooms <= set(FLOOR), f"rooms without a floor: {sorted(rooms - set(FLOOR))}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    if room in {"__init__", "presets"}:
+        return
+    for line, module in imports(path):
+        parts = module.split(".")
+        if parts[0] != "vorox" or len(parts) == 1 or parts[1] == "__version__":
+            continue
+        target = parts[1]
+        same_room = target == room
+        down = FLOOR[target] < FLOOR[room]
+        front = room == "cli" and target == "train"  # the command line starts the story
+        assert same_room or down or front, f"{name_of(path)}:{line}: {room} must not import {module}"
+        if room == "backends":
+            assert target in {"core", "models", "backends"}, f"{name_of(path)}:{line}: an engine imports {module}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_frameworks_stay_in_their_room(path: Path) -> None:
+    for line, module in imports(path):
+        top = module.split(".")[0]
+        if top in FRAMEWORKS:
+            assert name_of(path).startswith(FRAMEWORKS[top]), f"{name_of(path)}:{line}: imports {module}"
+    for line, module in imports(path, module_scope_only=True):
+        assert module.split(".")[0] not in OPTIONAL, f"{name_of(path)}:{line}: {module} must be imported lazily"
+
+
+def test_engines_do_not_import_each_other() -> None:
+    for path in modules():
+        relative = path.relative_to(SOURCE).parts
+        if relative[0] == "backends" and len(relative) > 2:
+            others = [module for _, module in imports(path) if module.startswith("vorox.backends.")]
+            assert all(module.split(".")[2] == relative[1] for module in others), name_of(path)
+
+
+def test_no_cycles() -> None:
+    """Over module-scope imports of whole modules, including those inside one room."""
+    graph: dict[str, set[str]] = {}
+    names = {".".join(("vorox", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in modules()}
+    for name, path in names.items():
+        targets: set[str] = set()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    for candidate in (f"{node.module}.{alias.name}", node.module):
+                        if candidate in names:
+                            targets.add(candidate)
+                            break
+        graph[name] = targets
+    finished: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "import cycle: " + " -> ".join((*trail[trail.index(name) :], name))
+        if name in finished:
+            return
+        for target in sorted(graph[name]):
+            visit(target, (*trail, name))
+        finished.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("statement", ["import vorox.cli", "import vorox.train", "import vorox.data.loader"])
+def test_no_framework_is_loaded_by(statement: str) -> None:
+    program = (
+        f"import sys; {statement}; "
+        "loaded = {'torch', 'jax', 'transformers', 'tensorboard'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_backend_is_chosen_in_one_place() -> None:
+    for path in modules():
+        if name_of(path) == "backends/__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert not any(f"backend {op}" in text for op in ("==", "!=", "in")), f"{name_of(path)}: {text}"
