@@ -72,7 +72,14 @@ def _perform(
 
 
 def _write(file: IO[bytes], path: Path, data: Buffer) -> None:
-    _perform("write", path, lambda: file.write(data), data=data)
+    def action() -> None:
+        # An unbuffered write may take less than it was given: near a full disk, and always beyond 2 GiB.
+        view = memoryview(data)
+        rest = view.cast("B") if view.nbytes else b""
+        while rest:
+            rest = rest[file.write(rest) :]
+
+    _perform("write", path, action, data=data)
 
 
 def _sync_file(file: IO[bytes], path: Path) -> None:
@@ -122,6 +129,20 @@ def rename(source: Path, target: Path) -> None:
 
 def remove_file(path: Path) -> None:
     _perform("remove", path, lambda: path.unlink(missing_ok=True))
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a committed directory, its manifest durably first, so that a half-removed one is never taken for whole."""
+    if (path / MANIFEST_NAME).exists():
+        remove_file(path / MANIFEST_NAME)
+        sync_directory(path)
+    for inner in sorted(path.rglob("*"), reverse=True):
+        if inner.is_dir() and not inner.is_symlink():
+            _perform("remove", inner, inner.rmdir)
+        else:
+            remove_file(inner)
+    _perform("remove", path, path.rmdir)
+    sync_directory(path.parent)
 
 
 def temporary_name(path: Path) -> Path:
