@@ -1,0 +1,265 @@
+"""``config.json``: the description of a transformers model, written from our spec and read into our configuration.
+
+Written so that transformers 5 loads it and older readers that look for ``rope_theta`` find it as well. Read with the
+defaults that transformers itself would fill in, because files leave them out. What would compute something else than
+our engines do (scaled rotary frequencies, sliding windows, quantisation, remote code, ...) is refused with its key and
+value; keys that no model of the family reads are left alone.
+
+Invariant: ``spec_from_huggingface(huggingface_config(spec, ...))`` describes the same network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.model import ModelConfig
+from vorox.models.names import Family, require_family
+from vorox.models.spec import ModelSpec
+
+_ARCHITECTURES: Mapping[Family, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_ACTIVATION_NAMES = {
+    "gpt2": {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"},
+    "llama": {"swiglu": "silu", "geglu": "gelu"},
+    "qwen3": {"swiglu": "silu", "geglu": "gelu"},
+}
+_ACTIVATIONS = {
+    "gpt2": {
+        "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu",
+    },
+    "llama": {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"},
+    "qwen3": {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"},
+}  # fmt: skip
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+        "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
+    },
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "silu", "max_position_embeddings": 2048,
+        "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, "head_dim": None,
+    },
+    "qwen3": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 32768, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "attention_bias": False,
+    },
+}  # fmt: skip
+"""What transformers fills in for keys that a file leaves out."""
+
+_ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "gpt2": {
+        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    },
+    "llama": {"attention_dropout": (0, None), "partial_rotary_factor": (1, None), "sliding_window": (None,)},
+    "qwen3": {"attention_dropout": (0, None), "partial_rotary_factor": (1, None), "mlp_bias": (False,)},
+}  # fmt: skip
+_ONLY_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None,), "auto_map": (None, {}), "is_encoder_decoder": (False, None),
+    "pruned_heads": (None, {}), "per_layer_config": (None, {}),
+}  # fmt: skip
+"""Keys with a meaning that we do not implement, and the values under which they mean nothing."""
+
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+def huggingface_config(
+    spec: ModelSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
+) -> dict[str, Any]:
+    """``config.json`` of a spec that has a transformers family.
+
+    Args:
+        end_of_text_id: The tokenizer's end of text, ``eos_token_id`` there.
+        begin_of_text_id: Its begin of text; none given means the end of text, which separates documents in training.
+        dtype: How the stored weights are to be loaded: float32, bfloat16 or float16.
+
+    Raises:
+        ConfigError: transformers has no architecture for the spec.
+    """
+    family = require_family(spec)
+    shared: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": spec.vocab_size,
+        "bos_token_id": end_of_text_id if begin_of_text_id is None else begin_of_text_id,
+        "eos_token_id": end_of_text_id,
+        "dtype": dtype,
+        "initializer_range": spec.init_std,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "use_cache": True,
+    }
+    if family == "gpt2":
+        return shared | {
+            "n_positions": spec.max_positions_tokens,
+            "n_ctx": spec.max_positions_tokens,
+            "n_embd": spec.hidden_size,
+            "n_layer": spec.num_layers,
+            "n_head": spec.num_heads,
+            "n_inner": spec.intermediate_size,
+            "activation_function": _ACTIVATION_NAMES[family][spec.activation],
+            "resid_pdrop": spec.dropout_fraction,
+            "embd_pdrop": spec.dropout_fraction,
+            "attn_pdrop": spec.dropout_fraction,
+            "layer_norm_epsilon": spec.norm_eps,
+        }
+    rotary = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": _ACTIVATION_NAMES[family][spec.activation],
+        "max_position_embeddings": spec.max_positions_tokens,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "attention_bias": spec.attention_bias,
+        "attention_dropout": 0.0,  # transformers would drop less than we do: nothing is nearer than something else
+    }
+    if family == "llama":
+        return shared | rotary | {"mlp_bias": spec.mlp_bias}
+    return shared | rotary | {"use_sliding_window": False, "sliding_window": None}
+
+
+def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | None = None) -> dict[str, Any]:
+    """``generation_config.json``: where texts begin and end. Padding, which nothing may see, is the end of text."""
+    begin = end_of_text_id if begin_of_text_id is None else begin_of_text_id
+    ids = {"bos_token_id": begin, "eos_token_id": end_of_text_id, "pad_token_id": end_of_text_id}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
+    """The model section that rebuilds the network of a ``config.json``.
+
+    Raises:
+        ConfigError: Naming the key and value that we do not implement, or that make no sense.
+    """
+    family: Family | None = next((name for name in _ARCHITECTURES if name == config.get("model_type")), None)
+    if family is None:
+        _refuse("model_type", config.get("model_type"), f"known are {', '.join(_ARCHITECTURES)}")
+    for key, accepted in {**_ONLY_EVERYWHERE, **_ONLY[family]}.items():
+        if key in config and config[key] not in accepted:
+            _refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
+    values = {key: config.get(key, default) for key, default in DEFAULTS[family].items()}
+    fields = _gpt2_fields(values) if family == "gpt2" else _rotary_fields(family, values, config)
+    try:
+        return ModelConfig.model_validate({"family": family, **fields}, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(
+            f"{key} = {problem['input']!r} in config.json: {problem['msg']}", where="config.json"
+        ) from error
+
+
+def _gpt2_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    dropouts = (values["embd_pdrop"], values["resid_pdrop"], values["attn_pdrop"])
+    if dropouts.count(dropouts[0]) < 3:
+        _refuse("embd_pdrop, resid_pdrop, attn_pdrop", dropouts, "only equal values are implemented")
+    return {
+        "num_layers": values["n_layer"],
+        "hidden_size": values["n_embd"],
+        "num_heads": values["n_head"],
+        "intermediate_size": values["n_inner"],
+        "vocab_size": values["vocab_size"],
+        "max_positions_tokens": values["n_positions"],
+        "positions": "learned",
+        "norm": "layer_norm",
+        "norm_eps": values["layer_norm_epsilon"],
+        "norm_bias": True,
+        "activation": _activation("gpt2", "activation_function", values),
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": values["tie_word_embeddings"],
+        "dropout_fraction": values["resid_pdrop"],
+        "init_std": values["initializer_range"],
+        "scale_residual_init": True,
+    }
+
+
+def _rotary_fields(family: Family, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    if family == "qwen3":
+        _check_windows(config, values["num_hidden_layers"])
+    return {
+        "num_layers": values["num_hidden_layers"],
+        "hidden_size": values["hidden_size"],
+        "num_heads": values["num_attention_heads"],
+        "num_kv_heads": values["num_key_value_heads"],
+        "head_dim": values["head_dim"],
+        "intermediate_size": values["intermediate_size"],
+        "vocab_size": values["vocab_size"],
+        "max_positions_tokens": values["max_position_embeddings"],
+        "positions": "rope",
+        "rope_theta": _rope_theta(config),
+        "norm": "rms_norm",
+        "norm_eps": values["rms_norm_eps"],
+        "norm_bias": False,
+        "activation": _activation(family, "hidden_act", values),
+        "qk_norm": family == "qwen3",
+        "attention_bias": values["attention_bias"],
+        "mlp_bias": values.get("mlp_bias", False),
+        "tie_embeddings": values["tie_word_embeddings"],
+        "dropout_fraction": 0.0,
+        "init_std": values["initializer_range"],
+        "scale_residual_init": False,
+    }
+
+
+def _activation(family: Family, key: str, values: Mapping[str, Any]) -> str:
+    known, name = _ACTIVATIONS[family], values[key]
+    if not isinstance(name, str) or name not in known:
+        _refuse(key, name, f"implemented are {', '.join(known)}")
+    return known[name]
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of plain rotary frequencies, wherever the file's generation of transformers keeps it."""
+    stated: dict[str, Any] = {}
+    if config.get("rope_theta") is not None:
+        stated["rope_theta"] = config["rope_theta"]
+    for key in ("rope_scaling", "rope_parameters"):
+        table = config.get(key)
+        if table is None:
+            continue
+        if not isinstance(table, Mapping):
+            _refuse(key, table, "a table is needed")
+        for name, value in table.items():
+            if name in ("rope_type", "type"):
+                if value != "default":
+                    _refuse(f"{key}.{name}", value, "only unscaled rotary positions (default) are implemented")
+            elif name == "rope_theta":
+                stated[f"{key}.{name}"] = value
+            elif value is not None and (name, value) != ("partial_rotary_factor", 1):
+                _refuse(f"{key}.{name}", value, "only unscaled rotary positions (default) are implemented")
+    if any(value != next(iter(stated.values())) for value in stated.values()):
+        _refuse(" and ".join(stated), tuple(stated.values()), "they contradict each other")
+    return next(iter(stated.values()), DEFAULT_ROPE_THETA)
+
+
+def _check_windows(config: Mapping[str, Any], num_layers: Any) -> None:
+    layers = config.get("layer_types")
+    if layers is not None:
+        if layers != ["full_attention"] * len(layers if isinstance(layers, list) else ()):
+            _refuse("layer_types", layers, "only full_attention is implemented")
+    elif config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
+            _refuse("use_sliding_window", True, f"windows from layer {first} on are not implemented")
+
+
+def _refuse(key: str, value: Any, why: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r} in config.json cannot be honoured: {why}", where="config.json")
