@@ -1,0 +1,151 @@
+"""Append-only records by step that survive kill -9: the form of ``chain.jsonl`` and ``evaluations.jsonl``.
+
+A line is a JSON object with a ``step``: the number of finished steps when it was written, so that line 1,000 and
+checkpoint 1,000 speak of the same state. A process that resumes at step S first writes the marker ``{"resume": S}``:
+what stands above it for later steps, and what a power cut made of it, belongs to work that was lost and is void. A
+torn last line is cut off.
+Lines are buffered; ``flush(sync=True)`` makes them durable and goes before the checkpoint that relies on them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vorox.core import atomic
+from vorox.core.errors import DataError
+
+BUFFERED_LINES = 256
+_FIRST_WINDOW_BYTES = 1 << 18
+
+
+class StepHistory:
+    """The writing end of one file.
+
+    Args:
+        path: The file; made by the first flush.
+        resume_step: Finished steps of the state that this process starts from.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self.path = path
+        self._buffer: list[bytes] = []
+        self._size_bytes = _cut_torn_line(path)
+        if self._size_bytes:
+            self._buffer.append(atomic.canonical_json({"resume": resume_step}) + b"\n")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one record, ``step`` among its keys."""
+        self._buffer.append(atomic.canonical_json(record) + b"\n")
+        if len(self._buffer) >= BUFFERED_LINES:
+            self.flush(sync=False)
+
+    def flush(self, *, sync: bool) -> None:
+        """Write what is buffered. After a failure nothing is lost: the next flush writes it again.
+
+        Raises:
+            OSError: The disk is full or gone, and ``sync`` was asked for.
+        """
+        data = b"".join(self._buffer)
+        if not data and not sync:
+            return
+        try:
+            if self.path.exists() and self.path.stat().st_size > self._size_bytes:
+                atomic.truncate(self.path, self._size_bytes)  # what a failed flush left
+            atomic.append(self.path, data, sync=sync)
+        except OSError:
+            if sync:
+                raise
+            return  # the lines stay buffered; the checkpoint that needs them will say so if they still cannot go
+        self._size_bytes += len(data)
+        self._buffer.clear()
+
+
+def read_history(path: Path) -> dict[int, dict[str, Any]]:
+    """The valid record of every step, in step order.
+
+    Raises:
+        DataError: A line that counts is not a record.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    last_step, damaged_line = 0, 0
+    for number, line in enumerate(_complete_lines(path), start=1):
+        value = _parse(line)
+        if value is None:
+            damaged_line = damaged_line or number
+        elif "resume" in value:
+            records = {step: record for step, record in records.items() if step <= value["resume"]}
+            damaged_line = 0 if value["resume"] <= last_step else damaged_line
+        elif not damaged_line:
+            records[value["step"]] = value
+            last_step = value["step"]
+    if damaged_line:
+        raise DataError("a line is damaged", where=f"{path}:{damaged_line}", hint="restore the file from a copy")
+    return dict(sorted(records.items()))
+
+
+def last_record(path: Path, at_or_before: int) -> dict[str, Any] | None:
+    """The valid record of the highest step up to ``at_or_before``, found from the end of the file."""
+    limit = at_or_before
+    for line in _lines_backwards(path):
+        value = _parse(line)
+        if value is None:
+            continue  # after the record that is looked for, or it will be missed
+        if "resume" in value:
+            limit = min(limit, value["resume"])
+        elif value["step"] <= limit:
+            return value
+    return None
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+        key = "resume" if "resume" in value else "step"
+        return value if type(value[key]) is int else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    raw = path.read_bytes() if path.exists() else b""
+    return raw.split(b"\n")[:-1]  # what follows the last line end is torn
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Complete lines from the last to the first, reading ever larger pieces of the end of the file."""
+    if not path.exists():
+        return
+    size_bytes = path.stat().st_size
+    window_bytes, given = _FIRST_WINDOW_BYTES, 0
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(0, size_bytes - window_bytes))
+            lines = file.read(window_bytes).split(b"\n")[:-1]
+        whole = window_bytes >= size_bytes
+        known = lines if whole else lines[1:]  # the first line of a piece may lack its beginning
+        for line in reversed(known[: len(known) - given]):
+            given += 1
+            yield line
+        if whole:
+            return
+        window_bytes *= 4
+
+
+def _cut_torn_line(path: Path) -> int:
+    """Cut what follows the last line end; returns the size that is left."""
+    if not path.exists():
+        return 0
+    raw_size = path.stat().st_size
+    with path.open("rb") as file:
+        end, position = 0, raw_size
+        while position and not end:
+            start = max(0, position - (1 << 16))
+            file.seek(start)
+            found = file.read(position - start).rfind(b"\n")
+            end, position = (start + found + 1 if found >= 0 else 0), start
+    if end < raw_size:
+        atomic.truncate(path, end)
+    return end

@@ -1,0 +1,112 @@
+"""The replay chain: its definition worked out by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vorox.core.errors import DataError
+from vorox.core.records import Batch, DataCursor, Progress, StepValues
+from vorox.training.chain import CHAIN_NAME, ReplayChain, bits, number, read_chain
+
+CURSOR = DataCursor("d", 1, 0, 0, 7)
+START = Progress(0, 0, CURSOR)
+
+
+def batch(step: int) -> Batch:
+    rows = np.zeros((1, 2, 4), np.int32)
+    return Batch(step, rows, rows, None, None, np.full((1, 2), step, np.uint64), 8, CURSOR)
+
+
+def values(loss: float, grad_norm: float = 1.0) -> StepValues:
+    return StepValues(loss, grad_norm, math.isfinite(loss), {})
+
+
+def run(directory: Path, progress: Progress, steps: range, *, scale: float = 1.0) -> Progress:
+    chain = ReplayChain(directory, progress)
+    for step in steps:
+        chain.record(batch(step), values(scale / (step + 1)))
+    chain.flush(sync=True)
+    return replace(progress, step=steps.stop, chain=chain.head)
+
+
+def test_the_definition(tmp_path: Path) -> None:
+    run(tmp_path, START, range(2))
+    first = json.loads((tmp_path / CHAIN_NAME).read_text().splitlines()[0])
+    assert first["loss"] == struct.pack(">d", 1.0).hex() == "3ff0000000000000"
+    text = f'["",1,"{batch(0).digest()}","3ff0000000000000","3ff0000000000000"]'
+    assert first["chain"] == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert read_chain(tmp_path)[2].batch == batch(1).digest()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, 5e-324, math.inf, -math.inf, 0.1])
+def test_bits_are_exact(value: float) -> None:
+    assert struct.pack(">d", number(bits(value))) == struct.pack(">d", value)
+
+
+def test_not_a_number_has_one_form() -> None:
+    payload = struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]
+    assert bits(payload) == bits(math.nan)
+    assert math.isnan(number(bits(math.nan)))
+
+
+def test_every_quantity_changes_the_head(tmp_path: Path) -> None:
+    def head(name: str, changed: Batch, result: StepValues) -> str:
+        (tmp_path / name).mkdir()
+        chain = ReplayChain(tmp_path / name, START)
+        chain.record(changed, result)
+        return chain.head
+
+    one_ulp = math.nextafter(1.0, 2.0)
+    heads = [
+        head("same", batch(0), values(1.0)),
+        head("loss", batch(0), values(one_ulp)),
+        head("norm", batch(0), values(1.0, one_ulp)),
+        head("rows", replace(batch(0), row_digests_AB=np.array([[0, 1]], np.uint64)), values(1.0)),
+        head("order", replace(batch(0), row_digests_AB=np.array([[1, 0]], np.uint64)), values(1.0)),
+        head("step", replace(batch(1), row_digests_AB=batch(0).row_digests_AB), values(1.0)),
+    ]
+    assert len(set(heads)) == len(heads)
+
+
+def test_interrupted_equals_straight(tmp_path: Path) -> None:
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "broken").mkdir()
+    straight = run(tmp_path / "straight", START, range(10))
+    saved = run(tmp_path / "broken", START, range(4))
+    run(tmp_path / "broken", saved, range(4, 9), scale=2.0)  # lost
+    assert run(tmp_path / "broken", saved, range(4, 10)).chain == straight.chain
+    assert read_chain(tmp_path / "broken") == read_chain(tmp_path / "straight")
+
+
+def test_a_changed_entry_is_named(tmp_path: Path) -> None:
+    run(tmp_path, START, range(5))
+    path = tmp_path / CHAIN_NAME
+    path.write_text(path.read_text().replace(bits(1 / 3), bits(1 / 3.5)))
+    with pytest.raises(DataError, match="step 3 does not follow"):
+        read_chain(tmp_path)
+
+
+def test_refuses_a_chain_of_another_history(tmp_path: Path) -> None:
+    progress = run(tmp_path, START, range(5))
+    with pytest.raises(DataError, match="at step 5"):
+        ReplayChain(tmp_path, replace(progress, chain="0" * 32))
+    with pytest.raises(DataError, match="at step 5"):
+        ReplayChain(tmp_path, replace(progress, step=6))  # a line is missing
+
+
+def test_goes_on_without_the_file(tmp_path: Path) -> None:
+    progress = run(tmp_path, START, range(5))
+    (tmp_path / CHAIN_NAME).rename(tmp_path / "away")
+    run(tmp_path, progress, range(5, 7))
+    assert list(read_chain(tmp_path)) == [6, 7]
+    (tmp_path / CHAIN_NAME).unlink()
+    with pytest.raises(DataError, match="no step is recorded"):
+        read_chain(tmp_path)
