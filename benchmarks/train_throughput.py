@@ -76,7 +76,7 @@ def ours(workload: Workload, *, family: str, compiled: bool = False) -> tuple[St
     return step, flops_per_token(spec, workload.sequence_length_tokens)
 
 
-def repeat(step: Step, workload: Workload, steps: int):  # noqa: ANN201
+def repeat(step: Step, workload: Workload, steps: int):
     def run() -> float:
         for _ in range(steps):
             step()
@@ -87,9 +87,8 @@ def repeat(step: Step, workload: Workload, steps: int):  # noqa: ANN201
 
 def compare_steps(workload: Workload, *, rounds: int, steps: int, compile_too: bool) -> None:
     contenders = {}
-    flops = 0.0
     for family in ("gpt2", "llama"):
-        step, flops = ours(workload, family=family)
+        step, _ = ours(workload, family=family)
         contenders[f"vorox {family}"] = repeat(step, workload, steps)
     if compile_too:
         step, _ = ours(workload, family="gpt2", compiled=True)
@@ -114,7 +113,8 @@ def compare_steps(workload: Workload, *, rounds: int, steps: int, compile_too: b
     rates = interleave.measure({**contenders, "torch.mm": ceiling}, rounds=rounds)
     ceiling_rates = rates.pop("torch.mm")
     title = f"Training step, {workload.name}"
-    interleave.report(title, interleave.table(rates, reference="nanoGPT", unit="tokens/s"), reference="nanoGPT", rounds=rounds)  # fmt: skip
+    rows = interleave.table(rates, reference="nanoGPT", unit="tokens/s")
+    interleave.report(title, rows, reference="nanoGPT", rounds=rounds)
     print(f"\ntorch.mm ceiling over the model's own products: {statistics.median(ceiling_rates) / 1e9:,.0f} GFLOP/s")
     for name in [name for name in rates if name.startswith("vorox gpt2") or name.startswith("nanoGPT")]:
         fractions = [rate * flops_of(workload) / top for rate, top in zip(rates[name], ceiling_rates, strict=True)]
