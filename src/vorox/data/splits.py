@@ -1,0 +1,53 @@
+"""Which text is held out for validation.
+
+A place in a source goes in, a yes or no comes out. Invariants: the answer depends on nothing but the place (not on
+the seed, the machine, the other files, or their number), train and validation are disjoint and together complete, and
+a larger share holds out everything that a smaller one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal
+
+import xxhash
+
+from vorox.core.schema.data import ValidationConfig
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+_DOMAIN = b"split/1\0"
+
+
+def _hash(place: str, byte_offset: int | None) -> int:
+    text = _DOMAIN + place.encode("utf-8", "surrogateescape")
+    if byte_offset is not None:
+        text += b"\0" + byte_offset.to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(text)
+
+
+def _threshold(validation: ValidationConfig) -> int:
+    return int(Fraction(str(validation.held_out_fraction)) * 2**64)
+
+
+def file_split(validation: ValidationConfig, place: str) -> Split:
+    """The split of a whole file, by its name relative to the source's location."""
+    return "validation" if _hash(place, None) < _threshold(validation) else "train"
+
+
+def document_filter(validation: ValidationConfig, split: Split, place: str) -> Callable[[int], bool]:
+    """Whether the record that starts at a byte of this file belongs to the split; always, unless documents are split.
+
+    The byte offset is the key, so that a record's split is known without reading what lies before it.
+    """
+    if validation.split != "document":
+        return lambda _: True
+    threshold = _threshold(validation)
+    return lambda byte_offset: (_hash(place, byte_offset) < threshold) == (split == "validation")
+
+
+def tail_start(validation: ValidationConfig, size_bytes: int) -> int:
+    """First byte of the held-out tail of a file, before it is moved to a record boundary."""
+    return size_bytes - int(Fraction(str(validation.held_out_fraction)) * size_bytes)
