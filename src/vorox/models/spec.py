@@ -1,0 +1,219 @@
+"""What a model is, without tensors: resolved dimensions and the table of its parameters.
+
+``model_spec`` turns the configuration into a frozen ``ModelSpec`` in which nothing is left to default. Everything that
+must agree between engines, checkpoints, exports and cost estimates is derived from its table: canonical names, shapes,
+initial distribution, what is decayed, and which axis means what.
+
+Canonical weights are ``[out, in]``. Rotary positions rotate halves of a head (Hugging Face's convention). A gated MLP
+is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod, sqrt
+from typing import Any, Literal
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.model import Activation, ModelConfig
+
+Kind = Literal["embedding", "matrix", "head", "norm", "bias"]
+Init = Literal["normal", "ones", "zeros"]
+
+GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu"})
+GATED_WIDTH_MULTIPLE = 64
+"""A gated MLP without a given width is 8/3 of the hidden size, rounded up to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One row of the parameter table.
+
+    Attributes:
+        name: Canonical name.
+        shape: As stored, matrices ``[out, in]``.
+        init: Initial distribution.
+        std: Standard deviation of a normal initialisation, else 0.
+        decay: Whether weight decay applies. Embeddings can be exempted by ``optimizer.decay_embeddings``.
+        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises.
+        axes: Meaning of each dimension, for sharding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init
+    std: float
+    decay: bool
+    kind: Kind
+    axes: tuple[str, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder with every dimension resolved. Fields mean what those of ``ModelConfig`` mean."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions_tokens: int
+    positions: Literal["rope", "learned"]
+    rope_theta: float
+    norm: Literal["rms_norm", "layer_norm"]
+    norm_eps: float
+    norm_bias: bool
+    activation: Activation
+    qk_norm: bool
+    attention_bias: bool
+    mlp_bias: bool
+    tie_embeddings: bool
+    dropout_fraction: float
+    init_std: float
+    scale_residual_init: bool
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Every parameter once, in the order of the forward pass."""
+        return _parameter_table(self)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters; a tied head counts once."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    def to_json(self) -> dict[str, Any]:
+        """For manifests: two specs are the same model iff this is equal."""
+        return asdict(self)
+
+
+def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_length_tokens: int) -> ModelSpec:
+    """Resolve and check a model configuration.
+
+    Args:
+        config: The model section.
+        tokenizer_vocab_size: Ids that the tokenizer can produce.
+        sequence_length_tokens: Positions of a training row.
+
+    Raises:
+        ConfigError: The dimensions contradict each other, the tokenizer or the data.
+    """
+    num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+    if config.head_dim is None and config.hidden_size % config.num_heads:
+        raise _contradiction(
+            f"hidden_size = {config.hidden_size} is not a multiple of num_heads = {config.num_heads}",
+            "or give head_dim",
+        )
+    head_dim = config.hidden_size // config.num_heads if config.head_dim is None else config.head_dim
+    vocab_size = tokenizer_vocab_size if config.vocab_size is None else config.vocab_size
+    max_positions = sequence_length_tokens if config.max_positions_tokens is None else config.max_positions_tokens
+    intermediate_size = config.intermediate_size
+    if intermediate_size is None:
+        intermediate_size = 4 * config.hidden_size
+        if config.activation in GATED_ACTIVATIONS:
+            multiples = -(-8 * config.hidden_size // (3 * GATED_WIDTH_MULTIPLE))
+            intermediate_size = multiples * GATED_WIDTH_MULTIPLE
+    if config.num_heads % num_kv_heads:
+        raise _contradiction(f"num_heads = {config.num_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
+    if config.positions == "rope" and head_dim % 2:
+        raise _contradiction(f"rotary positions need an even head width, it is {head_dim}", "or positions: learned")
+    if config.norm == "rms_norm" and config.norm_bias:
+        raise _contradiction("norm_bias = true, but rms_norm has no bias", "set norm: layer_norm or norm_bias: false")
+    if vocab_size < tokenizer_vocab_size:
+        raise _contradiction(f"vocab_size = {vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens")
+    if max_positions < sequence_length_tokens:
+        raise _contradiction(
+            f"max_positions_tokens = {max_positions}, but data.sequence_length_tokens = {sequence_length_tokens}"
+        )
+    return ModelSpec(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+        max_positions_tokens=max_positions,
+        positions=config.positions,
+        rope_theta=config.rope_theta,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        norm_bias=config.norm_bias,
+        activation=config.activation,
+        qk_norm=config.qk_norm,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        tie_embeddings=config.tie_embeddings,
+        dropout_fraction=config.dropout_fraction,
+        init_std=config.init_std,
+        scale_residual_init=config.scale_residual_init,
+    )
+
+
+def _contradiction(what: str, hint: str = "") -> ConfigError:
+    return ConfigError(what, where="model", hint=hint)
+
+
+def _parameter_table(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
+    width, std = spec.hidden_size, spec.init_std
+    vocabulary = ((spec.vocab_size, width), "normal", std, True)
+    rows = [ParameterSpec("embedding.weight", *vocabulary, "embedding", ("vocab", "hidden"))]
+    if spec.positions == "learned":
+        shape = (spec.max_positions_tokens, width)
+        name = "position_embedding.weight"
+        rows.append(ParameterSpec(name, shape, "normal", std, True, "embedding", ("positions", "hidden")))
+    for index in range(spec.num_layers):
+        rows += _block_table(spec, f"blocks.{index}.")
+    rows += _norm(spec, "final_norm")
+    if not spec.tie_embeddings:
+        rows.append(ParameterSpec("head.weight", *vocabulary, "head", ("vocab", "hidden")))
+    return tuple(rows)
+
+
+def _block_table(spec: ModelSpec, prefix: str) -> list[ParameterSpec]:
+    width, inner = spec.hidden_size, spec.intermediate_size
+    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    residual_std = spec.init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else spec.init_std
+
+    def linear(name: str, out: tuple[int, str], into: tuple[int, str], std: float, bias: bool) -> list[ParameterSpec]:
+        shape, axes = (out[0], into[0]), (out[1], into[1])
+        weight = ParameterSpec(f"{prefix}{name}.weight", shape, "normal", std, True, "matrix", axes)
+        extra = ParameterSpec(f"{prefix}{name}.bias", (out[0],), "zeros", 0.0, False, "bias", (out[1],))
+        return [weight, extra] if bias else [weight]
+
+    hidden, heads, kv_heads, mlp = (width, "hidden"), (query, "heads"), (key_value, "kv_heads"), (inner, "mlp")
+    rows = _norm(spec, f"{prefix}attention_norm")
+    rows += linear("attention.query", heads, hidden, spec.init_std, spec.attention_bias)
+    rows += linear("attention.key", kv_heads, hidden, spec.init_std, spec.attention_bias)
+    rows += linear("attention.value", kv_heads, hidden, spec.init_std, spec.attention_bias)
+    if spec.qk_norm:
+        rows += [
+            ParameterSpec(f"{prefix}attention.{name}.weight", (spec.head_dim,), "ones", 0.0, False, "norm", ("head",))
+            for name in ("query_norm", "key_norm")
+        ]
+    rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias)
+    rows += _norm(spec, f"{prefix}mlp_norm")
+    if spec.is_gated:
+        rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias)
+    rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
+    rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
+    return rows
+
+
+def _norm(spec: ModelSpec, name: str) -> list[ParameterSpec]:
+    shape, axes = (spec.hidden_size,), ("hidden",)
+    rows = [ParameterSpec(f"{name}.weight", shape, "ones", 0.0, False, "norm", axes)]
+    if spec.norm_bias:
+        rows.append(ParameterSpec(f"{name}.bias", shape, "zeros", 0.0, False, "bias", axes))
+    return rows
