@@ -1,0 +1,179 @@
+"""Rules that span several settings, all reported together.
+
+Only what follows from the configuration alone is judged here. What a machine, an engine, a tokenizer file or the text
+itself would say against it is for those who know them to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+from vorox.core.conditions import EXCLUSIVE
+from vorox.core.config_tree import Problem
+from vorox.core.schema import RunConfig
+
+LENGTHS, WARM_UPS = EXCLUSIVE
+
+
+def exact_weight(weight: float | str) -> Fraction:
+    """The exact value of a source's weight: a decimal number means that decimal, a text is a number or ``a/b``.
+
+    Raises:
+        ValueError: It is not a positive number.
+    """
+    try:
+        value = Fraction(str(weight).replace(" ", ""))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{weight!r} is not a number or a fraction such as '1/3'") from None
+    if value <= 0:
+        raise ValueError(f"{weight} is not positive; leave the source out instead")
+    return value
+
+
+def find_problems(config: RunConfig) -> list[Problem]:
+    """Everything that contradicts something else, in the order of the sections."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        yield Problem(
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_heads={model.num_heads}; "
+            "change one of them or set model.head_dim",
+            keys=("model.hidden_size", "model.num_heads"),
+        )
+    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
+        yield Problem(
+            f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}",
+            keys=("model.num_kv_heads", "model.num_heads"),
+        )
+    longest, length = model.max_positions_tokens, config.data.sequence_length_tokens
+    if longest is not None and longest < length:
+        yield Problem(
+            f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
+            keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
+        )
+    needed = {"bpe": config.tokenizer.vocab_size, "byte": 257}.get(config.tokenizer.kind)
+    if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
+        yield Problem(
+            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
+            "leave it out to take exactly those",
+            keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
+        )
+
+
+def _sources(config: RunConfig) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for index, source in enumerate(config.data.sources):
+        key = f"data.sources.{index}"
+        if source.name in seen:
+            yield Problem(
+                f"{key}.name={source.name} is the name of data.sources.{seen[source.name]} as well",
+                keys=(f"{key}.name",),
+            )
+        seen.setdefault(source.name, index)
+        if source.format != "python_stdlib" and not source.paths:
+            yield Problem(
+                f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
+                keys=(f"{key}.paths", f"{key}.format"),
+            )
+        try:
+            exact_weight(source.weight)
+        except ValueError as error:
+            yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Problem]:
+    if config.tokenizer.kind == "file" and config.tokenizer.path is None:
+        yield Problem(
+            "tokenizer.kind=file needs tokenizer.path, the tokenizer.json to use",
+            keys=("tokenizer.path", "tokenizer.kind"),
+        )
+    if not config.tokenizer.end_of_text:
+        yield Problem("tokenizer.end_of_text is empty", keys=("tokenizer.end_of_text",))
+
+
+def _length(config: RunConfig) -> Iterator[Problem]:
+    given = _given(config, LENGTHS)
+    if len(given) != 1:
+        said = f"{' and '.join(given)} all set the length of the run" if given else "a run needs a length"
+        yield Problem(f"{said}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS)
+    warm_ups = _given(config, WARM_UPS)
+    if len(warm_ups) > 1:
+        yield Problem(f"{' and '.join(warm_ups)} all set the warm-up; keep one", keys=WARM_UPS)
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    rows, micro = config.train.global_batch_sequences, config.train.micro_batch_sequences
+    processes = config.parallel.data_parallel_size
+    if rows % (micro * processes):
+        over = f" x parallel.data_parallel_size={processes}" if processes > 1 else ""
+        yield Problem(
+            f"train.global_batch_sequences={rows} is not a multiple of train.micro_batch_sequences={micro}{over}",
+            keys=(
+                "train.global_batch_sequences",
+                "train.micro_batch_sequences",
+                "parallel.data_parallel_size",
+            ),
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    evaluation, held_out = config.eval, config.data.validation.held_out_fraction
+    validates = evaluation.every_steps is not None or evaluation.at_end
+    if validates and held_out == 0:
+        asked = "eval.every_steps" if evaluation.every_steps is not None else "eval.at_end"
+        yield Problem(
+            f"{asked} asks for validation, but data.validation.held_out_fraction=0 holds out nothing; "
+            "set eval.at_end=false and eval.every_steps=null, or hold out a part",
+            keys=("eval.every_steps", "eval.at_end", "data.validation.held_out_fraction"),
+        )
+    if evaluation.prompts and not validates:
+        yield Problem(
+            "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false ask for "
+            "none",
+            keys=("eval.prompts", "eval.every_steps", "eval.at_end"),
+        )
+    if any(not prompt for prompt in evaluation.prompts):
+        yield Problem(
+            "eval.prompts holds an empty text; a completion needs something to begin with", keys=("eval.prompts",)
+        )
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best and config.eval.every_steps is None:
+        yield Problem(
+            f"checkpoint.keep_best={checkpoint.keep_best} needs validations to compare; set eval.every_steps",
+            keys=("checkpoint.keep_best", "eval.every_steps"),
+        )
+    every, keep = checkpoint.every_steps, checkpoint.keep_every_steps
+    if keep is not None and every is None:
+        yield Problem(
+            f"checkpoint.keep_every_steps={keep} keeps nothing without checkpoint.every_steps",
+            keys=("checkpoint.keep_every_steps", "checkpoint.every_steps"),
+        )
+    elif keep is not None and every is not None and keep % every:
+        yield Problem(
+            f"checkpoint.keep_every_steps={keep} is not a multiple of checkpoint.every_steps={every}, "
+            "so those checkpoints would never be made",
+            keys=("checkpoint.keep_every_steps", "checkpoint.every_steps"),
+        )
+
+
+def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
+    names = [key.partition(".") for key in keys]
+    return [f"{section}.{name}" for section, _, name in names if getattr(getattr(config, section), name) is not None]
+
+
+_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _model,
+    _sources,
+    _tokenizer,
+    _length,
+    _batch,
+    _evaluation,
+    _checkpoints,
+)

@@ -1,0 +1,103 @@
+"""Keys that mean something only under a certain value of another key, their switch.
+
+No option is ignored in silence: one that is meaningless where it is said is a problem. One that a later layer made
+meaningless by turning the switch (``tokenizer.kind=byte`` over a preset's ``tokenizer.vocab_size``) goes back to its
+default, so that the resolved configuration says nothing that is not so. The same goes for keys that exclude each
+other, such as the three lengths of a run: the latest layer that gives one of them decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vorox.core.config_tree import ConfigTree, Problem
+from vorox.core.fields import find_field
+from vorox.core.yaml_reader import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A key that means something only under a certain value of another one, its switch."""
+
+    key: str
+    switch: str
+    holds: Callable[[Json], bool]
+    remedy: str
+
+
+def _is(*values: Json) -> Callable[[Json], bool]:
+    return lambda value: value in values
+
+
+CONDITIONS: tuple[Condition, ...] = (
+    Condition("data.sources.*.paths", "data.sources.*.format", _is("txt", "jsonl"), "format txt or jsonl"),
+    Condition("data.sources.*.text_field", "data.sources.*.format", _is("jsonl"), "format jsonl"),
+    Condition(
+        "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
+    ),
+    Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe"), "kind bpe"),
+    Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
+    Condition("tokenizer.path", "tokenizer.kind", _is("file"), "kind file"),
+    Condition("model.rope_theta", "model.positions", _is("rope"), "positions rope"),
+    Condition("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
+    Condition("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
+    Condition("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
+    Condition("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),
+    Condition("schedule.min_lr_fraction", "schedule.name", lambda value: value != "constant", "a falling schedule"),
+    Condition(
+        "schedule.final_weight_decay_fraction",
+        "schedule.weight_decay",
+        _is("linear", "cosine"),
+        "schedule.weight_decay linear or cosine",
+    ),
+    Condition("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
+    Condition("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
+    Condition("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),
+    Condition("eval.sample_top_k", "eval.prompts", bool, "eval.prompts"),
+)
+
+
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("train.num_steps", "train.num_tokens", "train.num_epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_fraction"),
+)
+
+
+def settle_conditions(tree: ConfigTree) -> None:
+    """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
+    for group in EXCLUSIVE:
+        given = [key for key in group if tree.get(key) is not None]
+        latest = max((tree.origin(key).layer for key in given), default=-1)
+        for key in given:
+            if tree.origin(key).layer < latest:
+                tree.reset(key)
+    for condition in CONDITIONS:
+        for key in tree.expand_key(condition.key):
+            switch = condition.switch.replace("*", key.split(".")[2]) if "*" in condition.switch else condition.switch
+            field = find_field(key)
+            value, setting = tree.get(key), tree.get(switch)
+            default = field.default if field else None
+            if condition.holds(setting) or _same(value, default):
+                continue
+            if tree.origin(key).layer < tree.origin(switch).layer:
+                tree.reset(key)
+                continue
+            said = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
+            tree.problems.append(
+                Problem(
+                    f"{key}={_show(value)} has no effect{said}; it needs {condition.remedy}",
+                    tree.origin(key).text,
+                    (key, switch),
+                )
+            )
+
+
+def _same(value: Json, default: object) -> bool:
+    if isinstance(value, list) and isinstance(default, tuple):
+        return tuple(value) == default
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _show(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

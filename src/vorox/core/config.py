@@ -1,0 +1,291 @@
+"""YAML, presets and dotted overrides -> one frozen, explicit ``RunConfig``.
+
+In: a preset's name or a YAML file (which may stand on a preset: ``preset: quickstart``) and overrides, in that order
+of precedence; environment variables change nothing. Out: the configuration with the origin of every value, or one
+``ConfigError`` that lists *all* problems with their places. The values are validated as strict JSON: ``true`` is not
+a number, ``"8"`` is not 8; ``1e9`` is taken for an integer where one is asked for, because it is one.
+
+``config_digest`` covers what decides the bits of a run, and nothing else (``NOT_IN_DIGEST``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from vorox.core.atomic import canonical_json
+from vorox.core.config_tree import ConfigTree, Problem, document_assignments
+from vorox.core.errors import ConfigError
+from vorox.core.fields import find_field, nearest, wildcard
+from vorox.core.overrides import Assignment, parse_override
+from vorox.core.presets import model_presets, run_presets
+from vorox.core.schema import RunConfig
+from vorox.core.validation import validate
+from vorox.core.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
+from vorox.core.yaml_writer import write_inline, write_yaml
+
+NOT_IN_DIGEST = (
+    "model.preset",
+    "model.family",
+    "data.cache.directory",
+    "data.loader",
+    "checkpoint",
+    "eval",
+    "log",
+    "run.name",
+    "run.directory",
+)
+"""Keys and sections that change no bit of the parameters: two runs that differ only here are the same run.
+
+Names and places; how batches are read ahead; what is saved, validated and logged, and when. ``model.preset`` and
+``model.family`` only fill in keys, and those are in the digest.
+"""
+
+_MAX_PRESET_CHAIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A valid configuration that knows where each value was said."""
+
+    config: RunConfig
+    tree: ConfigTree
+
+    def origin(self, key: str) -> str:
+        """``my.yaml:12``, ``override a.b=v``, ``preset quickstart:4``, ``model.preset=...`` or ``default``."""
+        return self.tree.origin(key).text
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key whose value differs between two configurations; ``None`` also stands for a missing list entry."""
+
+    key: str
+    before: Json
+    after: Json
+
+    def __str__(self) -> str:
+        return f"{self.key}: {write_inline(self.before)} -> {write_inline(self.after)}"
+
+
+def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, resolve and validate.
+
+    Args:
+        source: Name of a run preset, or a YAML file; ``None`` starts from the defaults.
+        overrides: ``a.b=v`` or ``--a.b=v``.
+
+    Raises:
+        ConfigError: Anything is wrong; all problems are in its text.
+    """
+    return resolve_config(source, overrides).config
+
+
+def resolve_config(source: str | Path | None, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """As ``load_config``, with origins."""
+    tree = ConfigTree(model_presets())
+    assignments: list[Assignment] = []
+    for text in overrides:
+        try:
+            assignments.append(parse_override(text))
+        except ConfigError as error:
+            tree.problems.append(Problem(error.what + (f"; {error.hint}" if error.hint else ""), f"override {text}"))
+    base = [assignment for assignment in assignments if assignment.path == ("preset",)]
+    chain = _chain(source, base[-1].value if base else None)
+    for name, document in chain:
+        for what, line in document.problems:
+            tree.problems.append(Problem(what, f"{name}:{line}"))
+        tree.apply_layer(document_assignments(document, name))
+    tree.apply_layer([assignment for assignment in assignments if assignment.path != ("preset",)])
+    top = source if source is not None else (base[-1].value if base else None)
+    if top is not None:
+        _name_run(tree, str(top))
+    config, problems = validate(tree)
+    if config is None:
+        raise _refusal(problems, "the overrides" if source is None else str(source))
+    return ResolvedConfig(config, tree)
+
+
+def _refusal(problems: list[Problem], name: str) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(problems[0].what, where=problems[0].origin)
+    lines = [
+        f"  {number}. {problem.what}" + (f" [{problem.origin}]" if problem.origin else "")
+        for number, problem in enumerate(problems, 1)
+    ]
+    return ConfigError(f"{len(problems)} problems in {name}:\n" + "\n".join(lines))
+
+
+def _chain(source: str | Path | None, preset: Json) -> list[tuple[str, YamlDocument]]:
+    """The documents that a configuration is made of, base first; ``preset`` replaces what the top one stands on."""
+    chain: list[tuple[str, YamlDocument]] = []
+    seen: list[Path] = []
+    current: tuple[str, Path] | None = None if source is None else locate_config(source)
+    if current is None and preset is not None:
+        current, preset = locate_config(_preset_name(preset, "override preset")), None
+    while current is not None:
+        name, path = current
+        if path.resolve() in seen or len(seen) >= _MAX_PRESET_CHAIN:
+            raise ConfigError(f"preset {name} stands on itself or on more than {_MAX_PRESET_CHAIN} others", where=name)
+        seen.append(path.resolve())
+        document = read_mapping(_read_text(path), name)
+        chain.insert(0, (name, document))
+        below = document.value.pop("preset", None)
+        if len(chain) == 1 and preset is not None:
+            below = preset
+        current = None
+        if below is not None:
+            where = f"{name}:{document.lines.get(('preset',), 1)}"
+            current = locate_config(_preset_name(below, where), relative_to=path.parent)
+    return chain
+
+
+def _preset_name(value: Json, where: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"preset={write_inline(value)} is not a name", where=where)
+    return value
+
+
+def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[str, Path]:
+    """Name for messages and file of a preset or YAML file.
+
+    Raises:
+        ConfigError: There is neither a preset nor a file of that name.
+    """
+    presets = run_presets()
+    if isinstance(source, str) and source in presets:
+        return f"preset {source}", presets[source]
+    path = Path(source) if relative_to is None else relative_to / source
+    if path.is_file():
+        return str(path), path
+    if path.is_dir():
+        raise ConfigError(f"{source} is a folder, not a configuration", where=str(path))
+    files = [str(file) for file in sorted((relative_to or Path()).glob("configs/*.y*ml"))]
+    near = nearest(str(source), [*presets, *files])
+    hint = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets)}"
+    raise ConfigError(f"there is no preset and no file {source}", hint=hint)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not valid UTF-8 at byte {error.start}", where=str(path)) from error
+
+
+def slug(text: str) -> str:
+    """A name that is fine as part of a directory name everywhere."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80] or "run"
+
+
+def model_label(config: RunConfig) -> str:
+    """Short name of the model: its preset, else family and size."""
+    model = config.model
+    return model.preset or f"{model.family}-{model.num_layers}x{model.hidden_size}"
+
+
+def _name_run(tree: ConfigTree, source: str) -> None:
+    """Unless somebody named the run, name it after its file and its model."""
+    if tree.said("run.name"):
+        return
+    stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json"} else Path(source).name)
+    preset = tree.get("model.preset")
+    label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
+    name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
+    tree.fill("run.name", name, "name of the configuration and the model")
+
+
+def config_values(config: RunConfig) -> dict[str, Json]:
+    """The configuration as plain JSON values, every key present."""
+    return cast("dict[str, Json]", config.model_dump(mode="json"))
+
+
+def flat_values(config: RunConfig) -> dict[str, Json]:
+    """Every leaf by dotted key (``data.sources.0.name``); lists of texts are leaves."""
+    flat: dict[str, Json] = {}
+
+    def visit(value: Json, path: KeyPath) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(item, (*path, key))
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                visit(item, (*path, index))
+        else:
+            flat[".".join(str(part) for part in path)] = value
+
+    visit(config_values(config), ())
+    return flat
+
+
+def in_digest(key: str) -> bool:
+    """Whether a key is part of what makes two runs the same run."""
+    name = wildcard(key)
+    return not any(name == excluded or name.startswith(f"{excluded}.") for excluded in NOT_IN_DIGEST)
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256, hex, over everything that decides the bits of the run."""
+    values = {key: value for key, value in flat_values(config).items() if in_digest(key)}
+    return hashlib.sha256(canonical_json(values)).hexdigest()
+
+
+def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
+    """The whole configuration as YAML that ``load_config`` reads back equal.
+
+    Args:
+        config: What to write.
+        resolved: If given, every line ends in a comment with the origin of its value.
+    """
+
+    def comment(path: KeyPath) -> str:
+        return resolved.origin(".".join(str(part) for part in path)) if resolved is not None else ""
+
+    return write_yaml(config_values(config), comment)
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
+    """Every key whose value differs, in schema order."""
+    old, new = flat_values(before), flat_values(after)
+    keys = list(dict.fromkeys([*old, *new]))
+    return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a configuration file, for editors: nothing is required, because presets and overrides fill in."""
+    schema = RunConfig.model_json_schema()
+    for definition in [schema, *cast("Mapping[str, dict[str, Any]]", schema.get("$defs", {})).values()]:
+        if definition.get("title") != "SourceConfig":
+            definition.pop("required", None)
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Vorox run configuration"
+    properties = cast("dict[str, Any]", schema["properties"])
+    schema["properties"] = {
+        "preset": {
+            "type": "string",
+            "description": f"What this file stands on: {', '.join(run_presets())}, or a file.",
+        },
+        **properties,
+    }
+    sizes = sorted(model_presets().sizes)
+    model = cast("dict[str, Any]", schema["$defs"]["ModelConfig"]["properties"]["preset"])
+    model["examples"] = sizes
+    return schema
+
+
+def known_key(key: str) -> str:
+    """The key itself, if it is one.
+
+    Raises:
+        ConfigError: There is no such key; the nearest are named.
+    """
+    if find_field(key) is None:
+        near = nearest(key)
+        raise ConfigError(f"there is no key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
+    return key

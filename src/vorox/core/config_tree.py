@@ -1,0 +1,263 @@
+"""A configuration under construction: values from several layers, each remembering where it was said.
+
+Layers are applied in order (presets, file, command line); later ones win, mappings merge, lists are replaced as a
+whole. ``model.preset`` starts the model section anew with the defaults of its family and its sizes; ``model.family``
+fills in the architecture's keys; keys of the same layer win over both. Nothing is checked against the schema here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+from vorox.core.fields import REQUIRED, did_you_mean, find_field, schema_fields
+from vorox.core.overrides import Assignment
+from vorox.core.presets import ModelPresets
+from vorox.core.yaml_reader import Json, KeyPath, YamlDocument
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a configuration.
+
+    Attributes:
+        what: For a person, with the key and the value.
+        origin: Where the value was said; empty for what nobody said.
+        keys: Keys that it is about, so that one fault is not reported twice.
+    """
+
+    what: str
+    origin: str = ""
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value comes from; ``layer`` is -1 for defaults and grows with precedence.
+
+    What a family or a size fills in lies half a layer below what the layer itself says.
+    """
+
+    layer: float
+    text: str
+
+
+DEFAULT_ORIGIN = Origin(-1, "default")
+_ABSENT: Final = object()
+
+
+def _path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def _descend(value: object, path: KeyPath) -> object:
+    """What lies at a path, or ``_ABSENT``."""
+    for part in path:
+        if isinstance(value, dict) and part in value:
+            value = cast("dict[str | int, object]", value)[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(cast("list[object]", value)):
+            value = cast("list[object]", value)[part]
+        else:
+            return _ABSENT
+    return value
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def document_assignments(document: YamlDocument, name: str) -> list[Assignment]:
+    """The leaves of a YAML mapping as assignments; an empty section says nothing."""
+    assignments: list[Assignment] = []
+
+    def visit(mapping: Mapping[str, Json], path: KeyPath) -> None:
+        for key, value in mapping.items():
+            child = (*path, key)
+            field = schema_fields().get(dotted(child))
+            is_section = field is not None and field.type_name == "section"
+            if isinstance(value, dict) and (is_section or field is None):
+                visit(value, child)
+                if value or is_section:
+                    continue
+            if value is None and is_section:
+                continue
+            nested = {path: f"{name}:{line}" for path, line in document.lines.items() if path[: len(child)] == child}
+            assignments.append(Assignment(child, value, nested.get(child, name), nested))
+
+    visit(document.value, ())
+    return assignments
+
+
+class ConfigTree:
+    """Values by path with their origins, and what went wrong on the way."""
+
+    def __init__(self, models: ModelPresets) -> None:
+        self.values: dict[str, Json] = {}
+        self.problems: list[Problem] = []
+        self._models = models
+        self._origins: dict[KeyPath, Origin] = {}
+        self._num_layers = 0
+        family = schema_fields()["model.family"].default
+        self._fill_model(self._models.families.get(family, {}), Origin(-1, f"default of family {family}"))
+
+    def origin(self, key: str) -> Origin:
+        """Where the value of a dotted key (with indices) comes from."""
+        path = _path(key)
+        if _descend(self.values, path) is _ABSENT:
+            return DEFAULT_ORIGIN
+        while path:
+            if path in self._origins:
+                return self._origins[path]
+            path = path[:-1]
+        return DEFAULT_ORIGIN
+
+    def get(self, key: str) -> Json:
+        """The value of a dotted key, or its default where nobody set it (``None`` where there is none)."""
+        value = _descend(self.values, _path(key))
+        if value is not _ABSENT:
+            return cast(Json, value)
+        field = find_field(key)
+        return None if field is None or field.default is REQUIRED else cast(Json, field.default)
+
+    def said(self, key: str) -> bool:
+        """Whether somebody gave this very key, were it null."""
+        return tuple(key.split(".")) in self._origins
+
+    def fill(self, key: str, value: Json, origin: str) -> None:
+        """Set a key that nobody gave, below everything that somebody could."""
+        section, _, name = key.partition(".")
+        holder = self.values.setdefault(section, {})
+        if isinstance(holder, dict):
+            holder[name] = value
+            self._origins[(section, name)] = Origin(-1, origin)
+
+    def apply_layer(self, assignments: Sequence[Assignment]) -> None:
+        """Apply everything that one source says, over what is there."""
+        layer = self._num_layers
+        self._num_layers += 1
+        self._expand_model(assignments, layer)
+        for assignment in assignments:
+            self._assign(assignment, layer)
+
+    def _assign(self, assignment: Assignment, layer: int) -> None:
+        path, value = assignment.path, assignment.value
+        if isinstance(value, dict) and self._merges(path):
+            for key, item in value.items():
+                self._assign(Assignment((*path, key), item, assignment.origin, assignment.nested), layer)
+            return
+        parent = self._parent(path, assignment)
+        if parent is None:
+            return
+        last = path[-1]
+        if isinstance(parent, list):
+            parent[cast(int, last)] = value
+        else:
+            parent[str(last)] = value
+        for old in [known for known in self._origins if known[: len(path)] == path]:
+            del self._origins[old]
+        self._origins[path] = Origin(layer, assignment.origin)
+        for nested_path, text in assignment.nested.items():
+            if nested_path[: len(path)] == path:
+                self._origins[nested_path] = Origin(layer, text)
+
+    def _merges(self, path: KeyPath) -> bool:
+        """Whether a mapping for this path is merged into what is there, key by key."""
+        present = _descend(self.values, path)
+        field = schema_fields().get(dotted(path))
+        return isinstance(present, dict) or (present is _ABSENT and field is not None and field.type_name == "section")
+
+    def _parent(self, path: KeyPath, assignment: Assignment) -> dict[str, Json] | list[Json] | None:
+        """The collection that holds the last part of ``path``; mappings are made on the way, lists are not."""
+        current: dict[str, Json] | list[Json] = self.values
+        for depth, part in enumerate(path):
+            name = dotted(path[:depth])
+            if isinstance(current, list):
+                if isinstance(part, str):
+                    self._problem(f"{name} is a list; write {name}.0.{part} for its first entry", assignment)
+                    return None
+                if part >= len(current):
+                    self._problem(f"{name} has {len(current)} entries, so there is no {name}.{part}", assignment)
+                    return None
+            if depth == len(path) - 1:
+                return current
+            below = self._below(current, path[: depth + 1]) if isinstance(current, dict) else current[cast(int, part)]
+            if not isinstance(below, dict | list):
+                holder = dotted(path[: depth + 1])
+                self._problem(f"{holder} holds a value, not keys, so there is no {dotted(path)}", assignment)
+                return None
+            current = below
+        raise AssertionError("an assignment has a path")
+
+    def _below(self, mapping: dict[str, Json], path: KeyPath) -> Json:
+        """What a mapping holds under the last part of ``path``; a mapping is made where the schema has no leaf."""
+        key = str(path[-1])
+        if key not in mapping:
+            field = schema_fields().get(dotted(path))
+            if field is None or field.type_name == "section":
+                mapping[key] = {}
+            elif field.type_name.startswith("list"):
+                return []
+        return mapping.get(key)
+
+    def _problem(self, what: str, assignment: Assignment) -> None:
+        self.problems.append(Problem(what, assignment.origin, (dotted(assignment.path),)))
+
+    def _expand_model(self, assignments: Sequence[Assignment], layer: int) -> None:
+        preset = _last_said(assignments, "preset")
+        family = _last_said(assignments, "family")
+        if preset is not None and isinstance(preset.value, str):
+            size = self._models.sizes.get(preset.value)
+            if size is None:
+                hint = did_you_mean(preset.value, self._models.sizes) or f"there are {', '.join(self._models.sizes)}"
+                self._problem(f"model.preset={preset.value} is unknown; {hint}", preset)
+            else:
+                self._clear_model()
+                size_family = str(size["family"])
+                origin = Origin(layer - 0.5, f"model.preset={preset.value} ({preset.origin})")
+                self._fill_model(self._models.families.get(size_family, {}), origin)
+                self._fill_model(size, origin)
+        if family is not None and isinstance(family.value, str):
+            origin = Origin(layer - 0.5, f"model.family={family.value} ({family.origin})")
+            self._fill_model(self._models.families.get(family.value, {}), origin)  # the schema refuses unknown ones
+
+    def _clear_model(self) -> None:
+        self.values["model"] = {}
+        for path in [path for path in self._origins if path[0] == "model"]:
+            del self._origins[path]
+
+    def _fill_model(self, values: Mapping[str, Json], origin: Origin) -> None:
+        model = self.values.setdefault("model", {})
+        if isinstance(model, dict):
+            for key, value in values.items():
+                model[key] = value
+                self._origins[("model", key)] = origin
+
+    def reset(self, key: str) -> None:
+        """Give a key its default back."""
+        *parents, last = key.split(".")
+        holder = self.get(".".join(parents))
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+        path = _path(key)
+        for known in [known for known in self._origins if known[: len(path)] == path]:
+            del self._origins[known]
+
+    def expand_key(self, key: str) -> list[str]:
+        """The keys that a dotted key with ``*`` stands for, given the lists as they are."""
+        head, star, tail = key.partition(".*.")
+        if not star:
+            return [key]
+        entries = self.get(head)
+        return [f"{head}.{index}.{tail}" for index in range(len(entries))] if isinstance(entries, list) else []
+
+
+def _last_said(assignments: Sequence[Assignment], key: str) -> Assignment | None:
+    """What a layer says about ``model.<key>``, also inside a ``model={...}``."""
+    found: Assignment | None = None
+    for assignment in assignments:
+        if assignment.path == ("model", key):
+            found = assignment
+        elif assignment.path == ("model",) and isinstance(assignment.value, dict) and key in assignment.value:
+            found = Assignment(("model", key), assignment.value[key], assignment.origin)
+    return found

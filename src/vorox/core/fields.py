@@ -1,0 +1,200 @@
+"""The schema as a flat table: every key of a configuration with its type, default, bounds and description.
+
+Read by everything that talks *about* settings: unknown-key suggestions, ``explain``, comparisons and the tests of the
+schema. Keys are dotted; the entries of a list of sections are ``*`` (``data.sources.*.weight``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from vorox.core.schema import RunConfig
+from vorox.core.schema.section import Section
+
+REQUIRED: Final = object()
+"""Default of a key that has none."""
+
+
+_NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
+    "batch_size": "train.global_batch_sequences",
+    "betas": "optimizer.beta1",
+    "block_size": "data.sequence_length_tokens",
+    "context_length": "data.sequence_length_tokens",
+    "dropout": "model.dropout_fraction",
+    "grad_clip": "optimizer.clip_norm",
+    "gradient_accumulation_steps": "train.micro_batch_sequences",
+    "learning_rate": "optimizer.lr",
+    "max_iters": "train.num_steps",
+    "max_steps": "train.num_steps",
+    "n_embd": "model.hidden_size",
+    "n_head": "model.num_heads",
+    "n_layer": "model.num_layers",
+    "seq_len": "data.sequence_length_tokens",
+    "sequence_length": "data.sequence_length_tokens",
+}
+"""What the settings are called in other trainers, so that their users are pointed to ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaField:
+    """One key of the configuration.
+
+    Attributes:
+        key: Dotted, ``*`` for any entry of a list.
+        annotation: Its type, as annotated.
+        default: What it is when nobody sets it, ``REQUIRED`` if there is no such thing.
+        description: From the schema.
+        type_name: The type for a person: ``integer``, ``number or null``, ``list of texts``, ``section``.
+        accepted: Bounds, for a person; empty when the type says it all.
+        choices: The accepted words, for a key that has a fixed set.
+        is_section: Whether it holds further keys.
+    """
+
+    key: str
+    annotation: Any
+    default: Any
+    description: str
+    type_name: str
+    accepted: str
+    choices: tuple[Any, ...]
+    is_section: bool
+
+
+@functools.cache
+def schema_fields() -> Mapping[str, SchemaField]:
+    """Every key, sections and lists included, in schema order."""
+    return {field.key: field for field in _walk(RunConfig, "")}
+
+
+def leaf_keys() -> tuple[str, ...]:
+    """Every key that holds a value."""
+    return tuple(key for key, field in schema_fields().items() if not field.is_section)
+
+
+def wildcard(key: str) -> str:
+    """The key with every list index replaced by ``*``."""
+    return ".".join("*" if part.isdecimal() else part for part in key.split("."))
+
+
+def find_field(key: str) -> SchemaField | None:
+    """The field of a key with or without list indices."""
+    table = schema_fields()
+    direct = table.get(wildcard(key))
+    if direct is not None:
+        return direct
+    return next((field for name, field in table.items() if name.replace(".*", "") == key), None)
+
+
+def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -> list[str]:
+    """Known keys that resemble ``key``, best first: by the whole path, or by the last part in another section."""
+    pool = list(candidates) if candidates is not None else [name for name in schema_fields() if not name.endswith("*")]
+    wanted = wildcard(key)
+    last = wanted.rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, wanted, name).ratio()
+        name_last = name.rpartition(".")[2]
+        part = difflib.SequenceMatcher(None, last, name_last).ratio()
+        if last in name_last.split("_") or name_last in last.split("_"):
+            part = max(part, 0.8)
+        return max(whole, 0.5 * part + 0.5 * whole, 0.95 * part if part > 0.85 else 0.0)
+
+    if candidates is None and last in _NAMES_ELSEWHERE:
+        return [_NAMES_ELSEWHERE[last]]
+    ranked = sorted(((likeness(name), name) for name in pool), key=lambda pair: (-pair[0], pair[1]))
+    best = ranked[0][0] if ranked else 0.0
+    return [name for value, name in ranked[:limit] if value >= 0.6 and value >= best - 0.1]
+
+
+def did_you_mean(key: str, candidates: Iterable[str] | None = None) -> str:
+    """``did you mean a or b?``, or an empty text when nothing is near."""
+    names = nearest(key, candidates)
+    return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def admits(annotation: Any, kind: type) -> bool:
+    """Whether a value of exactly this Python type can satisfy the annotation."""
+    return kind in _members(annotation)
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[SchemaField]:
+    for name, info in section.model_fields.items():
+        key = f"{prefix}{name}"
+        inner = _section_of(info.annotation)
+        yield _describe(key, info, inner is not None)
+        if inner is not None:
+            many = typing.get_origin(info.annotation) is tuple
+            yield from _walk(inner, f"{key}.*." if many else f"{key}.")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if typing.get_origin(annotation) is tuple:
+        return _section_of(typing.get_args(annotation)[0])
+    return None
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _describe(key: str, info: FieldInfo, is_section: bool) -> SchemaField:
+    default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    choices = tuple(
+        choice
+        for member in _members(info.annotation)
+        if typing.get_origin(member) is Literal
+        for choice in typing.get_args(member)
+    )
+    return SchemaField(
+        key=key,
+        annotation=info.annotation,
+        default=default,
+        description=info.description or "",
+        type_name=" or ".join(_type_name(member) for member in _members(info.annotation)),
+        accepted=_accepted(info),
+        choices=choices,
+        is_section=is_section,
+    )
+
+
+_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
+
+
+def _type_name(member: Any) -> str:
+    if typing.get_origin(member) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(member))
+    if typing.get_origin(member) is tuple:
+        entry = typing.get_args(member)[0]
+        return "list of sections" if _section_of(entry) else f"list of {_TYPE_NAMES[entry]}s"
+    return "section" if _section_of(member) else _TYPE_NAMES[member]
+
+
+def _accepted(info: FieldInfo) -> str:
+    parts: list[str] = []
+    for rule in info.metadata:
+        if isinstance(rule, annotated_types.Ge):
+            parts.append(f"at least {rule.ge}")
+        elif isinstance(rule, annotated_types.Gt):
+            parts.append(f"greater than {rule.gt}")
+        elif isinstance(rule, annotated_types.Le):
+            parts.append(f"at most {rule.le}")
+        elif isinstance(rule, annotated_types.Lt):
+            parts.append(f"less than {rule.lt}")
+        elif isinstance(rule, annotated_types.MinLen):
+            parts.append(f"at least {rule.min_length} of them")
+        elif getattr(rule, "pattern", None):
+            parts.append(f"text matching {rule.pattern}")
+    return ", ".join(parts)

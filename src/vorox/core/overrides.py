@@ -1,0 +1,60 @@
+"""Command-line overrides: ``a.b=v`` or ``--a.b=v`` -> an assignment to a path.
+
+The value is JSON, a YAML list, mapping or quoted text, or a plain YAML 1.2 scalar. A number in the path is an index
+into a list (``data.sources.0.weight=2``). Nothing is checked against the schema here; that happens once everything
+has been put together, so that all problems are reported in one go.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from vorox.core.errors import ConfigError
+from vorox.core.yaml_reader import Json, KeyPath, read_value
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.(\w+))*")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A value for one path.
+
+    Attributes:
+        path: Keys, and indices of lists.
+        value: What it becomes; replaces whatever was there, mappings are merged.
+        origin: Where it was said, for a person: ``my.yaml:12`` or the override itself.
+        nested: Where the parts of a list value were said, by full path.
+    """
+
+    path: KeyPath
+    value: Json
+    origin: str
+    nested: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
+
+
+def is_override(argument: str) -> bool:
+    """Whether a command-line argument has the form of an override: ``a.b=v``, with or without dashes."""
+    name, equals, _ = argument.removeprefix("--").partition("=")
+    return bool(equals) and _KEY.fullmatch(name) is not None
+
+
+def parse_override(text: str) -> Assignment:
+    """Cut one override into path and value.
+
+    Raises:
+        ConfigError: It has no ``=``, no key or no value, or the value is broken JSON or YAML.
+    """
+    name, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        raise ConfigError(f"{text} has no value", where=text, hint=f"write {name}=VALUE")
+    if not _KEY.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a key", where=text, hint="write section.key=VALUE, such as optimizer.lr=6e-4"
+        )
+    if not value.strip():
+        raise ConfigError(
+            f"{name} is given an empty value", where=text, hint=f"write {name}=null, or {name}='\"\"' for an empty text"
+        )
+    path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    return Assignment(path, read_value(value, text), f"override {text}")

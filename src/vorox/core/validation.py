@@ -1,0 +1,180 @@
+"""A configuration tree -> a ``RunConfig``, or every reason why not, in words a person can act on.
+
+The values are validated as strict JSON. When some are wrong, the rest is still checked for contradictions: the wrong
+ones are replaced by defaults for that purpose only, and what follows from them is not reported a second time.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from vorox.core.checks import find_problems
+from vorox.core.conditions import settle_conditions
+from vorox.core.config_tree import ConfigTree, Problem, dotted
+from vorox.core.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.schema import RunConfig
+from vorox.core.yaml_reader import Json, KeyPath, resolve_plain
+
+
+def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration, if there is nothing wrong; else ``None`` and all problems."""
+    for section in ("data", "train"):  # so that what is missing is named one level deeper
+        tree.values.setdefault(section, {})
+    settle_conditions(tree)
+    values = _integers(tree.values, ())
+    config, errors = _try(values)
+    schema_problems = [problem for error in errors for problem in _describe(error, values, tree)]
+    wrong = {key for problem in schema_problems for key in problem.keys}
+    if config is None:
+        config, _ = _try(_repaired(values, errors))
+    crossing = list(tree.problems)
+    for problem in find_problems(config) if config is not None else []:
+        crossing.append(Problem(problem.what, _origin_of(problem, tree), problem.keys))
+    independent = [problem for problem in crossing if not any(_related(key, wrong) for key in problem.keys)]
+    problems = list(dict.fromkeys([*schema_problems, *independent]))
+    return (None if problems else config), problems
+
+
+def _try(values: Json) -> tuple[RunConfig | None, list[ErrorDetails]]:
+    try:
+        return RunConfig.model_validate_json(json.dumps(values), strict=True), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        locations = {detail["loc"] for detail in errors}
+        # A list whose entries failed is reported as too short as well.
+        return None, [detail for detail in errors if not any(_is_above(detail["loc"], other) for other in locations)]
+
+
+def _is_above(path: KeyPath, other: KeyPath) -> bool:
+    return len(path) < len(other) and other[: len(path)] == path
+
+
+def _integers(value: Json, path: KeyPath) -> Json:
+    """A copy in which whole floats (``1e9``) stand as integers wherever the schema takes integers only."""
+    if isinstance(value, dict):
+        return {key: _integers(item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_integers(item, (*path, index)) for index, item in enumerate(value)]
+    if isinstance(value, float) and value.is_integer():
+        field = find_field(dotted(path))
+        if field is not None and admits(field.annotation, int) and not admits(field.annotation, float):
+            return int(value)
+    return value
+
+
+def _known_path(error: ErrorDetails) -> KeyPath:
+    """The part of an error's location that names a key; what follows are members of unions."""
+    location = error["loc"]
+    if error["type"] in {"extra_forbidden", "missing"}:
+        return location
+    path: KeyPath = ()
+    for part in location:
+        if not isinstance(part, int) and find_field(dotted((*path, part))) is None:
+            break
+        path = (*path, part)
+    return path
+
+
+def _at(values: Json, path: KeyPath) -> Json:
+    for part in path:
+        if isinstance(values, dict):
+            values = values.get(cast(str, part))
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        else:
+            return None
+    return values
+
+
+def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Problem]:
+    path = _known_path(error)
+    key = dotted(path)
+    field = find_field(key)
+    value = _at(values, path)
+    if error["type"] == "extra_forbidden":
+        return [_unknown(leaf, tree) for leaf in _leaves(value, path)]
+    if error["type"] == "missing":
+        description = f": {field.description}" if field is not None else ""
+        parent = tree.origin(dotted(path[:-1]))
+        return [Problem(f"{key} is missing{description}", parent.text if parent.layer >= 0 else "", (key,))]
+    what = f"{key}={_show(value)} must be {_wanted(field)}"
+    return [Problem(what + _remedy(value, field), tree.origin(key).text, (key,))]
+
+
+def _leaves(value: Json, path: KeyPath) -> list[KeyPath]:
+    """The paths of everything inside an unknown section, or the path itself."""
+    if isinstance(value, dict) and value:
+        return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
+    return [path]
+
+
+def _unknown(path: KeyPath, tree: ConfigTree) -> Problem:
+    key = dotted(path)
+    indices = [str(part) for part in path if isinstance(part, int)]
+    hint = did_you_mean(key)
+    if len(indices) == 1:
+        hint = hint.replace("*", indices[0])
+    return Problem(f"unknown key {key}" + (f"; {hint}" if hint else ""), tree.origin(key).text, (key,))
+
+
+def _wanted(field: SchemaField | None) -> str:
+    if field is None or field.type_name == "section":  # an entry of a list of sections has no row in the table
+        return "a section with keys of its own"
+    article = {"integer": "an ", "number": "a ", "list": "a "}.get(field.type_name.split()[0], "")
+    return article + field.type_name + (f", {field.accepted}" if field.accepted else "")
+
+
+def _remedy(value: Json, field: SchemaField | None) -> str:
+    """A word on common slips."""
+    if field is None or not isinstance(value, str):
+        return ""
+    if field.choices:
+        hint = did_you_mean(value, [str(choice) for choice in field.choices])
+        return f"; {hint}" if hint else ""
+    number = resolve_plain(value.replace("_", "").replace(",", ""))
+    if isinstance(number, int | float) and not isinstance(number, bool) and "text" not in field.type_name:
+        return f"; it is text, write {value.replace('_', '').replace(',', '')} without quotes or separators"
+    return ""
+
+
+def _show(value: Json) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _related(key: str, others: set[str]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in others)
+
+
+def _origin_of(problem: Problem, tree: ConfigTree) -> str:
+    """Where the keys of a contradiction were said, the latest word first."""
+    origins = sorted({tree.origin(key) for key in problem.keys}, key=lambda origin: (-origin.layer, origin.text))
+    return ", ".join(dict.fromkeys(origin.text for origin in origins if origin.layer >= 0))
+
+
+_STAND_INS: dict[str, Any] = {
+    "data.sources": [{"name": "stand-in", "format": "python_stdlib"}],
+    "data.sources.*.format": "python_stdlib",
+}
+
+
+def _repaired(values: Json, errors: list[ErrorDetails]) -> Json:
+    """A copy without the wrong values; stand-ins where a key has no default."""
+    copy = cast(Json, json.loads(json.dumps(values)))
+    for path in sorted({_known_path(error) for error in errors}, key=lambda path: [str(part) for part in path]):
+        parent = _at(copy, path[:-1])
+        if isinstance(parent, dict):
+            parent.pop(str(path[-1]), None)
+            field = find_field(dotted(path))
+            if field is not None and field.default is REQUIRED:
+                stand_in = _STAND_INS.get(field.key, {} if field.is_section else f"stand-in-{dotted(path)}")
+                parent[str(path[-1])] = stand_in
+        elif isinstance(parent, list):
+            parent[cast(int, path[-1])] = (
+                _STAND_INS["data.sources"][0] if path[:2] == ("data", "sources") else "stand-in"
+            )
+    return copy

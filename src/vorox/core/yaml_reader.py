@@ -1,0 +1,266 @@
+"""YAML 1.2 text -> plain values that remember their line, read defensively.
+
+PyYAML speaks YAML 1.1: it takes ``3e-4`` for a string, ``off`` for false and ``010`` for 8. Here its parser only cuts
+the text into events; what a scalar means is decided by the YAML 1.2 core schema. The values are built without
+recursion under caps on size, depth and (expanded) nodes, so neither an alias bomb nor 10,000 brackets do harm.
+Tags are refused, so no text can construct anything but mappings, lists, strings, numbers, booleans and null.
+
+Syntax errors and exceeded caps raise at once; duplicate keys, tags and other local faults are collected, so that they
+can be reported together with everything else that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+import yaml
+
+from vorox.core.errors import ConfigError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+KeyPath: TypeAlias = tuple["str | int", ...]
+
+MAX_TEXT_BYTES = 256 << 10
+MAX_DEPTH = 32
+MAX_NODES = 10_000
+
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITY = re.compile(r"[-+]?(\.inf|\.Inf|\.INF)")
+_NAN = frozenset({".nan", ".NaN", ".NAN"})
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_MAX_DIGITS = 4_000  # Python refuses to convert longer integers
+
+
+@dataclass(frozen=True, slots=True)
+class YamlDocument:
+    """A mapping read from text.
+
+    Attributes:
+        value: The mapping.
+        lines: Line, from 1, of every key and list entry, by path.
+        problems: Local faults, each with its line.
+    """
+
+    value: dict[str, Json]
+    lines: dict[KeyPath, int]
+    problems: list[tuple[str, int]]
+
+
+def resolve_plain(text: str) -> Json:
+    """What an unquoted scalar means under the YAML 1.2 core schema."""
+    if text in _NULL:
+        return None
+    if text in _BOOLEAN:
+        return _BOOLEAN[text]
+    if len(text) <= _MAX_DIGITS:
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        if _OCTAL.fullmatch(text):
+            return int(text[2:], 8)
+        if _HEXADECIMAL.fullmatch(text):
+            return int(text[2:], 16)
+        if _FLOAT.fullmatch(text):
+            return float(text)
+    if _INFINITY.fullmatch(text):
+        return float("-inf") if text.startswith("-") else float("inf")
+    return float("nan") if text in _NAN else text
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A mapping or list under construction."""
+
+    path: KeyPath
+    container: list[Json] | dict[str, Json]
+    anchor: str | None
+    first_node: int
+    key: str | None = None
+    skip_value: bool = False  # the value belongs to a refused key
+    key_lines: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class _Builder:
+    """Builds values from parser events with an explicit stack."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.root: Json = None
+        self.has_root = False
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[tuple[str, int]] = []
+        self._stack: list[_Frame] = []
+        self._anchors: dict[str, tuple[Json, int]] = {}
+        self._num_nodes = 0
+
+    def build(self, events: Iterable[yaml.Event]) -> None:
+        num_documents = 0
+        for event in events:
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            if isinstance(event, yaml.DocumentStartEvent):
+                num_documents += 1
+                if num_documents > 1:
+                    raise self._fatal("a second YAML document begins here; one file is one configuration", line)
+            elif isinstance(event, yaml.ScalarEvent):
+                self._scalar(event, line)
+            elif isinstance(event, yaml.AliasEvent):
+                self._alias(event, line)
+            elif isinstance(event, yaml.MappingStartEvent):
+                self._open({}, event, line)
+            elif isinstance(event, yaml.SequenceStartEvent):
+                self._open([], event, line)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._close()
+
+    def _fatal(self, what: str, line: int) -> ConfigError:
+        return ConfigError(what, where=f"{self.name}:{line}")
+
+    def _count(self, num_nodes: int, line: int) -> None:
+        self._num_nodes += num_nodes
+        if self._num_nodes > MAX_NODES:
+            raise self._fatal(f"more than {MAX_NODES:,} values (with aliases written out)", line)
+
+    def _refuse_tag(self, tag: str | None, line: int) -> None:
+        if tag is not None:
+            self.problems.append((f"the tag {tag} is not accepted; write the value itself, quoted if it is text", line))
+
+    def _expects_key(self) -> bool:
+        return bool(self._stack) and isinstance(self._stack[-1].container, dict) and self._stack[-1].key is None
+
+    def _child_path(self) -> KeyPath:
+        if not self._stack:
+            return ()
+        frame = self._stack[-1]
+        last: str | int = len(frame.container) if isinstance(frame.container, list) else cast(str, frame.key)
+        return (*frame.path, last)
+
+    def _place(self, value: Json, line: int) -> None:
+        """Put a finished or opened value where the innermost collection expects it."""
+        path = self._child_path()
+        if not self._stack:
+            self.root, self.has_root = value, True
+            return
+        frame = self._stack[-1]
+        if isinstance(frame.container, list):
+            frame.container.append(value)
+            self.lines[path] = line
+        else:
+            if not frame.skip_value:
+                frame.container[cast(str, frame.key)] = value
+                self.lines[path] = frame.key_lines[cast(str, frame.key)]
+            frame.key, frame.skip_value = None, False
+
+    def _key(self, text: str, line: int) -> None:
+        frame = self._stack[-1]
+        frame.key = text
+        if text in frame.key_lines:
+            name = ".".join(str(part) for part in (*frame.path, text))
+            self.problems.append((f"{name} is given twice; the first is in line {frame.key_lines[text]}", line))
+            frame.skip_value = True
+        else:
+            frame.key_lines[text] = line
+
+    def _scalar(self, event: yaml.ScalarEvent, line: int) -> None:
+        self._count(1, line)
+        self._refuse_tag(event.tag, line)
+        text = event.value
+        if self._expects_key():
+            self._key(text, line)
+            return
+        value = resolve_plain(text) if event.style is None else text
+        if event.anchor is not None:
+            self._anchors[event.anchor] = (value, 1)
+        self._place(value, line)
+
+    def _alias(self, event: yaml.AliasEvent, line: int) -> None:
+        if event.anchor not in self._anchors:
+            raise self._fatal(f"*{event.anchor} refers to nothing that is complete above it", line)
+        if self._expects_key():
+            raise self._fatal("an alias cannot be a key", line)
+        value, num_nodes = self._anchors[event.anchor]
+        self._count(num_nodes, line)
+        self._place(_copy(value), line)
+
+    def _open(self, container: list[Json] | dict[str, Json], event: yaml.CollectionStartEvent, line: int) -> None:
+        self._count(1, line)
+        self._refuse_tag(event.tag, line)
+        if self._expects_key():
+            raise self._fatal("a key must be a word, not a mapping or a list", line)
+        if len(self._stack) >= MAX_DEPTH:
+            raise self._fatal(f"nested more than {MAX_DEPTH} deep", line)
+        path = self._child_path()
+        self._place(container, line)
+        self._stack.append(_Frame(path, container, event.anchor, self._num_nodes))
+
+    def _close(self) -> None:
+        frame = self._stack.pop()
+        if frame.anchor is not None:
+            self._anchors[frame.anchor] = (frame.container, 1 + self._num_nodes - frame.first_node)
+
+
+def _copy(value: Json) -> Json:
+    """A copy that shares nothing; depth is bounded by ``MAX_DEPTH``."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _parse(text: str, name: str) -> _Builder:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise ConfigError(f"longer than {MAX_TEXT_BYTES:,} bytes", where=name, hint="a configuration is a few pages")
+    builder = _Builder(name)
+    try:
+        builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"not valid YAML: {what}", where=where) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=name) from error
+    return builder
+
+
+def read_mapping(text: str, name: str) -> YamlDocument:
+    """Read one YAML document whose top level is a mapping; an empty text is an empty mapping.
+
+    Raises:
+        ConfigError: Not YAML, over a cap, or not a mapping. ``name`` with the line is its ``where``.
+    """
+    builder = _parse(text, name)
+    root = builder.root if builder.root is not None else {}
+    if not isinstance(root, dict):
+        raise ConfigError("the file must hold `key: value` pairs", where=f"{name}:1")
+    return YamlDocument(root, builder.lines, builder.problems)
+
+
+def read_value(text: str, name: str) -> Json:
+    """Read a value given on the command line: JSON, a YAML list, mapping or quoted text, or a plain scalar.
+
+    A plain scalar is taken whole, so ``*.txt``, ``a: b`` and ``x #1`` are just text there.
+
+    Raises:
+        ConfigError: It begins like a list, mapping or quoted text but is none.
+    """
+    stripped = text.strip()
+    if not stripped.startswith(("[", "{", '"', "'")):
+        plain = resolve_plain(stripped)
+        return text if isinstance(plain, str) else plain
+    builder = _parse(stripped, name)
+    for what, _ in builder.problems:
+        raise ConfigError(what, where=name)
+    if stripped.startswith('"'):  # JSON escapes (surrogate pairs) differ from YAML's
+        try:
+            return cast(Json, json.loads(stripped))
+        except ValueError:
+            pass
+    return builder.root

@@ -1,0 +1,86 @@
+"""Plain values -> YAML that our own reader and any YAML 1.1 or 1.2 reader take the same way.
+
+One key per line, short lists in one line, texts quoted whenever some reader could take them for something else.
+Each line can carry a comment, such as where its value came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import yaml
+
+from vorox.core.yaml_reader import Json, KeyPath
+
+Comment = Callable[[KeyPath], str]
+_PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_AMBIGUOUS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+def write_yaml(value: dict[str, Json], comment: Comment | None = None) -> str:
+    """The text of a mapping, ending in a newline.
+
+    Args:
+        value: What to write, in the order of its keys.
+        comment: Called with the path of every line that holds a value; an empty answer writes no comment.
+    """
+    return "".join(f"{line}\n" for line in _mapping(value, (), "", comment))
+
+
+def _mapping(value: dict[str, Json], path: KeyPath, indent: str, comment: Comment | None) -> Iterator[str]:
+    for key, item in value.items():
+        child = (*path, key)
+        name = write_scalar(key)
+        if isinstance(item, dict) and item:
+            yield f"{indent}{name}:"
+            yield from _mapping(item, child, indent + "  ", comment)
+        elif isinstance(item, list) and any(isinstance(entry, dict | list) for entry in item):
+            yield f"{indent}{name}:"
+            yield from _entries(item, child, indent + "  ", comment)
+        else:
+            yield _with_comment(f"{indent}{name}: {write_inline(item)}", child, comment)
+
+
+def _entries(items: list[Json], path: KeyPath, indent: str, comment: Comment | None) -> Iterator[str]:
+    for index, item in enumerate(items):
+        child = (*path, index)
+        if isinstance(item, dict) and item:
+            lines = list(_mapping(item, child, indent + "  ", comment))
+            yield f"{indent}- {lines[0].lstrip()}"
+            yield from lines[1:]
+        else:
+            yield _with_comment(f"{indent}- {write_inline(item)}", child, comment)
+
+
+def _with_comment(line: str, path: KeyPath, comment: Comment | None) -> str:
+    text = comment(path) if comment is not None else ""
+    return f"{line}  # {text}" if text else line
+
+
+def write_inline(value: Json) -> str:
+    """Any value on one line."""
+    if isinstance(value, list):
+        return "[" + ", ".join(write_inline(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{write_scalar(key)}: {write_inline(item)}" for key, item in value.items()) + "}"
+    return write_scalar(value)
+
+
+def write_scalar(value: bool | int | float | str | None) -> str:
+    """One scalar on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _AMBIGUOUS:
+            return value
+        return yaml.dump(value, default_style='"', allow_unicode=True, width=2**30).rstrip("\n")
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"{value:.1f}"
+    text = repr(value)
+    mantissa, exponent, power = text.partition("e")
+    if exponent and "." not in mantissa:  # YAML 1.1 readers take 1e-05 for a string
+        return f"{mantissa}.0e{power}"
+    return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)
