@@ -25,6 +25,37 @@ _ARCHITECTURES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_GPT2_KEYS = {
+    "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "intermediate_size": "n_inner",
+    "vocab_size": "vocab_size", "max_positions_tokens": "n_positions", "norm_eps": "layer_norm_epsilon",
+    "tie_embeddings": "tie_word_embeddings", "init_std": "initializer_range", "dropout_fraction": "resid_pdrop",
+}  # fmt: skip
+_QWEN3_KEYS = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size", "max_positions_tokens": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "attention_bias": "attention_bias", "tie_embeddings": "tie_word_embeddings", "init_std": "initializer_range",
+}  # fmt: skip
+_KEYS: Mapping[Family, Mapping[str, str]] = {
+    "gpt2": _GPT2_KEYS,
+    "llama": _QWEN3_KEYS | {"mlp_bias": "mlp_bias"},
+    "qwen3": _QWEN3_KEYS,
+}
+"""Our keys and theirs, where the values are the same."""
+
+_GPT2_FIXED = {
+    "positions": "learned", "norm": "layer_norm", "norm_bias": True, "attention_bias": True, "mlp_bias": True,
+    "scale_residual_init": True,
+}  # fmt: skip
+_LLAMA_FIXED = {"positions": "rope", "norm": "rms_norm", "scale_residual_init": False, "dropout_fraction": 0.0}
+_FIXED: Mapping[Family, Mapping[str, Any]] = {
+    "gpt2": _GPT2_FIXED,
+    "llama": _LLAMA_FIXED,
+    "qwen3": _LLAMA_FIXED | {"qk_norm": True},
+}
+"""What the family itself decides."""
+
+_ACTIVATION_KEY = {"gpt2": "activation_function", "llama": "hidden_act", "qwen3": "hidden_act"}
 _ACTIVATION_NAMES = {
     "gpt2": {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"},
     "llama": {"swiglu": "silu", "geglu": "gelu"},
@@ -93,46 +124,22 @@ def huggingface_config(
     shared: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
-        "vocab_size": spec.vocab_size,
         "bos_token_id": end_of_text_id if begin_of_text_id is None else begin_of_text_id,
         "eos_token_id": end_of_text_id,
         "dtype": dtype,
-        "initializer_range": spec.init_std,
-        "tie_word_embeddings": spec.tie_embeddings,
         "use_cache": True,
+        _ACTIVATION_KEY[family]: _ACTIVATION_NAMES[family][spec.activation],
+        **{key: getattr(spec, field) for field, key in _KEYS[family].items()},
     }
     if family == "gpt2":
-        return shared | {
-            "n_positions": spec.max_positions_tokens,
-            "n_ctx": spec.max_positions_tokens,
-            "n_embd": spec.hidden_size,
-            "n_layer": spec.num_layers,
-            "n_head": spec.num_heads,
-            "n_inner": spec.intermediate_size,
-            "activation_function": _ACTIVATION_NAMES[family][spec.activation],
-            "resid_pdrop": spec.dropout_fraction,
-            "embd_pdrop": spec.dropout_fraction,
-            "attn_pdrop": spec.dropout_fraction,
-            "layer_norm_epsilon": spec.norm_eps,
-        }
+        dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop"), spec.dropout_fraction)
+        return shared | dropouts | {"n_ctx": spec.max_positions_tokens}
     rotary = {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": _ACTIVATION_NAMES[family][spec.activation],
-        "max_position_embeddings": spec.max_positions_tokens,
-        "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "attention_bias": spec.attention_bias,
         "attention_dropout": 0.0,  # transformers would drop less than we do: nothing is nearer than something else
     }
-    if family == "llama":
-        return shared | rotary | {"mlp_bias": spec.mlp_bias}
-    return shared | rotary | {"use_sliding_window": False, "sliding_window": None}
+    return shared | rotary
 
 
 def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | None = None) -> dict[str, Any]:
@@ -155,71 +162,30 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         if key in config and config[key] not in accepted:
             _refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
     values = {key: config.get(key, default) for key, default in DEFAULTS[family].items()}
-    fields = _gpt2_fields(values) if family == "gpt2" else _rotary_fields(family, values, config)
+    fields = {field: values[key] for field, key in _KEYS[family].items()} | dict(_FIXED[family])
+    fields["activation"] = _activation(family, values)
+    if family == "gpt2":
+        _check_dropouts(values)
+    else:
+        fields["rope_theta"] = _rope_theta(config)
+    if family == "qwen3":
+        _check_windows(config, fields["num_layers"])
     try:
         return ModelConfig.model_validate({"family": family, **fields}, strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise ConfigError(
-            f"{key} = {problem['input']!r} in config.json: {problem['msg']}", where="config.json"
-        ) from error
+        field = str(problem["loc"][0])
+        _refuse(_KEYS[family].get(field, field), problem["input"], problem["msg"])
 
 
-def _gpt2_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _check_dropouts(values: Mapping[str, Any]) -> None:
     dropouts = (values["embd_pdrop"], values["resid_pdrop"], values["attn_pdrop"])
     if dropouts.count(dropouts[0]) < 3:
         _refuse("embd_pdrop, resid_pdrop, attn_pdrop", dropouts, "only equal values are implemented")
-    return {
-        "num_layers": values["n_layer"],
-        "hidden_size": values["n_embd"],
-        "num_heads": values["n_head"],
-        "intermediate_size": values["n_inner"],
-        "vocab_size": values["vocab_size"],
-        "max_positions_tokens": values["n_positions"],
-        "positions": "learned",
-        "norm": "layer_norm",
-        "norm_eps": values["layer_norm_epsilon"],
-        "norm_bias": True,
-        "activation": _activation("gpt2", "activation_function", values),
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_embeddings": values["tie_word_embeddings"],
-        "dropout_fraction": values["resid_pdrop"],
-        "init_std": values["initializer_range"],
-        "scale_residual_init": True,
-    }
 
 
-def _rotary_fields(family: Family, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    if family == "qwen3":
-        _check_windows(config, values["num_hidden_layers"])
-    return {
-        "num_layers": values["num_hidden_layers"],
-        "hidden_size": values["hidden_size"],
-        "num_heads": values["num_attention_heads"],
-        "num_kv_heads": values["num_key_value_heads"],
-        "head_dim": values["head_dim"],
-        "intermediate_size": values["intermediate_size"],
-        "vocab_size": values["vocab_size"],
-        "max_positions_tokens": values["max_position_embeddings"],
-        "positions": "rope",
-        "rope_theta": _rope_theta(config),
-        "norm": "rms_norm",
-        "norm_eps": values["rms_norm_eps"],
-        "norm_bias": False,
-        "activation": _activation(family, "hidden_act", values),
-        "qk_norm": family == "qwen3",
-        "attention_bias": values["attention_bias"],
-        "mlp_bias": values.get("mlp_bias", False),
-        "tie_embeddings": values["tie_word_embeddings"],
-        "dropout_fraction": 0.0,
-        "init_std": values["initializer_range"],
-        "scale_residual_init": False,
-    }
-
-
-def _activation(family: Family, key: str, values: Mapping[str, Any]) -> str:
+def _activation(family: Family, values: Mapping[str, Any]) -> str:
+    key = _ACTIVATION_KEY[family]
     known, name = _ACTIVATIONS[family], values[key]
     if not isinstance(name, str) or name not in known:
         _refuse(key, name, f"implemented are {', '.join(known)}")

@@ -25,7 +25,6 @@ from vorox.models.spec import ModelSpec, ParameterSpec
 from vorox.models.weights_file import TensorEntry
 
 Family = Literal["gpt2", "llama", "qwen3"]
-GATED = frozenset({"swiglu", "geglu"})
 
 _GPT2 = {
     "embedding": "transformer.wte",
@@ -97,9 +96,9 @@ def huggingface_family(spec: ModelSpec) -> Family | None:
     plain = spec.head_dim * spec.num_heads == spec.hidden_size and spec.num_kv_heads == spec.num_heads
     if spec.positions == "learned":
         layers = spec.norm == "layer_norm" and spec.norm_bias and spec.attention_bias and spec.mlp_bias
-        is_gpt2 = plain and layers and spec.activation not in GATED and not spec.qk_norm
+        is_gpt2 = plain and layers and not spec.is_gated and not spec.qk_norm
         return "gpt2" if is_gpt2 else None
-    if spec.norm != "rms_norm" or spec.activation not in GATED:
+    if spec.norm != "rms_norm" or not spec.is_gated:
         return None
     if spec.qk_norm:
         return None if spec.mlp_bias else "qwen3"

@@ -1,0 +1,119 @@
+"""The names mean what transformers means: its weights under our names compute its logits, and ours compute under its.
+
+The oracle on our side is a float64 numpy decoder written from the parameter table, not an engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vorox.core.atomic import StagedDirectory
+from vorox.models.huggingface import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.spec import model_spec
+from vorox.models.weights_file import open_directory, write_weights
+
+pytestmark = [pytest.mark.hf, pytest.mark.torch]
+TOLERANCE = 1e-4
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.inference_mode():
+        return model(input_ids=torch.from_numpy(tokens)).logits.float().numpy()
+
+
+def random_tokens(vocab_size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, size=(3, 41))
+
+
+def test_a_transformers_model_comes_in(
+    case: dict[str, Any], random_model: Callable[..., Any], reference_logits: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = random_model(case, seed=1)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=7, sequence_length_tokens=16)
+    stored = (pair for file in open_directory(tmp_path) for pair in file)
+    weights = dict(from_huggingface(spec, stored))
+    assert [parameter.name for parameter in spec.parameters if parameter.name not in weights] == []
+    assert sum(array.size for array in weights.values()) == model.num_parameters()
+
+    tokens = random_tokens(97, seed=2)
+    theirs, ours = logits_of(model, tokens), reference_logits(spec, weights, tokens)
+    assert theirs.std() > 0.5, "the comparison would be trivial"
+    assert np.abs(theirs - ours).max() <= TOLERANCE
+
+
+def test_our_model_goes_out(case: dict[str, Any], reference_logits: Callable[..., Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = model_spec(spec_from_huggingface(case), tokenizer_vocab_size=7, sequence_length_tokens=16)
+    assert huggingface_family(spec) == case["model_type"]
+    generator = np.random.default_rng(5)
+    weights = {
+        parameter.name: (
+            generator.normal(0, 0.2, parameter.shape)
+            if len(parameter.shape) == 2
+            else generator.normal(0 if parameter.name.endswith("bias") else 1, 0.3, parameter.shape)
+        ).astype(np.float32)
+        for parameter in spec.parameters
+    }
+    with StagedDirectory(tmp_path / "model") as directory:
+        with directory.open("model.safetensors") as writer:
+            write_weights(writer, huggingface_entries(spec), to_huggingface(spec, weights.items()))
+        config = huggingface_config(spec, end_of_text_id=1)
+        directory.write("config.json", json.dumps(config).encode())
+        directory.write("generation_config.json", json.dumps(generation_config(end_of_text_id=1)).encode())
+        directory.commit({})
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == 1
+    assert model.dtype.is_floating_point
+    assert model.dtype.itemsize == 4
+
+    tokens = random_tokens(97, seed=6)
+    theirs, ours = logits_of(model.eval(), tokens), reference_logits(spec, weights, tokens)
+    assert theirs.std() > 0.5, "the comparison would be trivial"
+    assert np.abs(theirs - ours).max() <= TOLERANCE
+    assert spec_from_huggingface(model.config.to_dict()) == spec_from_huggingface(config)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_our_defaults_are_those_of_transformers(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    filled = {"head_dim": None, "num_key_value_heads": None}  # llama derives them after the defaults
+    for key, value in DEFAULTS[family].items():
+        if not (family == "llama" and key in filled and value is None):
+            assert getattr(config, key) == value, key
+    assert spec_from_huggingface({"model_type": family, "tie_word_embeddings": config.tie_word_embeddings})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_every_setting_of_the_family_is_understood(family: str) -> None:
+    """A new version of transformers with a new knob fails here, so that nobody imports past it in silence."""
+    from dataclasses import fields
+
+    from transformers import AutoConfig, PreTrainedConfig
+
+    from vorox.models import huggingface
+
+    own = {field.name for field in fields(type(AutoConfig.for_model(family)))} - {
+        field.name for field in fields(PreTrainedConfig)
+    }
+    without_effect = {
+        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "reorder_and_upcast_attn",
+        "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    }  # fmt: skip
+    elsewhere = {"rope_parameters", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+    known = {*DEFAULTS[family], *huggingface._ONLY[family], *without_effect, *elsewhere}
+    assert own <= known, sorted(own - known)

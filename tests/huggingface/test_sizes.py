@@ -1,0 +1,40 @@
+"""Every preset size as transformers sees it: same parameter count, same names and shapes, on the meta device."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+
+from vorox.core.schema.model import ModelConfig
+from vorox.models.huggingface import huggingface_config, spec_from_huggingface
+from vorox.models.names import huggingface_entries
+from vorox.models.spec import model_spec
+
+pytestmark = [pytest.mark.hf, pytest.mark.torch]
+PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
+    files("vorox").joinpath("presets/models.yaml").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("size", PRESETS["sizes"])
+def test_transformers_builds_the_same_tensors(size: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = PRESETS["sizes"][size]
+    config = ModelConfig(**(PRESETS["families"][fields["family"]] | fields))
+    spec = model_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
+    written = huggingface_config(spec, end_of_text_id=0)
+    loaded = dict(written)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(loaded.pop("model_type"), **loaded))
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {entry.name: entry.shape for entry in huggingface_entries(spec)} == parameters
+    assert model.num_parameters() == spec.num_parameters
+
+    back = model_spec(spec_from_huggingface(written), tokenizer_vocab_size=1000, sequence_length_tokens=64)
+    differences = {key for key, value in spec.to_json().items() if back.to_json()[key] != value}
+    assert differences <= {"scale_residual_init"}, "only what decides initial weights, which transformers does not keep"

@@ -1,0 +1,157 @@
+"""config.json in both directions, and refusal of everything that would be another network. No framework."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.model import ModelConfig
+from vorox.models.huggingface import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.spec import ModelSpec, model_spec
+
+GPT2_HUB: dict[str, Any] = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024,
+    "output_past": True, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}  # fmt: skip
+LLAMA_3_8B_HUB: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN3_HUB: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def spec_of(config: ModelConfig) -> ModelSpec:
+    return model_spec(config, tokenizer_vocab_size=2, sequence_length_tokens=8)
+
+
+def test_published_files_are_read() -> None:
+    gpt2, llama, qwen3 = (spec_from_huggingface(config) for config in (GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB))
+    assert (gpt2.num_layers, gpt2.hidden_size, gpt2.num_heads) == (48, 1600, 25)
+    assert (gpt2.activation, gpt2.positions, gpt2.norm) == ("gelu_tanh", "learned", "layer_norm")
+    assert (gpt2.tie_embeddings, gpt2.dropout_fraction, gpt2.max_positions_tokens) == (True, 0.1, 1024)
+    assert (llama.num_kv_heads, llama.intermediate_size, llama.rope_theta) == (8, 14336, 500000.0)
+    assert (llama.tie_embeddings, llama.norm_eps, llama.activation) == (False, 1e-5, "swiglu")
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.rope_theta, qwen3.norm_eps) == (128, True, 1e6, 1e-6)
+    counts = [sum(prod(part.shape) for part in spec_of(model).parameters) for model in (gpt2, llama, qwen3)]
+    assert counts == [1_557_611_200, 8_030_261_248, 596_049_920]
+
+
+@pytest.mark.parametrize("hub", [GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB], ids=lambda hub: hub["model_type"])
+def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None:
+    spec = spec_of(spec_from_huggingface(hub))
+    config = json.loads(json.dumps(huggingface_config(spec, end_of_text_id=7)))
+    assert spec_of(spec_from_huggingface(config)) == spec
+    assert config["architectures"] == hub["architectures"]
+    assert (config["bos_token_id"], config["eos_token_id"]) == (7, 7)
+    assert huggingface_config(spec, end_of_text_id=None)["eos_token_id"] is None
+    assert huggingface_config(spec, end_of_text_id=7, begin_of_text_id=3, dtype="bfloat16") == config | {
+        "bos_token_id": 3,
+        "dtype": "bfloat16",
+    }
+    assert generation_config(end_of_text_id=7) == {"bos_token_id": 7, "eos_token_id": 7, "pad_token_id": 7}
+    assert generation_config(end_of_text_id=None) == {}
+
+
+def test_rotary_base_is_found_wherever_it_is_kept() -> None:
+    base = {key: value for key, value in LLAMA_3_8B_HUB.items() if not key.startswith("rope")}
+    plain = {"rope_type": "default", "rope_theta": 123.0}
+    for fields, theta in [
+        ({}, 10_000.0),
+        ({"rope_theta": 123}, 123.0),
+        ({"rope_parameters": plain}, 123.0),
+        ({"rope_theta": 123.0, "rope_parameters": plain}, 123.0),
+        ({"rope_theta": 123.0, "rope_scaling": {"type": "default"}}, 123.0),
+        ({"rope_parameters": plain | {"partial_rotary_factor": 1.0, "factor": None}}, 123.0),
+    ]:
+        assert spec_from_huggingface(base | fields).rope_theta == theta, fields
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (LLAMA_3_8B_HUB, {"model_type": "mistral"}, "model_type = 'mistral'.*gpt2, llama, qwen3"),
+        (LLAMA_3_8B_HUB, {"model_type": None}, "model_type = None"),
+        (
+            LLAMA_3_8B_HUB,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 32.0}},
+            "rope_scaling.rope_type = 'llama3'",
+        ),
+        (LLAMA_3_8B_HUB, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type = 'linear'"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn'"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor = 2.0"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": {"rope_theta": 10.0}}, "contradict"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": 3}, "a table"),
+        (LLAMA_3_8B_HUB, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (LLAMA_3_8B_HUB, {"sliding_window": 4096}, "sliding_window = 4096"),
+        (LLAMA_3_8B_HUB, {"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
+        (LLAMA_3_8B_HUB, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        (LLAMA_3_8B_HUB, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA_3_8B_HUB, {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        (LLAMA_3_8B_HUB, {"hidden_size": "4096"}, "hidden_size = '4096'"),
+        (LLAMA_3_8B_HUB, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        (LLAMA_3_8B_HUB, {"attention_bias": "yes"}, "attention_bias = 'yes'"),
+        (QWEN3_HUB, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 20}, "layer 20"),
+        (QWEN3_HUB, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3_HUB, {"mlp_bias": True}, "mlp_bias = True"),
+        (GPT2_HUB, {"attn_pdrop": 0.0}, "embd_pdrop, resid_pdrop, attn_pdrop"),
+        (GPT2_HUB, {"activation_function": "gelu_fast"}, "activation_function = 'gelu_fast'"),
+        (GPT2_HUB, {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        (GPT2_HUB, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2_HUB, {"add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_another_network_is_refused_with_key_and_value(
+    base: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    spec_from_huggingface(base)
+    with pytest.raises(ConfigError, match=message) as caught:
+        spec_from_huggingface(base | change)
+    assert caught.value.exit_code == 2
+
+
+def test_windows_that_reach_no_layer_are_no_windows() -> None:
+    wide = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
+    assert spec_from_huggingface(QWEN3_HUB | wide) == spec_from_huggingface(QWEN3_HUB)
+    listed = {"layer_types": ["full_attention"] * 28}
+    assert spec_from_huggingface(QWEN3_HUB | wide | listed) == spec_from_huggingface(QWEN3_HUB)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(data=st.data())
+def test_any_file_is_read_or_refused_never_a_crash(data: st.DataObject) -> None:
+    base = data.draw(st.sampled_from([GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB]))
+    keys = [*base, *DEFAULTS[base["model_type"]], "rope_parameters", "layer_types", "use_sliding_window"]
+    config = base | {data.draw(st.sampled_from(keys)): data.draw(ANYTHING) for _ in range(2)}
+    with contextlib.suppress(ConfigError):
+        assert isinstance(spec_from_huggingface(config), ModelConfig)

@@ -1,0 +1,183 @@
+"""Names in both directions, bit for bit, and every disorder refused. No framework; numbers are in tests/huggingface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.schema.model import ModelConfig
+from vorox.models.names import (
+    from_huggingface,
+    huggingface_entries,
+    huggingface_family,
+    huggingface_tensors,
+    require_family,
+    to_huggingface,
+)
+from vorox.models.spec import ModelSpec, model_spec
+
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "vocab_size": 11, "intermediate_size": 20}
+GPT2 = SMALL | {
+    "family": "gpt2", "positions": "learned", "norm": "layer_norm", "norm_bias": True, "activation": "gelu_tanh",
+    "attention_bias": True, "mlp_bias": True, "max_positions_tokens": 9,
+}  # fmt: skip
+LLAMA = SMALL | {"family": "llama", "head_dim": 4}
+QWEN3 = SMALL | {"family": "qwen3", "head_dim": 6, "num_kv_heads": 1, "qk_norm": True}
+
+
+def spec_of(fields: dict[str, Any]) -> ModelSpec:
+    return model_spec(ModelConfig(**fields), tokenizer_vocab_size=11, sequence_length_tokens=9)
+
+
+def random_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(1)
+    return {part.name: generator.normal(size=part.shape).astype(np.float32) for part in spec.parameters}
+
+
+VARIANTS = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_embeddings": False},
+    "llama": LLAMA,
+    "llama-untied": LLAMA | {"tie_embeddings": False},
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_kv_heads": 1},
+    "qwen3": QWEN3,
+    "qwen3-untied": QWEN3 | {"tie_embeddings": False, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_there_and_back_is_the_same_bits(fields: dict[str, Any]) -> None:
+    spec = spec_of(fields)
+    weights = random_weights(spec)
+    out = list(to_huggingface(spec, weights.items()))
+    assert [(name, array.shape) for name, array in out] == [
+        (entry.name, entry.shape) for entry in huggingface_entries(spec)
+    ]
+    assert all(array.flags.c_contiguous and array.dtype == np.float32 for _, array in out)
+    for order in (out, out[::-1]):
+        back = dict(from_huggingface(spec, order))
+        assert back.keys() == weights.keys()
+        assert all(back[name].tobytes() == weights[name].tobytes() for name in weights)
+
+
+def test_gpt2_is_fused_and_transposed() -> None:
+    spec = spec_of(GPT2)
+    weights = random_weights(spec)
+    out = dict(to_huggingface(spec, weights.items()))
+    query, key, value = (weights[f"blocks.1.attention.{part}.weight"] for part in ("query", "key", "value"))
+    fused = out["transformer.h.1.attn.c_attn.weight"]
+    assert fused.shape == (12, 36)
+    assert np.array_equal(fused[:, :12], query.T)
+    assert np.array_equal(fused[:, 12:24], key.T)
+    assert np.array_equal(fused[:, 24:], value.T)
+    assert np.array_equal(out["transformer.h.0.mlp.c_fc.weight"], weights["blocks.0.mlp.up.weight"].T)
+    assert np.array_equal(out["transformer.wpe.weight"], weights["position_embedding.weight"])
+    assert "lm_head.weight" not in out
+
+
+def test_at_most_one_fused_tensor_is_held() -> None:
+    spec = spec_of(GPT2 | {"num_layers": 5})
+    alive = 0
+
+    def stream() -> Iterator[tuple[str, np.ndarray]]:
+        nonlocal alive
+        for name, array in random_weights(spec).items():
+            alive += 1
+            yield name, array
+
+    waiting = []
+    for _, _ in to_huggingface(spec, stream()):
+        waiting.append(alive)
+        alive = 0
+    assert sum(waiting) == len(spec.parameters)
+    assert max(waiting) <= 6, "query, key and value with their biases"
+
+
+def test_names_without_the_model_in_front_and_old_constants() -> None:
+    """The gpt2 files of the hub have no ``transformer.`` and carry their causal masks."""
+    for fields, prefix, constants in [
+        (GPT2, "transformer.", ["h.0.attn.bias", "h.1.attn.masked_bias", "transformer.h.1.attn.bias"]),
+        (LLAMA, "model.", ["layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]),
+    ]:
+        spec = spec_of(fields)
+        weights = random_weights(spec)
+        stored = [(name.removeprefix(prefix), array) for name, array in to_huggingface(spec, weights.items())]
+        stored += [(name, np.zeros((1, 1, 9, 9), np.uint8)) for name in constants]
+        assert dict(from_huggingface(spec, stored)).keys() == weights.keys()
+
+
+def test_a_stored_tied_head_must_be_the_embedding() -> None:
+    spec = spec_of(LLAMA)
+    stored = dict(to_huggingface(spec, random_weights(spec).items()))
+    embedding = stored["model.embed_tokens.weight"]
+    for head_first in (False, True):
+        head = {"lm_head.weight": embedding.copy()}
+        both = head | stored if head_first else stored | head
+        assert dict(from_huggingface(spec, both.items())).keys() == random_weights(spec).keys()
+        head["lm_head.weight"][3, 4] = np.nextafter(embedding[3, 4], np.float32(9))
+        both = head | stored if head_first else stored | head
+        with pytest.raises(CheckpointError, match="differs from the embedding"):
+            dict(from_huggingface(spec, both.items()))
+
+
+def test_disorder_is_refused_on_the_way_out() -> None:
+    spec = spec_of(GPT2)
+    weights = list(random_weights(spec).items())
+    for broken, message in [
+        (weights[:-1], "final_norm.bias is missing"),
+        ([*weights, ("blocks.2.mlp.up.weight", weights[0][1])], "blocks.2.mlp.up.weight is unknown"),
+        ([weights[0], weights[0]], "embedding.weight is unknown or appears twice"),
+        ([("embedding.weight", np.zeros((12, 11), np.float32))], r"shape \(12, 11\).*\(11, 12\)"),
+        ([(name, array) for name, array in weights if "key.bias" not in name], "key.bias is missing"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            list(to_huggingface(spec, broken))
+
+
+def test_disorder_is_refused_on_the_way_in() -> None:
+    spec = spec_of(LLAMA)
+    stored = list(to_huggingface(spec, random_weights(spec).items()))
+    name, array = stored[2]
+    for broken, message in [
+        (stored[:-1], "model.norm.weight is missing"),
+        ([*stored, ("model.layers.7.mlp.up_proj.weight", array)], "layers.7.* is not part of this llama"),
+        ([*stored, (name, array)], f"{name} appears twice"),
+        ([*stored, (name.removeprefix("model."), array)], f"{name} appears twice"),
+        ([(name, array[:, :-1])], "has shape"),
+        ([*stored, ("model.layers.0.self_attn.q_proj.bias", array)], "without this bias"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            list(from_huggingface(spec, broken))
+
+
+def test_the_family_follows_what_is_computed_not_the_label() -> None:
+    assert huggingface_family(spec_of(LLAMA | {"family": "gpt2"})) == "llama"
+    assert huggingface_family(spec_of(GPT2 | {"family": "qwen3"})) == "gpt2"
+    assert huggingface_family(spec_of(LLAMA | {"qk_norm": True})) == "qwen3"
+    assert huggingface_family(spec_of(LLAMA | {"dropout_fraction": 0.1, "activation": "geglu"})) == "llama"
+    for fields in [
+        LLAMA | {"positions": "learned"},
+        LLAMA | {"norm": "layer_norm"},
+        LLAMA | {"activation": "silu"},
+        QWEN3 | {"mlp_bias": True},
+        GPT2 | {"norm_bias": False},
+        GPT2 | {"attention_bias": False},
+        GPT2 | {"mlp_bias": False},
+        GPT2 | {"activation": "swiglu"},
+        GPT2 | {"num_kv_heads": 1},
+        GPT2 | {"head_dim": 8},
+        GPT2 | {"qk_norm": True},
+        GPT2 | {"positions": "rope"},
+        GPT2 | {"norm": "rms_norm", "norm_bias": False},
+        SMALL | {"num_heads": 5, "head_dim": 4},
+    ]:
+        spec = spec_of(fields)
+        assert huggingface_family(spec) is None, fields
+        with pytest.raises(ConfigError, match="no architecture"):
+            require_family(spec)
+        with pytest.raises(ConfigError, match=f"positions = {spec.positions}"):
+            huggingface_tensors(spec)

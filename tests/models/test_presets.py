@@ -1,0 +1,66 @@
+"""presets/models.yaml: pure data, complete families, true shapes, published parameter counts."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+
+from vorox.core.schema.model import ModelConfig
+from vorox.models.names import huggingface_family
+from vorox.models.spec import ModelSpec, model_spec
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
+    files("vorox").joinpath("presets/models.yaml").read_text(encoding="utf-8")
+)
+SHAPE = {"num_layers", "hidden_size", "num_heads"}
+NOT_ARCHITECTURE = {"preset", "family", "attention_kernel"}
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def spec_of(size: str, tokenizer_vocab_size: int = 512) -> ModelSpec:
+    fields = PRESETS["sizes"][size]
+    config = ModelConfig(**(PRESETS["families"][fields["family"]] | fields))
+    return model_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
+
+
+def test_families_fill_every_knob_that_a_size_leaves_open() -> None:
+    assert set(PRESETS) == {"families", "sizes"}
+    assert set(PRESETS["families"]) == {"gpt2", "llama", "qwen3"}
+    for family, knobs in PRESETS["families"].items():
+        assert set(knobs) == set(ModelConfig.model_fields) - NOT_ARCHITECTURE - SHAPE, family
+        ModelConfig.model_validate({"family": family, **knobs}, strict=True)
+
+
+@pytest.mark.parametrize("size", PRESETS["sizes"])
+def test_a_size_is_a_valid_model_of_its_family(size: str) -> None:
+    fields = PRESETS["sizes"][size]
+    assert SHAPE | {"family"} <= set(fields) <= set(ModelConfig.model_fields) - {"preset", "attention_kernel"}
+    assert size.startswith(fields["family"])
+    ModelConfig.model_validate(fields, strict=True)
+    assert huggingface_family(spec_of(size)) == fields["family"]
+
+
+@pytest.mark.parametrize(("size", "count"), PUBLISHED.items())
+def test_parameter_counts_are_the_published_ones(size: str, count: int) -> None:
+    assert spec_of(size).num_parameters == count
+
+
+def test_own_sizes_are_what_their_names_say() -> None:
+    assert set(PRESETS["sizes"]) - set(PUBLISHED) == {"llama-tiny", "llama-125m"}
+    assert spec_of("llama-125m", 50257).num_parameters == 123_550_464
+    assert spec_of("llama-tiny", 4096).num_parameters < 5_000_000
