@@ -313,9 +313,12 @@ class Checkpointer:
         needed_bytes = state_bytes(engine) + sum(map(len, self._companions.values()))
         free_bytes = shutil.disk_usage(self._run_directory).free
         return CheckpointError(
-            f"no room for the checkpoint of step {step:,}: it needs {needed_bytes:,} bytes, {free_bytes:,} are free",
-            where=str(path), hint="free some space (vorox checkpoints remove), then resume", saved=saved,
-        )  # fmt: skip
+            f"no room for the checkpoint of step {step:,}: it needs at least {needed_bytes:,} bytes, "
+            f"{free_bytes:,} are free",
+            where=str(path),
+            hint="free some space (vorox checkpoints remove), then resume",
+            saved=saved,
+        )
 
 
 def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:

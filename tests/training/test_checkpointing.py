@@ -1,0 +1,412 @@
+"""Checkpoints with the numpy engine: what is written, what is kept, what is read after damage, crashes, full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crash_enumeration import crash_states, record
+from numpy_engine import NumpyEngine
+from vorox.core import atomic
+from vorox.core.atomic import MANIFEST_NAME, FileOperation, read_manifest
+from vorox.core.errors import CheckpointError
+from vorox.core.records import Batch, DataCursor, Progress
+from vorox.core.schema import CheckpointConfig
+from vorox.training.checkpointing import (
+    Checkpointer,
+    checkpoint_path,
+    latest_valid,
+    quarantine,
+    read_state,
+    request_save,
+    set_aside,
+    step_directories,
+    steps_to_keep,
+    verify,
+)
+from vorox.training.schedule import Horizon
+
+CURSOR = DataCursor("plan", 3, 0, 0, 7)
+HORIZON = Horizon(100, 5, 64)
+
+
+class Run:
+    """A run directory, its engine and everything that was reported."""
+
+    def __init__(self, directory: Path, **config: object) -> None:
+        self.directory, self.events = directory, []
+        self.engine = NumpyEngine(11, width=2)
+        self.losses: dict[int, float] = {}
+        self.now = 0.0
+        self.config = CheckpointConfig.model_validate(config)
+        self.checkpointer = self.open()
+
+    def open(self, saved_step: int | None = None) -> Checkpointer:
+        return Checkpointer(
+            self.directory, self.config, HORIZON,
+            describe={"kind": "test"}, companions={"config.json": b"{}"}, eval_losses=self.losses,
+            saved_step=saved_step, report=lambda kind, text: self.events.append((kind, text)), clock=lambda: self.now,
+        )  # fmt: skip
+
+    def step(self) -> None:
+        rows = np.arange(12, dtype=np.int32).reshape(1, 2, 6) % 11
+        batch = Batch(0, rows, np.roll(rows, -1, 2), None, None, np.zeros((1, 2), np.uint64), 12, CURSOR)
+        self.engine.train_step(batch, lr=0.01, weight_decay=0.1)
+
+    def save(self, step: int) -> Path:
+        self.step()
+        return self.checkpointer.save(self.engine, progress_at(step))
+
+    @property
+    def steps(self) -> list[int]:
+        return list(step_directories(self.directory))
+
+
+def progress_at(step: int) -> Progress:
+    return Progress(step, step * 64, replace(CURSOR, step=step, position=2 * step), f"chain-{step}", 2.5)
+
+
+def loaded(path: Path) -> str:
+    engine = NumpyEngine(11, width=2, seed=99)
+    engine.load(path)
+    return engine.fingerprint()
+
+
+def test_holds_the_state_and_says_what_it_is(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.losses |= {5: 3.0, 9: 2.5, 50: 1.0}
+    path = run.save(10)
+    assert path == checkpoint_path(tmp_path, 10) == tmp_path / "checkpoints" / "step-00000010"
+    checkpoint = latest_valid(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint == (path, read_manifest(path)["metadata"])
+    assert checkpoint.metadata == {
+        "kind": "test", "step": 10, "num_tokens": 640, "fingerprint": run.engine.fingerprint(), "chain": "chain-10",
+        "plan_digest": "plan", "plan_events": 3, "eval": {"step": 9, "loss": 2.5},
+    }  # fmt: skip
+    assert loaded(path) == run.engine.fingerprint()
+    state = read_state(path)
+    assert state.progress == progress_at(10)
+    assert (state.horizon, state.nonfinite_in_a_row) == (HORIZON, 0)
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        [MANIFEST_NAME, "config.json", "engine.json", "state.bin", "state.json"]
+    )
+
+
+def test_none_is_not_an_error_but_none_valid_is(tmp_path: Path) -> None:
+    assert latest_valid(tmp_path) is None
+    run = Run(tmp_path)
+    assert latest_valid(tmp_path) is None
+    path = run.save(10)
+    assert latest_valid(tmp_path, at_or_before=9) is None
+    (path / "state.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
+        latest_valid(tmp_path, on_corrupt=quarantine(lambda kind, text: None))
+    with pytest.raises(CheckpointError, match="all were put aside"):
+        latest_valid(tmp_path)  # the next start must not begin from nothing in silence
+
+
+def test_due(tmp_path: Path) -> None:
+    run = Run(tmp_path, every_steps=4, every_seconds=10.0, keep_last=5)
+    due = [step for step in range(1, 13) if run.checkpointer.due(progress_at(step))]
+    assert due == [4, 8, 12]
+    assert run.checkpointer.due(progress_at(100)), "the last step"
+    run.now = 10.0
+    assert run.checkpointer.due(progress_at(5))
+    run.save(5)
+    assert not run.checkpointer.due(progress_at(5))
+    assert not run.checkpointer.due(progress_at(6))
+    run.save(8)
+    assert not run.checkpointer.due(progress_at(8)), "once is enough"
+
+
+def test_save_on_demand(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert not run.checkpointer.due(progress_at(3))
+    request_save(tmp_path)
+    assert run.checkpointer.due(progress_at(3))
+    run.save(3)
+    assert not (tmp_path / "control" / "save").exists()
+    assert not run.checkpointer.due(progress_at(4))
+    request_save(tmp_path)
+    assert not run.checkpointer.due(progress_at(3)), "this very step is on disk already"
+    assert not (tmp_path / "control" / "save").exists()
+
+
+def test_at_end_off(tmp_path: Path) -> None:
+    assert not Run(tmp_path, at_end=False).checkpointer.due(progress_at(100))
+
+
+def test_retention_by_hand(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=2, keep_best=1, keep_every_steps=30)
+    for step in range(10, 80, 10):
+        run.save(step)
+        run.losses[step] = {20: 1.0, 50: 2.0}.get(step, 3.0)
+    assert run.steps == [20, 30, 60, 70]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    steps=st.sets(st.integers(1, 500), max_size=12),
+    losses=st.dictionaries(st.integers(1, 500), st.floats(0, 10)),
+    last=st.integers(1, 4),
+    best=st.integers(0, 3),
+    every=st.none() | st.integers(1, 50),
+)
+def test_retention_laws(steps: set[int], losses: dict[int, float], last: int, best: int, every: int | None) -> None:
+    config = CheckpointConfig(keep_last=last, keep_best=best, keep_every_steps=every)
+    keep = steps_to_keep(sorted(steps), config, losses)
+    assert keep <= steps
+    assert set(sorted(steps)[-last:]) <= keep
+    assert all(step in keep for step in steps if every and step % every == 0)
+    kept_losses = sorted(losses[step] for step in keep if step in losses)
+    assert kept_losses[:best] == sorted(losses[step] for step in steps if step in losses)[:best]
+    assert len(keep) <= last + best + sum(1 for step in steps if every and step % every == 0)
+
+
+def test_nothing_goes_before_its_successor_reads_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1)
+    run.save(10)
+    run.step()
+
+    def bad_disk(operation: FileOperation) -> None:
+        if operation.kind == "rename":
+            (operation.path / "state.bin").write_bytes(b"other bits")
+
+    with atomic.observe(bad_disk), pytest.raises(CheckpointError, match=r"state\.bin"):
+        run.checkpointer.save(run.engine, progress_at(20))
+    assert verify(checkpoint_path(tmp_path, 10)).step == 10
+
+
+def test_a_removal_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=1)
+    run.save(10)
+    removed = [op for op in record(lambda: run.save(20)) if op.kind == "remove"]
+    assert removed[0].path.name == MANIFEST_NAME
+    assert removed[-1].path == checkpoint_path(tmp_path, 10)
+    assert run.steps == [20]
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "state.bin", "engine.json", "config.json"])
+def test_every_flipped_byte_and_every_truncation_falls_back(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / "run")
+    run.save(10)
+    older = run.engine.fingerprint()
+    file = run.save(20) / name
+    whole = file.read_bytes()
+
+    def falls_back() -> None:
+        seen: list[Path] = []
+        checkpoint = latest_valid(run.directory, on_corrupt=lambda path, error: seen.append(path))
+        assert checkpoint is not None
+        assert checkpoint.step == 10
+        assert seen == [file.parent]
+
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        falls_back()
+    file.write_bytes(whole + b"\0")
+    falls_back()
+    for index in range(len(whole)):
+        file.write_bytes(whole[:index] + bytes([whole[index] ^ (1 << index % 8)]) + whole[index + 1 :])
+        falls_back()
+    file.unlink()
+    falls_back()
+    assert loaded(checkpoint_path(run.directory, 10)) == older
+    file.write_bytes(whole)
+    restored = latest_valid(run.directory)
+    assert restored is not None
+    assert restored.step == 20
+
+
+def test_a_stranger_in_the_directory_or_a_wrong_name(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(10)
+    newest = run.save(20)
+    (newest / "extra.bin").write_bytes(b"?")
+    with pytest.raises(CheckpointError, match="the manifest does not know"):
+        verify(newest)
+    (newest / "extra.bin").unlink()
+    shutil.copytree(checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 30))
+    with pytest.raises(CheckpointError, match="the checkpoint of step 10"):
+        verify(checkpoint_path(tmp_path, 30))
+    found = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_corrupt_ones_are_renamed_with_a_reason(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(10)
+    for attempt in (1, 2):
+        (run.save(20) / "state.bin").write_bytes(b"")
+        found = latest_valid(tmp_path, on_corrupt=quarantine(lambda kind, text: run.events.append((kind, text))))
+        assert found is not None
+        assert found.step == 10
+        aside = tmp_path / "checkpoints" / f"step-00000020.corrupt-{attempt}"
+        assert "0 bytes" in (aside / "REASON.txt").read_text()
+        assert run.events[-1][0] == "checkpoint_corrupt"
+        assert "state.bin" in run.events[-1][1]
+        assert run.steps == [10]
+        run.checkpointer = run.open(saved_step=10)
+
+
+def test_a_checkpoint_of_an_abandoned_future_is_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(10)
+    run.save(20)
+    run.checkpointer = run.open(saved_step=10)
+    run.save(20)
+    assert verify(checkpoint_path(tmp_path, 20)).metadata["fingerprint"] == run.engine.fingerprint()
+    assert (tmp_path / "checkpoints" / "step-00000020.replaced-1").is_dir()
+    found = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_crash_enumeration_of_a_save_with_retention(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", keep_last=2)
+    old = {}
+    for step in (10, 20):
+        run.save(step)
+        old[step] = run.engine.fingerprint()
+    shutil.copytree(run.directory, tmp_path / "before")
+    operations = record(lambda: run.save(30))
+    new = run.engine.fingerprint()
+    kinds = [operation.kind for operation in operations]
+    assert {"mkdir", "create", "write", "fsync", "rename", "fsync_directory", "remove"} == set(kinds)
+    states, news = 0, 0
+    for name, directory in crash_states(tmp_path / "before", run.directory, operations, tmp_path):
+        complaints: list[str] = []
+        found = latest_valid(directory, on_corrupt=lambda path, error, c=complaints: c.append(str(path)))
+        assert found is not None, name
+        assert not complaints, name
+        assert found.step in {20, 30}, name
+        assert loaded(found.path) == (new if found.step == 30 else old[20]), name
+        assert read_state(found.path).progress == progress_at(found.step), name
+        states, news = states + 1, news + (found.step == 30)
+        resumed = Run(directory, keep_last=2)  # goes on from there and cleans up
+        resumed.checkpointer = resumed.open(saved_step=found.step)
+        resumed.save(40)
+        assert resumed.steps[-1] == 40, name
+        assert len(resumed.steps) == 2, name
+    assert states > 80
+    assert 0 < news < states
+
+
+def test_crash_enumeration_of_the_first_save_and_of_putting_aside(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    shutil.copytree(run.directory, tmp_path / "before")
+    operations = record(lambda: run.save(10))
+    for name, directory in crash_states(tmp_path / "before", run.directory, operations, tmp_path):
+        found = latest_valid(directory)
+        assert found is None or found.step == 10, name
+    shutil.rmtree(tmp_path / "before")
+    shutil.copytree(run.directory, tmp_path / "before")
+    operations = record(lambda: set_aside(checkpoint_path(run.directory, 10), "corrupt", "why"))
+    for name, directory in crash_states(tmp_path / "before", run.directory, operations, tmp_path):
+        if checkpoint_path(directory, 10).exists():
+            assert latest_valid(directory) is not None, name
+        else:
+            with pytest.raises(CheckpointError):
+                latest_valid(directory)
+
+
+@pytest.mark.parametrize("failing", ["write", "create", "fsync", "rename", "mkdir"])
+def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, failing: str) -> None:
+    run = Run(tmp_path, keep_last=1)
+    run.save(10)
+    run.step()
+    count = 0
+
+    def no_room(operation: FileOperation) -> None:
+        nonlocal count
+        count += operation.kind == failing
+        if operation.kind == failing and count > (2 if failing in {"write", "create", "fsync"} else 0):
+            raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
+
+    with atomic.observe(no_room), pytest.raises(CheckpointError) as refused:
+        run.checkpointer.save(run.engine, progress_at(20))
+    error = refused.value
+    assert error.exit_code == 5
+    needed_bytes = sum((checkpoint_path(tmp_path, 10) / name).stat().st_size for name in ("state.bin", "engine.json"))
+    assert f"it needs at least {needed_bytes + len(b'{}'):,} bytes, " in str(error)
+    assert re.search(r"bytes, [\d,]+ are free", str(error))
+    assert error.saved == "training state up to step 10 is safe in step-00000010"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+    assert verify(checkpoint_path(tmp_path, 10)).step == 10
+    assert run.checkpointer.save(run.engine, progress_at(20)).name == "step-00000020"
+
+
+def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def broken(operation: FileOperation) -> None:
+        if operation.kind == "write":
+            raise OSError(errno.EIO, "Input/output error", str(operation.path))
+
+    with atomic.observe(broken), pytest.raises(CheckpointError, match="Input/output error") as refused:
+        run.checkpointer.save(run.engine, progress_at(20))
+    assert "engine.json" in refused.value.where
+    assert refused.value.saved == "nothing yet"
+
+
+def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unbuffered writes may take less than given, near a full disk and beyond 2 GiB."""
+    opened = Path.open
+
+    def stingy(path: Path, *args: object, **kwargs: object) -> object:
+        file = opened(path, *args, **kwargs)  # type: ignore[arg-type]
+        if "x" not in str(args[:1]):
+            return file
+
+        class Stingy:
+            def __enter__(self) -> object:
+                return self
+
+            def __exit__(self, *exception: object) -> None:
+                file.close()
+
+            def write(self, data: bytes) -> int:
+                return file.write(bytes(data)[:7])
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(file, name)
+
+        return Stingy()
+
+    monkeypatch.setattr(Path, "open", stingy)
+    run = Run(tmp_path)
+    path = run.save(10)
+    monkeypatch.undo()
+    assert verify(path).step == 10
+    assert loaded(path) == run.engine.fingerprint()
+
+
+def test_sweeps_what_a_dead_writer_left(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(10)
+    left = tmp_path / "checkpoints" / f".tmp-{socket.gethostname()}-999999999-0123abcd-step-00000020"
+    left.mkdir()
+    (left / "state.bin").write_bytes(b"x")
+    run.open()
+    assert not left.exists()
+    assert run.events[-1][0] == "checkpoint_swept"
+
+
+def test_refuses_the_state_of_another_version(tmp_path: Path) -> None:
+    path = Run(tmp_path).save(10)
+    value = json.loads((path / "state.json").read_bytes())
+    (path / "state.json").write_text(json.dumps({**value, "format": "vorox-state/9"}))
+    with pytest.raises(CheckpointError, match="vorox-state/9"):
+        read_state(path)
