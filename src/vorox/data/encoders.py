@@ -1,0 +1,178 @@
+"""How a parsed ``tokenizer.json`` is read: the bytes behind each id, and the fastest way to the ids of a text.
+
+Plain values of the file go in, tables and encoder functions come out. Vocabularies of bytes or characters are encoded
+by a table, everything else by the ``tokenizers`` library in batches of bounded size. Invariant: an encoder gives the
+ids that the library gives for the whole text at once, however the work was cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from vorox.core.errors import DataError
+from vorox.data.records import TokenArray
+
+TokenType = type[np.uint16] | type[np.uint32]
+Encoder = Callable[[Sequence[str]], list[TokenArray]]
+
+_BATCH_CHARACTERS = 2 << 20
+_PIECE_CHARACTERS = 1 << 18
+_WORD_END = re.compile(r"(?<=[A-Za-z])(?=[ \n])")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character by which byte-level vocabularies write each byte (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+def _section(value: dict[str, Any], name: str) -> dict[str, Any]:
+    section: dict[str, Any] | None = value[name]
+    return section if section is not None else {}
+
+
+def writes_bytes(value: dict[str, Any]) -> bool:
+    """Whether the vocabulary writes bytes by the printable characters of ``byte_alphabet``."""
+    return _section(value, "decoder").get("type") == "ByteLevel"
+
+
+def is_byte_level(value: dict[str, Any]) -> bool:
+    """Whether every text becomes ids that stand for exactly its bytes."""
+    pre_tokenizer = _section(value, "pre_tokenizer")
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    kept = all(step.get("type") == "ByteLevel" or step.get("behavior") == "Isolated" for step in steps)
+    as_it_is = value["normalizer"] is None and not steps[-1].get("add_prefix_space", True)
+    complete = value["model"]["type"] == "BPE" and set(byte_alphabet()) <= set(value["model"]["vocab"])
+    return writes_bytes(value) and steps[-1].get("type") == "ByteLevel" and kept and as_it_is and complete
+
+
+def is_character_level(value: dict[str, Any]) -> bool:
+    model, decoder = value["model"], _section(value, "decoder")
+    plain = value["normalizer"] is None and value["pre_tokenizer"] is None and decoder.get("type") == "Fuse"
+    return plain and model["type"] == "BPE" and not model["merges"] and model.get("unk_token") is None
+
+
+def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: int) -> list[bytes]:
+    """The bytes that each id stands for; ids that no token has stand for U+FFFD."""
+    alphabet = byte_alphabet() if writes_bytes(value) else {}
+    added = {token["content"] for token in value["added_tokens"]}
+    table = [REPLACEMENT] * vocab_size
+    for token, index in vocabulary.items():
+        if alphabet and token not in added and all(character in alphabet for character in token):
+            table[index] = bytes(alphabet[character] for character in token)
+        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            table[index] = bytes([int(token[3:5], 16)])
+        else:
+            table[index] = (token if token in added else token.replace("▁", " ")).encode("utf-8")
+    return table
+
+
+def encoder(value: dict[str, Any], library: Any, end_of_text: str, dtype: TokenType) -> Encoder:
+    """The function that encodes texts by this tokenizer."""
+    model, added = value["model"], value["added_tokens"]
+    only_end_added = [token["content"] for token in added] == [end_of_text]
+    if only_end_added and is_character_level(value):
+        return _character_encoder(model["vocab"], dtype)
+    if only_end_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
+        return _byte_encoder(model["vocab"], dtype)
+    pre_tokenizer = _section(value, "pre_tokenizer")
+    words = is_byte_level(value) and pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)
+    return _library_encoder(library, dtype, separable=words and all(token["special"] for token in added))
+
+
+def _byte_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
+    table = np.zeros(256, dtype=dtype)
+    for character, byte in byte_alphabet().items():
+        table[byte] = vocabulary[character]
+
+    def encode(texts: Sequence[str]) -> list[TokenArray]:
+        return [cast("TokenArray", table[np.frombuffer(_utf8(text), dtype=np.uint8)]) for text in texts]
+
+    return encode
+
+
+def _character_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
+    characters = {ord(text): index for text, index in vocabulary.items() if len(text) == 1}
+    table = np.full(max(characters) + 2, -1, dtype=np.int32)  # the last entry stands for all higher characters
+    table[list(characters)] = list(characters.values())
+
+    def encode_one(text: str) -> TokenArray:
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        ids = table[np.minimum(points, len(table) - 1)]
+        if ids.size and int(ids.min()) < 0:
+            index = int(np.argmin(ids))
+            raise DataError(
+                f"character {text[index]!r} (U+{ord(text[index]):04X}) is not in the vocabulary",
+                where=f"character {index + 1} of a text",
+                hint="a character vocabulary knows only what its training text has; use tokenizer.kind: byte or bpe",
+            )
+        return cast("TokenArray", ids.astype(dtype))
+
+    return lambda texts: [encode_one(text) for text in texts]
+
+
+def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Encoder:
+    def encode(texts: Sequence[str]) -> list[TokenArray]:
+        pieces = [list(_pieces(text)) if separable else [text] for text in texts]
+        arrays: list[TokenArray] = []
+        for batch in _batches([piece for group in pieces for piece in group]):
+            try:
+                encodings = library.encode_batch_fast(batch, add_special_tokens=False)
+            except TypeError:
+                for text in batch:
+                    _utf8(text)  # says where the surrogate is
+                raise
+            arrays.extend(cast("TokenArray", np.array(encoding.ids, dtype=dtype)) for encoding in encodings)
+        results: list[TokenArray] = []
+        position = 0
+        for group in pieces:
+            parts = arrays[position : position + len(group)]
+            results.append(parts[0] if len(parts) == 1 else cast("TokenArray", np.concatenate(parts)))
+            position += len(group)
+        return results
+
+    return encode
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text behind letters and before white space, where every GPT-2 style pattern ends a word."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        match = _WORD_END.search(text, start + _PIECE_CHARACTERS)
+        if match is None:
+            break
+        yield text[start : match.start()]
+        start = match.start()
+    yield text[start:] if start else text
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Groups of bounded size: an encoding takes some 150 bytes per token until its ids are copied out."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"half a surrogate pair at character {error.start + 1} of a text; it has no UTF-8 form",
+            hint="repair the text, for example with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
+        ) from error

@@ -1,0 +1,238 @@
+"""Text to token ids and back.
+
+Texts go in, one array of ids per text comes out; every tokenizer is a ``tokenizer.json`` that transformers loads and
+that gives the same ids there. Byte and character vocabularies are encoded by table, all others by the ``tokenizers``
+library. Invariants: a document's text never becomes a special token, whatever it spells; the same text gives the same
+ids on any number of threads; equal fingerprints give equal ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.data.encoders import (
+    REPLACEMENT,
+    Encoder,
+    TokenType,
+    byte_alphabet,
+    encoder,
+    is_byte_level,
+    is_character_level,
+    token_bytes,
+    writes_bytes,
+)
+from vorox.data.records import TokenArray
+
+TOKENIZER_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+
+
+class Tokenizer:
+    """An immutable tokenizer. Make one with ``load`` or ``train``.
+
+    Attributes:
+        vocab_size: One more than the highest id.
+        end_of_text: The token that follows every document.
+        end_of_text_id: Its id.
+        unknown_id: Id that stands for text the vocabulary lacks; ``None`` where there is no such text.
+        dtype: Smallest of uint16 and uint32 that holds every id.
+        lossless: Whether ids determine the text's bytes, so that bits per byte are exact.
+        fingerprint: SHA-256 over everything that decides the ids.
+    """
+
+    def __init__(self, text: str, end_of_text: str, *, where: str) -> None:
+        value = _without_options(text, where)
+        library: Any = LibraryTokenizer.from_str(json.dumps(value))
+        if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
+            library.add_special_tokens([_special(end_of_text)])
+        library.encode_special_tokens = True
+        self._library = library
+        self._json = library.to_str()
+        value = json.loads(self._json)
+        vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_of_text = end_of_text
+        self.end_of_text_id = vocabulary[end_of_text]
+        unknown: str | None = value["model"].get("unk_token")
+        self.unknown_id = vocabulary.get(unknown) if unknown else None
+        self.dtype: TokenType = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        identity = {"format": "tokenizer/1", "end_of_text": end_of_text, "tokenizer": value}
+        self.fingerprint = hashlib.sha256(canonical_json(identity)).hexdigest()
+        self.lossless = is_byte_level(value) or is_character_level(value)
+        self._by_table = writes_bytes(value) or self.lossless
+        self._token_bytes = token_bytes(value, vocabulary, self.vocab_size)
+        self._encode: Encoder = encoder(value, library, end_of_text, self.dtype)
+        self._refuse_ambiguous_end(where)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Ids of each text, without special tokens.
+
+        Raises:
+            DataError: A text has half a surrogate pair, or a character that a character vocabulary lacks.
+        """
+        return self._encode(texts)
+
+    def encode(self, text: str) -> TokenArray:
+        return self._encode([text])[0]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
+        table = self._token_bytes
+        numbers = [int(token) for token in ids]
+        if self._by_table:
+            size = len(table)
+            return b"".join(table[i] if i < size else REPLACEMENT for i in numbers).decode("utf-8", "replace")
+        return self._library.decode(numbers, skip_special_tokens=False)
+
+    def token_byte_lengths(self) -> npt.NDArray[np.int32]:
+        """UTF-8 bytes of text that each id stands for, ``[vocab]``; special tokens stand for none.
+
+        Exact where ``lossless``; elsewhere the bytes of the token's own decoding.
+        """
+        lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int32)
+        for token in json.loads(self._json)["added_tokens"]:
+            if token["special"]:
+                lengths[token["id"]] = 0
+        return lengths
+
+    def files(self) -> dict[str, bytes]:
+        """The files that make this tokenizer, by name: for transformers, for checkpoints and for ``load``."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.end_of_text,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {TOKENIZER_NAME: self._json.encode("utf-8"), CONFIG_NAME: pretty_json(config)}
+
+    def save(self, directory: Path) -> None:
+        """Write ``files`` into a directory, each durably."""
+        make_directory(directory)
+        for name, content in self.files().items():
+            write_file(directory / name, content)
+
+    def _refuse_ambiguous_end(self, where: str) -> None:
+        if self.end_of_text_id in self._library.encode(self.end_of_text, add_special_tokens=False).ids:
+            raise ConfigError(
+                f"text that spells {self.end_of_text!r} would be taken for the end of the text", where=where,
+                hint="choose a tokenizer.end_of_text that mixes letters and punctuation, such as <|endoftext|>",
+            )  # fmt: skip
+
+
+def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
+    """Read a ``tokenizer.json``, or the directory that holds one.
+
+    Args:
+        path: File or directory.
+        end_of_text: Token after every document; added if the vocabulary lacks it. ``None``: what the
+            ``tokenizer_config.json`` beside it calls the end of the sequence.
+
+    Raises:
+        DataError: There is no readable tokenizer there.
+    """
+    path = Path(path).expanduser()
+    file = path / TOKENIZER_NAME if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        if end_of_text is None:
+            token: Any = json.loads((file.parent / CONFIG_NAME).read_bytes())["eos_token"]
+            end_of_text = token if isinstance(token, str) else str(token["content"])
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokenizer: {error.strerror}", where=str(error.filename or file),
+            hint="give a tokenizer.json or a directory with one; tokenizer_config.json names the end-of-text token",
+        ) from error  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError("the tokenizer's files are not valid", where=str(file.parent)) from error
+    return Tokenizer(text, end_of_text, where=str(file))
+
+
+def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Make the tokenizer that the configuration asks for; only ``bpe`` and ``char`` look at the texts.
+
+    Raises:
+        ConfigError: The section contradicts itself, or the texts are too few for the vocabulary.
+        DataError: ``kind: file`` and the file is missing or broken.
+    """
+    if (config.path is not None) != (config.kind == "file"):
+        raise ConfigError(
+            f"kind {config.kind} {'needs a path' if config.kind == 'file' else 'takes no path'}",
+            where="tokenizer.path", hint="kind: file reads a tokenizer.json; the other kinds make one",
+        )  # fmt: skip
+    if config.kind == "file":
+        assert config.path is not None
+        return load(config.path, end_of_text=config.end_of_text)
+    if config.kind == "char":
+        library = _character_level(sorted(set[str]().union(*texts)), config.end_of_text)
+    else:
+        library = _byte_level(config.end_of_text, words=config.kind == "bpe")
+        if config.kind == "bpe":
+            _train_merges(library, config, texts)
+    return Tokenizer(library.to_str(), config.end_of_text, where="tokenizer.end_of_text")
+
+
+def _special(end_of_text: str) -> AddedToken:
+    return AddedToken(end_of_text, special=True, normalized=False)
+
+
+def _byte_level(end_of_text: str, *, words: bool) -> Any:
+    vocabulary = {} if words else byte_alphabet()
+    library: Any = LibraryTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    library.decoder = decoders.ByteLevel()
+    if not words:
+        library.add_special_tokens([_special(end_of_text)])
+    return library
+
+
+def _character_level(characters: list[str], end_of_text: str) -> Any:
+    if not characters:
+        raise DataError("a character vocabulary needs text, and there is none", where="tokenizer.kind")
+    library: Any = LibraryTokenizer(models.BPE(vocab={text: index for index, text in enumerate(characters)}, merges=[]))
+    library.decoder = decoders.Fuse()
+    library.add_special_tokens([_special(end_of_text)])
+    return library
+
+
+def _train_merges(library: Any, config: TokenizerConfig, texts: Iterable[str]) -> None:
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=2,
+        special_tokens=[_special(config.end_of_text)],
+        initial_alphabet=sorted(byte_alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    reached = library.get_vocab_size()
+    if reached < config.vocab_size:
+        raise ConfigError(
+            f"the training text has pairs for a vocabulary of {reached:,} only, not {config.vocab_size:,}",
+            where="tokenizer.vocab_size", hint=f"set tokenizer.vocab_size={reached}, or train on more text",
+        )  # fmt: skip
+
+
+def _without_options(text: str, where: str) -> dict[str, Any]:
+    """The parsed tokenizer with everything off that would cut, pad or randomise a document."""
+    try:
+        LibraryTokenizer.from_str(text)
+        value: dict[str, Any] = json.loads(text)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"not a tokenizer.json that this version of tokenizers reads: {error}", where=where,
+            hint="save it anew with tokenizer.save(...) or transformers' save_pretrained",
+        ) from error  # fmt: skip
+    value["truncation"] = value["padding"] = None
+    if value["model"].get("dropout"):
+        value["model"]["dropout"] = None
+    return value
