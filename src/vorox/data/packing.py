@@ -1,0 +1,170 @@
+"""Documents to rows: which tokens of which document stand where.
+
+Document lengths go in, rows of fragments come out. A row holds ``row_tokens`` tokens, one more than the model sees, so
+that every position has a token to predict.
+
+``best_fit`` keeps documents whole where they fit. A longer one becomes fragments that overlap by one token: the last
+token of a fragment is its last target and the first input of the next. Windows of fragments are packed longest first
+into the fullest row that still has room; rows that are not yet full stay open for the next window. ``concat`` cuts
+the stream of all documents every ``row_tokens - 1`` tokens, as most trainers do.
+
+Invariants: nothing is discarded; each token of a document except its first is a target exactly once; the rows are a
+function of the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+PackingMethod = Literal["best_fit", "concat"]
+
+DEFAULT_WINDOW_FRAGMENTS = 4096
+_FULL_PERCENT = 98
+"""Rows at least this full are closed at the end of a window; the others wait for fragments of the next."""
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Rows of fragments.
+
+    Row ``i`` holds the fragments ``row_ptr[i]:row_ptr[i + 1]`` one after the other, then padding.
+
+    Attributes:
+        row_tokens: Capacity of a row.
+        row_ptr: Where each row's fragments start, ``[rows + 1]``.
+        documents: Document of each fragment, an index into the lengths.
+        token_offsets: First token of each fragment within its document.
+        lengths: Tokens of each fragment.
+    """
+
+    row_tokens: int
+    row_ptr: Int64Array
+    documents: Int64Array
+    token_offsets: Int64Array
+    lengths: Int64Array
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_ptr) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the rows without padding; those that two fragments share count twice."""
+        return int(self.lengths.sum())
+
+    @property
+    def padding_tokens(self) -> int:
+        return self.num_rows * self.row_tokens - self.num_tokens
+
+    @property
+    def utilisation_fraction(self) -> float:
+        """Share of the rows that is not padding; 1 for no rows."""
+        return self.num_tokens / (self.num_rows * self.row_tokens) if self.num_rows else 1.0
+
+
+def pack(
+    lengths: Sequence[int] | npt.NDArray[np.integer],
+    row_tokens: int,
+    method: PackingMethod = "best_fit",
+    window: int = DEFAULT_WINDOW_FRAGMENTS,
+) -> Packing:
+    """Place documents of the given lengths into rows.
+
+    Args:
+        lengths: Tokens of each document, its end-of-text token included. A document of none takes no room.
+        row_tokens: Tokens of a row, at least 2.
+        method: ``best_fit`` or ``concat``.
+        window: Fragments that ``best_fit`` looks at together.
+
+    Returns:
+        The rows, in the order in which they were opened.
+    """
+    if row_tokens < 2 or window < 1:
+        raise ValueError(f"row_tokens is {row_tokens} (at least 2) and window is {window} (at least 1)")
+    lengths_D = np.asarray(lengths, dtype=np.int64)
+    if lengths_D.size and int(lengths_D.min()) < 0:
+        raise ValueError("a document has a negative length")
+    if method == "concat":
+        return _concatenate(lengths_D, row_tokens)
+    documents, offsets, fragment_lengths = split_documents(lengths_D, row_tokens)
+    rows = _best_fit(fragment_lengths, row_tokens, window)
+    order = np.array([fragment for row in rows for fragment in row], dtype=np.int64)
+    row_ptr = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=row_ptr[1:])
+    return Packing(row_tokens, row_ptr, documents[order], offsets[order], fragment_lengths[order])
+
+
+def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Document, token offset and length of every fragment, in document order.
+
+    Each fragment but a document's last fills a row; neighbours share one token.
+    """
+    stride = row_tokens - 1
+    counts_D = np.maximum((lengths_D - 2) // stride + 1, 1) * (lengths_D > 0)
+    documents = np.repeat(np.arange(len(lengths_D), dtype=np.int64), counts_D)
+    first_D = np.cumsum(counts_D) - counts_D
+    offsets = (np.arange(len(documents), dtype=np.int64) - first_D[documents]) * stride
+    return documents, offsets, np.minimum(lengths_D[documents] - offsets, row_tokens)
+
+
+def _best_fit(lengths: Int64Array, row_tokens: int, window: int) -> list[list[int]]:
+    """Fragments of every row, best-fit decreasing within windows.
+
+    Open rows are kept by their free space, and an integer has the bit ``n`` set while some row has ``n`` tokens free:
+    the lowest set bit at or above a fragment's length is the best fit, in a handful of operations for any row length.
+    """
+    rows: list[list[int]] = []
+    rows_by_free: list[list[int]] = [list[int]() for _ in range(row_tokens + 1)]
+    free_mask = 0
+    most_free_when_full = row_tokens - -(-row_tokens * _FULL_PERCENT // 100)
+    for start in range(0, len(lengths), window):
+        longest_first = start + np.argsort(-lengths[start : start + window], kind="stable")
+        for fragment, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+            fitting = free_mask >> length
+            if fitting:
+                free = length + (fitting & -fitting).bit_length() - 1
+                row = rows_by_free[free].pop()
+                if not rows_by_free[free]:
+                    free_mask &= ~(1 << free)
+                rows[row].append(fragment)
+            else:
+                free, row = row_tokens, len(rows)
+                rows.append([fragment])
+            free -= length
+            if free:
+                rows_by_free[free].append(row)
+                free_mask |= 1 << free
+        for free in range(1, most_free_when_full + 1):
+            rows_by_free[free].clear()
+        free_mask &= -1 << (most_free_when_full + 1)
+    return rows
+
+
+def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:
+    """Rows that are windows of the stream of all documents; neighbours share one token, so no target is lost."""
+    ends_D = np.cumsum(lengths_D)
+    starts_D = ends_D - lengths_D
+    total = int(lengths_D.sum())
+    stride = row_tokens - 1
+    num_rows = max((total - 2) // stride + 1, 1) if total else 0
+    row_starts = np.arange(num_rows, dtype=np.int64) * stride
+    # A fragment begins where a row does and where a document does inside a row. A document may begin with the very
+    # token that two rows share; it then begins a fragment in both.
+    first_tokens = starts_D[lengths_D > 0]
+    last_row = np.minimum(first_tokens // stride, num_rows - 1)
+    shared = (first_tokens % stride == 0) & (first_tokens > 0)
+    rows = np.concatenate([np.arange(num_rows), last_row, first_tokens[shared] // stride - 1])
+    starts = np.concatenate([row_starts, first_tokens, first_tokens[shared]])
+    rows, starts = np.divmod(np.unique(rows * (total + 1) + starts), total + 1)
+    row_ptr = np.searchsorted(rows, np.arange(num_rows + 1)).astype(np.int64)
+    ends = np.roll(starts, -1)
+    ends[row_ptr[1:] - 1] = np.minimum(row_starts + row_tokens, total)
+    documents = np.searchsorted(ends_D, starts, side="right").astype(np.int64)
+    return Packing(row_tokens, row_ptr, documents, starts - starts_D[documents], ends - starts)
