@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import time
@@ -277,7 +278,8 @@ class Checkpointer:
         return path
 
     def _metadata(self, engine: Engine, progress: Progress) -> dict[str, Any]:
-        known = {step: loss for step, loss in self._eval_losses.items() if step <= progress.step}
+        losses = self._eval_losses.items()
+        known = {step: loss for step, loss in losses if step <= progress.step and math.isfinite(loss)}
         last = max(known, default=None)
         return {
             **self._describe,
@@ -324,7 +326,7 @@ class Checkpointer:
 def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
     """Which of these checkpoints the retention rules keep."""
     keep = set(steps[-config.keep_last :])
-    best = sorted((eval_losses[step], step) for step in steps if step in eval_losses)
+    best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
     keep.update(step for _, step in best[: config.keep_best])
     if config.keep_every_steps is not None:
         keep.update(step for step in steps if step % config.keep_every_steps == 0)

@@ -1,0 +1,197 @@
+"""Going on where a run stopped: what must be equal, what may differ, and putting the state back.
+
+In: the run directory, today's configuration, engine and plan. Out: the ``RunState`` of the newest valid checkpoint
+with the engine standing exactly there, or nothing if the run has no checkpoint yet. What decides the architecture,
+the data or its order must be as recorded; every other difference is listed and recorded, never passed over. A
+configuration that was changed on the way stays readable: ``configs/step-N.yaml`` is what was in force from step N on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vorox.core import atomic
+from vorox.core.atomic import HashChainedLog
+from vorox.core.config import Difference, differences, dump_yaml, in_digest, load_config
+from vorox.core.engine import Engine
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.records import DataCursor
+from vorox.core.schema import RunConfig
+from vorox.training.checkpointing import (
+    Checkpoint,
+    Report,
+    RunState,
+    latest_valid,
+    quarantine,
+    read_state,
+    set_aside,
+    step_directories,
+    verify,
+)
+
+REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
+"""Sections and keys that decide the architecture, the data or its order."""
+
+ALLOWED = ("model.preset", "model.family", "data.cache.directory", "data.loader")
+"""Exceptions to the above that decide none of it."""
+
+_CONFIGS = "configs"
+
+
+def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
+    """Differences that a resumed run may have.
+
+    Raises:
+        ConfigError: Something differs that would make it another run; all such differences are named.
+    """
+    found = differences(recorded, current)
+    refused = [entry for entry in found if _within(entry.key, REFUSED) and not _within(entry.key, ALLOWED)]
+    if refused:
+        raise ConfigError(
+            f"this run cannot be resumed with another configuration ({len(refused)} differences):\n"
+            + "\n".join(f"  {entry}" for entry in refused),
+            where=refused[0].key,
+            hint="resume with the recorded configuration, or start a new run with --resume never",
+        )
+    return found
+
+
+def _within(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def restore(
+    run_directory: Path, engine: Engine, *, spec: Mapping[str, Any], report: Report, checkpoint: Path | None = None
+) -> RunState | None:
+    """Put the engine into the state of a checkpoint.
+
+    Args:
+        run_directory: The run; this process holds its lock.
+        engine: Freshly made.
+        spec: The model, as manifests record it.
+        report: Told about fallbacks and a changed environment.
+        checkpoint: Which one; ``None`` takes the newest valid one. Later ones are put aside.
+
+    Raises:
+        CheckpointError: There are checkpoints but none is valid, or it belongs to another model.
+    """
+    found = latest_valid(run_directory, on_corrupt=quarantine(report)) if checkpoint is None else verify(checkpoint)
+    if found is None:
+        return None
+    load(engine, found, spec)
+    for step, path in step_directories(run_directory).items():
+        if step > found.step:
+            aside = set_aside(path, "replaced", f"the run was resumed from step {found.step}")
+            report("checkpoint_replaced", f"{path.name} is of an abandoned attempt and was renamed to {aside.name}")
+    changed = environment_differences(found.metadata["environment"], environment(engine))
+    if changed:
+        report(
+            "environment_changed",
+            f"bit-exactness is void from step {found.step:,} on, the environment changed: " + "; ".join(changed),
+        )
+    return read_state(found.path)
+
+
+def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> None:
+    """Load a verified checkpoint and prove that the engine has exactly its bits.
+
+    Raises:
+        CheckpointError: It is of another model, or the loaded state is not the one that was saved.
+    """
+    recorded = checkpoint.metadata["spec"]
+    if recorded != spec:
+        keys = sorted(key for key in {*recorded, *spec} if recorded.get(key) != spec.get(key))
+        raise CheckpointError(
+            "the checkpoint is of another model: "
+            + ", ".join(f"{key} is {recorded.get(key)} there and {spec.get(key)} here" for key in keys),
+            where=str(checkpoint.path),
+        )
+    engine.load(checkpoint.path)
+    fingerprint = engine.fingerprint()
+    if fingerprint != checkpoint.metadata["fingerprint"]:
+        raise CheckpointError(
+            f"the state was saved with fingerprint {checkpoint.metadata['fingerprint']} and loads with {fingerprint}",
+            where=str(checkpoint.path),
+            hint="the files were changed after they were written; use another checkpoint",
+        )
+
+
+def environment(engine: Engine) -> dict[str, str | int | bool]:
+    """What a manifest records of the engine's surroundings."""
+    return dict(sorted(engine.environment().items()))
+
+
+def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What changed, for people; empty if nothing did."""
+    return [
+        f"{key} was {recorded.get(key, 'absent')}, is {current.get(key, 'absent')}"
+        for key in sorted({*recorded, *current})
+        if recorded.get(key) != current.get(key)
+    ]
+
+
+def check_plan(plan: Path, cursor: DataCursor, seed: int) -> None:
+    """The plan on disk must begin with the very events that the checkpoint was made under.
+
+    Raises:
+        CheckpointError: It was changed, cut or replaced.
+    """
+    HashChainedLog(plan).read()  # the chain itself
+    lines = plan.read_bytes().splitlines(keepends=True) if plan.exists() else []
+    events = cursor.plan_events
+    head = hashlib.sha256(lines[events - 1]).hexdigest() if 0 < events <= len(lines) else ""
+    if head != cursor.plan_digest:
+        raise CheckpointError(
+            f"the checkpoint was made under another data plan ({cursor.plan_digest[:16]} after {events} events)",
+            where=str(plan),
+            hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
+        )
+    if cursor.seed != seed:
+        raise ConfigError(
+            f"the data order of this run has seed {cursor.seed}, the configuration {seed}", where="run.seed"
+        )
+
+
+def record_config_change(run_directory: Path, recorded: RunConfig, current: RunConfig, step: int) -> None:
+    """Keep which configuration was in force from which step, if one that decides bits changed.
+
+    Args:
+        run_directory: The run.
+        recorded: What ``config.yaml`` says.
+        current: What this process runs with.
+        step: State that it starts from.
+    """
+    files = _config_files(run_directory)
+    before = max((known for known in files if known < step), default=None)
+    previous = recorded if before is None else load_config(files[before])
+    for known, path in files.items():
+        if known >= step:
+            atomic.remove_file(path)  # of work that was lost or abandoned
+    if step == 0 or not any(in_digest(entry.key) for entry in differences(previous, current)):
+        return
+    directory = run_directory / _CONFIGS
+    atomic.make_directory(directory)
+    if before is None:
+        atomic.write_file(directory / "step-00000000.yaml", dump_yaml(previous).encode())
+    atomic.write_file(directory / f"step-{step:08d}.yaml", dump_yaml(current).encode())
+
+
+def config_in_force(run_directory: Path, step: int) -> tuple[RunConfig, int | None]:
+    """The configuration that the step after ``step`` was run with, and the state at which the next one took over."""
+    files = _config_files(run_directory)
+    before = max((known for known in files if known <= step), default=None)
+    path = run_directory / "config.yaml" if before is None else files[before]
+    return load_config(path), min((known for known in files if known > step), default=None)
+
+
+def _config_files(run_directory: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in sorted((run_directory / _CONFIGS).glob("step-*.yaml")):
+        match = re.fullmatch(r"step-(\d+)\.yaml", path.name)
+        if match:
+            found[int(match[1])] = path
+    return found
