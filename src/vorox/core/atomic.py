@@ -150,7 +150,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
 
 
-_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}-.+")
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+?)-(?P<pid>\d+)-[0-9a-f]{8}-.+")
 
 
 def sweep_temporary(directory: Path) -> list[Path]:

@@ -1,0 +1,127 @@
+"""Exclusive files between real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vorox.core.errors import ConfigError
+from vorox.core.lock import FileLock
+
+HOLDER = """
+import sys, pathlib
+from vorox.core.lock import FileLock
+lock = FileLock(pathlib.Path(sys.argv[1])).acquire()
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock until it reads a line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_process_is_refused_with_the_holder_named(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    with holder(path) as process:
+        with pytest.raises(ConfigError) as caught:
+            FileLock(path, blocking=False, purpose="the run x").acquire()
+        assert caught.value.exit_code == 2
+        assert caught.value.what == f"the run x is in use by process {process.pid} on {socket.gethostname()}"
+        assert caught.value.where == str(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+def test_death_of_the_holder_frees_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    with holder(path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with FileLock(path, blocking=False):
+            assert json.loads(path.read_bytes()) == {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def test_release_frees_and_can_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    first = FileLock(path, blocking=False).acquire()
+    with pytest.raises(ConfigError):  # also inside one process
+        FileLock(path, blocking=False).acquire()
+    first.release()
+    first.release()
+    with FileLock(path, blocking=False):
+        pass
+
+
+def test_an_error_inside_frees_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    with pytest.raises(RuntimeError), FileLock(path, blocking=False):
+        raise RuntimeError
+    FileLock(path, blocking=False).acquire().release()
+
+
+def test_a_refused_attempt_does_not_disturb_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    with FileLock(path, blocking=False):
+        before = path.read_bytes()
+        for _ in range(3):
+            with pytest.raises(ConfigError):
+                FileLock(path, blocking=False).acquire()
+        assert path.read_bytes() == before
+
+
+def test_blocking_waits_for_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    waiter = textwrap.dedent(
+        """
+        import sys, pathlib, time
+        from vorox.core.lock import FileLock
+        print("waiting", flush=True)
+        with FileLock(pathlib.Path(sys.argv[1])):
+            print("mine", flush=True)
+        """
+    )
+    with holder(path) as first:
+        assert first.stdin is not None
+        with subprocess.Popen([sys.executable, "-c", waiter, str(path)], stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "waiting\n"
+            time.sleep(0.1)
+            assert second.poll() is None
+            first.stdin.write("\n")
+            first.stdin.flush()
+            assert second.stdout.readline() == "mine\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"[]", b'{"pid": 1}'])
+def test_an_unreadable_holder_is_called_another_process(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "LOCK"
+    with FileLock(path, blocking=False):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="in use by another process"):
+            FileLock(path, blocking=False).acquire()
+
+
+def test_a_folder_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FileLock(tmp_path / "missing" / "LOCK").acquire()
