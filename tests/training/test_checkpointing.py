@@ -55,8 +55,11 @@ class Run:
         return Checkpointer(
             self.directory, self.config, HORIZON,
             describe={"kind": "test"}, companions={"config.json": b"{}"}, eval_losses=self.losses,
-            saved_step=saved_step, report=lambda kind, text: self.events.append((kind, text)), clock=lambda: self.now,
+            saved_step=saved_step, log=self, clock=lambda: self.now,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    def event(self, kind: str, message: str, **fields: object) -> None:
+        self.events.append((kind, message))
 
     def step(self) -> None:
         rows = np.arange(12, dtype=np.int32).reshape(1, 2, 6) % 11
@@ -111,7 +114,7 @@ def test_none_is_not_an_error_but_none_valid_is(tmp_path: Path) -> None:
     assert latest_valid(tmp_path, at_or_before=9) is None
     (path / "state.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
-        latest_valid(tmp_path, on_corrupt=quarantine(lambda kind, text: None))
+        latest_valid(tmp_path, on_corrupt=quarantine(run))
     with pytest.raises(CheckpointError, match="all were put aside"):
         latest_valid(tmp_path)  # the next start must not begin from nothing in silence
 
@@ -250,7 +253,7 @@ def test_corrupt_ones_are_renamed_with_a_reason(tmp_path: Path) -> None:
     run.save(10)
     for attempt in (1, 2):
         (run.save(20) / "state.bin").write_bytes(b"")
-        found = latest_valid(tmp_path, on_corrupt=quarantine(lambda kind, text: run.events.append((kind, text))))
+        found = latest_valid(tmp_path, on_corrupt=quarantine(run))
         assert found is not None
         assert found.step == 10
         aside = tmp_path / "checkpoints" / f"step-00000020.corrupt-{attempt}"

@@ -24,6 +24,7 @@ from vorox.core import atomic
 from vorox.core.atomic import Buffer, HashingWriter, StagedDirectory
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError
+from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.schema import CheckpointConfig
 from vorox.training.schedule import Horizon
@@ -33,9 +34,6 @@ STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"step-(\d{8,})\.(corrupt|replaced)-\d+")
-
-Report = Callable[[str, str], None]
-"""Takes the kind of an event and a sentence for people."""
 
 
 class Checkpoint(NamedTuple):
@@ -171,14 +169,17 @@ def set_aside(path: Path, why: str, note: str) -> Path:
     return target
 
 
-def quarantine(report: Report) -> Callable[[Path, CheckpointError], None]:
+def quarantine(log: RunLog) -> Callable[[Path, CheckpointError], None]:
     """For ``latest_valid``: put corrupt checkpoints aside and say so."""
 
     def put_aside(path: Path, error: CheckpointError) -> None:
         target = set_aside(path, "corrupt", str(error))
-        report(
+        log.event(
             "checkpoint_corrupt",
             f"checkpoint {path.name} is corrupt, renamed to {target.name} ({error}); falling back to the one before",
+            level="warning",
+            renamed_to=str(target),
+            reason=str(error),
         )
 
     return put_aside
@@ -202,7 +203,7 @@ class Checkpointer:
         companions: Files that go into every checkpoint as they are (``config.json``, tokenizer).
         eval_losses: Validation losses by step, filled by the loop; decides about the best.
         saved_step: Step of the checkpoint that the process started from.
-        report: Told about every event.
+        log: Told about every event.
         clock: Seconds that only rise.
     """
 
@@ -216,19 +217,19 @@ class Checkpointer:
         companions: Mapping[str, bytes],
         eval_losses: Mapping[int, float],
         saved_step: int | None,
-        report: Report,
+        log: RunLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_directory, self._config, self._horizon = run_directory, config, horizon
         self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
-        self._report, self._clock = report, clock
+        self._log, self._clock = log, clock
         self._control = run_directory / "control" / "save"
         self.saved_step, self.saved_at = saved_step, clock()
         self.save_seconds = 0.0
         """Time spent in all saves so far."""
         atomic.make_directory(run_directory / DIRECTORY_NAME)
         for left in atomic.sweep_temporary(run_directory / DIRECTORY_NAME):
-            report("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
+            log.event("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
 
     def due(self, progress: Progress) -> bool:
         """Whether to save now: the step, the time since the last save, the end, or somebody asked."""
@@ -260,7 +261,7 @@ class Checkpointer:
         started = self._clock()
         if path.exists():
             aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
-            self._report("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}")
+            self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
         try:
             with StagedDirectory(path) as directory:
                 engine.save(directory)
@@ -303,7 +304,8 @@ class Checkpointer:
             try:
                 atomic.remove_directory(path)
             except OSError as error:
-                self._report("checkpoint_kept", f"{path.name} should go but cannot be removed: {error.strerror}")
+                message = f"{path.name} should go but cannot be removed: {error.strerror}"
+                self._log.event("checkpoint_kept", message, level="warning")
 
     def _failure(self, engine: Engine, step: int, error: OSError) -> CheckpointError:
         path = checkpoint_path(self._run_directory, step)

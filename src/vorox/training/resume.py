@@ -19,11 +19,11 @@ from vorox.core.atomic import HashChainedLog
 from vorox.core.config import Difference, differences, dump_yaml, in_digest, load_config
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.log import RunLog
 from vorox.core.records import DataCursor
 from vorox.core.schema import RunConfig
 from vorox.training.checkpointing import (
     Checkpoint,
-    Report,
     RunState,
     latest_valid,
     quarantine,
@@ -65,7 +65,7 @@ def _within(key: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def restore(
-    run_directory: Path, engine: Engine, *, spec: Mapping[str, Any], report: Report, checkpoint: Path | None = None
+    run_directory: Path, engine: Engine, *, spec: Mapping[str, Any], log: RunLog, checkpoint: Path | None = None
 ) -> RunState | None:
     """Put the engine into the state of a checkpoint.
 
@@ -73,25 +73,28 @@ def restore(
         run_directory: The run; this process holds its lock.
         engine: Freshly made.
         spec: The model, as manifests record it.
-        report: Told about fallbacks and a changed environment.
+        log: Told about fallbacks and a changed environment.
         checkpoint: Which one; ``None`` takes the newest valid one. Later ones are put aside.
 
     Raises:
         CheckpointError: There are checkpoints but none is valid, or it belongs to another model.
     """
-    found = latest_valid(run_directory, on_corrupt=quarantine(report)) if checkpoint is None else verify(checkpoint)
+    found = latest_valid(run_directory, on_corrupt=quarantine(log)) if checkpoint is None else verify(checkpoint)
     if found is None:
         return None
     load(engine, found, spec)
     for step, path in step_directories(run_directory).items():
         if step > found.step:
             aside = set_aside(path, "replaced", f"the run was resumed from step {found.step}")
-            report("checkpoint_replaced", f"{path.name} is of an abandoned attempt and was renamed to {aside.name}")
+            message = f"{path.name} is of an abandoned attempt and was renamed to {aside.name}"
+            log.event("checkpoint_replaced", message, level="warning")
     changed = environment_differences(found.metadata["environment"], environment(engine))
     if changed:
-        report(
+        log.event(
             "environment_changed",
             f"bit-exactness is void from step {found.step:,} on, the environment changed: " + "; ".join(changed),
+            level="warning",
+            changes=changed,
         )
     return read_state(found.path)
 
