@@ -15,10 +15,14 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from vorox.core.atomic import pretty_json
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.names import Family, require_family
+from vorox.models.names import Family, huggingface_family, require_family
 from vorox.models.spec import ModelSpec
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 
 _ARCHITECTURES: Mapping[Family, str] = {
     "gpt2": "GPT2LMHeadModel",
@@ -147,6 +151,16 @@ def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | Non
     begin = end_of_text_id if begin_of_text_id is None else begin_of_text_id
     ids = {"bos_token_id": begin, "eos_token_id": end_of_text_id, "pad_token_id": end_of_text_id}
     return {name: value for name, value in ids.items() if value is not None}
+
+
+def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[str, bytes]:
+    """What a checkpoint needs besides weights and tokenizer to be a transformers model; nothing without a family."""
+    if huggingface_family(spec) is None:
+        return {}
+    return {
+        CONFIG_NAME: pretty_json(huggingface_config(spec, end_of_text_id=end_of_text_id)),
+        GENERATION_CONFIG_NAME: pretty_json(generation_config(end_of_text_id=end_of_text_id)),
+    }
 
 
 def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:

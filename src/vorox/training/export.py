@@ -1,0 +1,317 @@
+"""Export: a checkpoint becomes a directory that transformers loads, whole or not at all.
+
+Takes a run or one checkpoint; leaves ``config.json``, ``generation_config.json``, ``model.safetensors`` and the
+tokenizer's files under a manifest. The same export twice is one export; anything else in its place is refused, never
+overwritten. With an engine, the staged directory is loaded by transformers before it appears, and its logits are held
+to the engine's on the very weights that are stored, so that bf16 and fp16 are checked as sharply as fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core import atomic
+from vorox.core.atomic import MANIFEST_NAME, StagedDirectory
+from vorox.core.engine import Engine
+from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.records import Int32Array
+from vorox.data import tokenizer as tokenizers
+from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
+from vorox.models.names import from_huggingface, require_family
+from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weights_file import WeightsFile, write_weights
+from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+FORMAT = "vorox-export/1"
+WEIGHTS_NAME = "model.safetensors"
+TOLERANCE = 1e-4
+"""Largest difference in fp32 logits up to 10; beyond, it grows with them, as the spacing of fp32 numbers does."""
+
+_STORED: Mapping[Dtype, tuple[str, str]] = {
+    "fp32": ("F32", "float32"),
+    "bf16": ("BF16", "bfloat16"),
+    "fp16": ("F16", "float16"),
+}
+_COPIED = (GENERATION_CONFIG_NAME, tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
+_SAMPLE_TEXTS = (
+    "The order of the data is arithmetic, and a resumed run is bit for bit the run it would have been.\n",
+    "def total(values):\n    return sum(value for value in values if value > 0)\n",
+    "Größe, naïveté, Ελλάδα, 日本語; 3.14159 < 2**10 — tabs\tand  double  spaces.\n",
+)
+_RANDOM_ROWS, _RANDOM_TOKENS, _REAL_TOKENS = 2, 64, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What transformers and the engine said about the same tokens.
+
+    Attributes:
+        max_difference: Largest difference of any logit, both with the stored weights in fp32.
+        tolerance: What was allowed.
+        rounding_difference: Largest change of any logit that storing in fewer bits caused; 0 for fp32.
+        num_tokens: Positions compared.
+        num_texts: Texts that both tokenizers gave the same ids.
+    """
+
+    max_difference: float
+    tolerance: float
+    rounding_difference: float
+    num_tokens: int
+    num_texts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A finished export. ``existed`` says that the same one was there already."""
+
+    path: Path
+    step: int
+    dtype: Dtype
+    num_parameters: int
+    size_bytes: int
+    existed: bool
+    comparison: Comparison | None
+
+
+def export(
+    source: Path,
+    target: Path,
+    *,
+    dtype: Dtype = "fp32",
+    engine: Engine | None = None,
+    texts: Sequence[str] = _SAMPLE_TEXTS,
+) -> Export:
+    """Write a checkpoint in Hugging Face form.
+
+    Args:
+        source: A run, of which the latest valid checkpoint is taken, or one checkpoint.
+        target: Directory to make. It may hold this very export already, or be empty.
+        dtype: Type of the stored weights, rounded to nearest even.
+        engine: Asks for the check. An engine of the run's model that computes in fp32; its state is replaced.
+        texts: What the check encodes and scores besides random tokens.
+
+    Raises:
+        ConfigError: transformers does not know the architecture, or the target holds something else.
+        CheckpointError: The checkpoint is corrupt, cannot be written anew, or fails the check.
+    """
+    checkpoint = _checkpoint(source)
+    config = _config(checkpoint)
+    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    metadata = _metadata(checkpoint, dtype)
+    if target.parent.is_dir():
+        atomic.sweep_temporary(target.parent)
+    existed = _is_there_already(target, metadata)
+    comparison = None
+    if existed:
+        comparison = compare(target, checkpoint.path, spec, engine, texts) if engine else None
+    else:
+        try:
+            with StagedDirectory(target) as directory:
+                _write(directory, checkpoint.path, config, dtype)
+                comparison = compare(directory.path, checkpoint.path, spec, engine, texts) if engine else None
+                directory.commit(metadata)
+        except OSError as error:
+            raise _write_failure(target, spec, dtype, error) from error
+    size_bytes = sum(path.stat().st_size for path in sorted(target.iterdir()))
+    return Export(target, checkpoint.step, dtype, spec.num_parameters, size_bytes, existed, comparison)
+
+
+def _checkpoint(source: Path) -> Checkpoint:
+    if (source / MANIFEST_NAME).exists():
+        return verify(source)
+    checkpoint = latest_valid(source) if source.is_dir() else None
+    if checkpoint is None:
+        raise ConfigError("neither a run with a checkpoint nor a checkpoint", where=str(source))
+    return checkpoint
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's own ``config.json``; an architecture without one is refused with what decides."""
+    path = checkpoint.path / CONFIG_NAME
+    if not path.exists():
+        spec = checkpoint.metadata.get("spec")
+        if spec is not None:
+            require_family(ModelSpec(**spec))
+        raise ConfigError("transformers has no architecture that computes this model", where=str(checkpoint.path))
+    return json.loads(path.read_bytes())
+
+
+def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
+    hashes = {name: entry["xxh3_128"] for name, entry in atomic.read_manifest(checkpoint.path)["files"].items()}
+    missing = [name for name in (WEIGHTS_NAME, *_COPIED) if name not in hashes]
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(checkpoint.path))
+    sources = {name: hashes[name] for name in (WEIGHTS_NAME, CONFIG_NAME, *_COPIED)}
+    return {"format": FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
+
+
+def _is_there_already(target: Path, metadata: Mapping[str, Any]) -> bool:
+    if not target.exists():
+        return False
+    if target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+        return False
+    try:
+        found = atomic.verify_directory(target)
+    except (CheckpointError, OSError):
+        found = None
+    if found != metadata:
+        raise ConfigError(
+            "the target holds something other than this export", where=str(target),
+            hint="choose another directory, or remove this one",
+        )  # fmt: skip
+    return True
+
+
+def _write(directory: StagedDirectory, checkpoint: Path, config: Mapping[str, Any], dtype: Dtype) -> None:
+    stored, loaded = _STORED[dtype]
+    directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
+    for name in _COPIED:
+        directory.write(name, (checkpoint / name).read_bytes())
+    weights = WeightsFile(checkpoint / WEIGHTS_NAME)
+    entries = [replace(entry, dtype=stored) for entry in weights.entries.values()]
+    with directory.open(WEIGHTS_NAME) as writer:
+        write_weights(writer, entries, weights)
+
+
+def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
+    if not atomic.is_disk_full(error):
+        return CheckpointError(
+            f"the export cannot be written: {error.strerror}", where=str(error.filename or target),
+            saved="the checkpoint is as it was",
+        )  # fmt: skip
+    needed_bytes = spec.num_parameters * (4 if dtype == "fp32" else 2)
+    parent = next(path for path in target.parents if path.exists())
+    return CheckpointError(
+        f"no room for the export: it needs {needed_bytes:,} bytes, {shutil.disk_usage(parent).free:,} are free",
+        where=str(target), hint="free some space and export again", saved="the checkpoint is as it was",
+    )  # fmt: skip
+
+
+def compare(
+    directory: Path, checkpoint: Path, spec: ModelSpec, engine: Engine, texts: Sequence[str] = _SAMPLE_TEXTS
+) -> Comparison:
+    """Hold an exported directory to the engine: same ids for texts, same logits for texts and random tokens.
+
+    Args:
+        directory: The export.
+        checkpoint: Where it came from; the engine loads it.
+        spec: The model.
+        engine: Computes in fp32; its state is replaced.
+        texts: Texts to encode and score.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: transformers cannot load it, or computes something else.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "the check needs transformers", where="export --check", hint="pip install 'vorox[hf]'"
+        ) from error
+    transformers.logging.disable_progress_bar()
+    ids = _same_ids(transformers, directory, texts)
+    rows = [*_random_rows(spec), *(np.array([row], np.int32) for row in _real_rows(spec, ids))]
+    engine.load(checkpoint)
+    trained = [engine.logits(row) for row in rows]
+    weights = WeightsFile(directory / WEIGHTS_NAME)
+    engine.import_weights(from_huggingface(spec, weights))
+    stored = [engine.logits(row) for row in rows]
+    theirs = list(_transformers_logits(transformers, directory, rows))
+    largest = max(float(np.abs(logits).max()) for logits in stored)
+    comparison = Comparison(
+        max_difference=_largest_difference(stored, theirs),
+        tolerance=TOLERANCE * max(1.0, largest / 10),
+        rounding_difference=_largest_difference(trained, stored),
+        num_tokens=sum(row.size for row in rows),
+        num_texts=len(ids),
+    )
+    is_exact = all(entry.dtype == "F32" for entry in weights.entries.values())
+    if is_exact and comparison.rounding_difference != 0:
+        raise CheckpointError("the exported weights are not those of the checkpoint", where=str(directory))
+    if not comparison.max_difference <= comparison.tolerance:
+        raise CheckpointError(
+            f"transformers' logits differ from the engine's by {comparison.max_difference:.2e}, "
+            f"allowed are {comparison.tolerance:.2e}",
+            where=str(directory), hint="the check needs an engine that computes in fp32 without tf32",
+        )  # fmt: skip
+    return comparison
+
+
+def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text, after both tokenizers agree on them."""
+    ours = tokenizers.load(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    if theirs.eos_token_id != ours.end_of_text_id:
+        raise CheckpointError(
+            f"transformers takes id {theirs.eos_token_id} for the end of text, it is {ours.end_of_text_id}",
+            where=str(directory / tokenizers.CONFIG_NAME),
+        )
+    result: list[list[int]] = []
+    for text in texts:
+        kept = _known_part(ours, text)
+        ids = [int(token) for token in ours.encode(kept)]
+        if list(theirs(kept, add_special_tokens=False)["input_ids"]) != ids:
+            raise CheckpointError(
+                f"transformers' tokenizer gives other ids for {kept!r}",
+                where=str(directory / tokenizers.TOKENIZER_NAME),
+            )
+        result.append(ids)
+    return result
+
+
+def _known_part(tokenizer: tokenizers.Tokenizer, text: str) -> str:
+    """The text without what a character vocabulary lacks; every other tokenizer takes any text."""
+
+    def is_known(piece: str) -> bool:
+        try:
+            tokenizer.encode(piece)
+        except DataError:
+            return False
+        return True
+
+    return text if is_known(text) else "".join(filter(is_known, text))
+
+
+def _random_rows(spec: ModelSpec) -> Iterator[Int32Array]:
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(b"vorox export 1\0\0", np.uint64)))
+    length = min(_RANDOM_TOKENS, spec.max_positions_tokens)
+    yield generator.integers(0, spec.vocab_size, (_RANDOM_ROWS, length), dtype=np.int32)
+
+
+def _real_rows(spec: ModelSpec, texts: Iterable[list[int]]) -> Iterator[list[int]]:
+    length = min(_REAL_TOKENS, spec.max_positions_tokens)
+    yield from (ids[:length] for ids in texts if ids)
+
+
+def _transformers_logits(
+    transformers: Any, directory: Path, rows: Iterable[Int32Array]
+) -> Iterator[npt.NDArray[np.float32]]:
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype="float32", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"transformers cannot load the export: {error}", where=str(directory)) from error
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems:
+        raise CheckpointError(f"transformers does not find its parameters: {problems}", where=str(directory))
+    for row in rows:
+        # BatchEncoding makes the tensors, so that no framework is imported here.
+        encoding = transformers.BatchEncoding({"input_ids": row.tolist()}, tensor_type="pt")
+        yield model(**encoding).logits.detach().numpy()
+
+
+def _largest_difference(first: Sequence[npt.NDArray[np.float32]], second: Sequence[npt.NDArray[np.float32]]) -> float:
+    """NaN if either has one."""
+    return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in zip(first, second, strict=True)]))

@@ -1,0 +1,84 @@
+"""A slow, obvious decoder in float64 numpy, written from the parameter table of ``models/spec.py`` and nothing else.
+
+The oracle for everything that claims to know what the canonical parameters mean: names, engines, exports.
+
+Shape legend: B rows, T positions, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def _norm(spec: Any, x: np.ndarray, weights: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    if spec.norm == "layer_norm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.norm_eps)
+    return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
+
+
+def _activation(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name in ("silu", "swiglu"):
+        return x / (1 + np.exp(-x))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert name in ("gelu", "geglu")
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def _rotate(x_BTNH: np.ndarray, theta: float) -> np.ndarray:
+    width = x_BTNH.shape[-1]
+    half = width // 2
+    angles_TH = np.outer(np.arange(x_BTNH.shape[1]), theta ** (-2 * np.arange(half) / width))
+    turn_TH = np.exp(1j * angles_TH)[None, :, None, :]
+    turned = (x_BTNH[..., :half] + 1j * x_BTNH[..., half:]) * turn_TH
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.ndarray) -> np.ndarray:
+    """The decoder in float64, as the parameter table of ``models/spec.py`` means it."""
+    weights = {name: array.astype(np.float64) for name, array in parameters.items()}
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+    batch, length = tokens_BT.shape
+    x = weights["embedding.weight"][tokens_BT]
+    if spec.positions == "learned":
+        x = x + weights["position_embedding.weight"][:length]
+    future = np.triu(np.ones((length, length), bool), 1)
+    for index in range(spec.num_layers):
+        block = f"blocks.{index}"
+        h = _norm(spec, x, weights, f"{block}.attention_norm")
+        heads = [
+            linear(h, f"{block}.attention.{part}").reshape(batch, length, -1, spec.head_dim)
+            for part in ("query", "key", "value")
+        ]
+        for place, part in enumerate(("query", "key") if spec.qk_norm else ()):
+            square = (heads[place] ** 2).mean(-1, keepdims=True)
+            scale = weights[f"{block}.attention.{part}_norm.weight"]
+            heads[place] = heads[place] / np.sqrt(square + spec.norm_eps) * scale
+        if spec.positions == "rope":
+            heads[0], heads[1] = (_rotate(head, spec.rope_theta) for head in heads[:2])
+        groups = spec.num_heads // spec.num_kv_heads
+        key, value = (np.repeat(head, groups, axis=2) for head in heads[1:])
+        scores = np.einsum("bqnh,bknh->bnqk", heads[0], key) / math.sqrt(spec.head_dim)
+        scores = np.where(future, -np.inf, scores)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)
+        x = x + linear(mixed.reshape(batch, length, -1), f"{block}.attention.output")
+        h = _norm(spec, x, weights, f"{block}.mlp_norm")
+        inner = linear(h, f"{block}.mlp.up")
+        if f"{block}.mlp.gate.weight" in weights:
+            inner = _activation(spec.activation, linear(h, f"{block}.mlp.gate")) * inner
+        else:
+            inner = _activation(spec.activation, inner)
+        x = x + linear(inner, f"{block}.mlp.down")
+    head = weights.get("head.weight", weights["embedding.weight"])
+    return _norm(spec, x, weights, "final_norm") @ head.T

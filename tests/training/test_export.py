@@ -1,0 +1,348 @@
+"""Export: the files, the refusals, the crash states, and the check against transformers with a numpy engine.
+
+The engine here is the reference decoder, so a wrong export cannot hide behind the engine that wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crash_enumeration import crash_states, record
+from reference_decoder import numpy_logits
+from vorox.core import atomic
+from vorox.core.atomic import FileOperation, StagedDirectory, verify_directory
+from vorox.core.engine import Engine, NamedArray
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.model import ModelConfig
+from vorox.data import tokenizer as tokenizers
+from vorox.models.huggingface import huggingface_config, huggingface_files
+from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
+from vorox.training.checkpointing import checkpoint_path
+from vorox.training.export import export
+
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
+LLAMA = SIZES | {"num_kv_heads": 2, "tie_embeddings": False}
+GPT2 = SIZES | {
+    "positions": "learned", "norm": "layer_norm", "norm_bias": True, "activation": "gelu_tanh",
+    "attention_bias": True, "mlp_bias": True,
+}  # fmt: skip
+QWEN3 = LLAMA | {"qk_norm": True, "head_dim": 16}
+TOKENIZER = tokenizers.train(TokenizerConfig(kind="byte"), [])
+
+
+def spec_of(fields: dict[str, Any]) -> ModelSpec:
+    return model_spec(ModelConfig(**fields), tokenizer_vocab_size=TOKENIZER.vocab_size, sequence_length_tokens=48)
+
+
+def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {
+        part.name: (
+            generator.normal(0, 0.25, part.shape)
+            if len(part.shape) == 2
+            else generator.normal(0 if part.name.endswith("bias") else 1, 0.3, part.shape)
+        ).astype(np.float32)
+        for part in spec.parameters
+    }
+
+
+def make_run(
+    directory: Path, spec: ModelSpec, steps: Iterable[int] = (10,), tokenizer: tokenizers.Tokenizer = TOKENIZER
+) -> Path:
+    """A run whose checkpoints hold what the engine and the checkpointer write for a model with a family."""
+    for step in steps:
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with StagedDirectory(checkpoint_path(directory, step)) as staged:
+            with staged.open("model.safetensors") as writer:
+                if huggingface_family(spec):
+                    weights = to_huggingface(spec, random_weights(spec, step).items())
+                    write_weights(writer, huggingface_entries(spec), weights)
+                else:
+                    entries = [TensorEntry(part.name, "F32", part.shape) for part in spec.parameters]
+                    write_weights(writer, entries, random_weights(spec, step).items())
+            staged.write("optimizer.safetensors", b"moments")
+            staged.write("state.json", b"{}")
+            files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id) | tokenizer.files()
+            for name, data in files.items():
+                staged.write(name, data)
+            staged.commit({"step": step, "spec": spec.to_json()})
+    return directory
+
+
+class DecoderEngine:
+    """As much of an engine as the check uses."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec, self.weights = spec, dict[str, np.ndarray]()
+
+    def load(self, directory: Path) -> None:
+        self.import_weights(from_huggingface(self.spec, WeightsFile(directory / "model.safetensors")))
+
+    def import_weights(self, weights: Iterable[NamedArray]) -> None:
+        self.weights = dict(weights)
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        return numpy_logits(self.spec, self.weights, tokens_BT).astype(np.float32)
+
+
+def engine_of(spec: ModelSpec) -> Engine:
+    engine: Any = DecoderEngine(spec)
+    return engine
+
+
+def test_holds_what_transformers_needs_and_nothing_else(tmp_path: Path) -> None:
+    spec = spec_of(LLAMA)
+    run = make_run(tmp_path / "run", spec, steps=[10, 20])
+    result = export(run, tmp_path / "out" / "hf")
+    assert (result.step, result.existed, result.dtype, result.comparison) == (20, False, "fp32", None)
+    assert result.num_parameters == spec.num_parameters
+    names = sorted(path.name for path in result.path.iterdir())
+    assert names == sorted(
+        ["MANIFEST.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json"]
+    )  # fmt: skip
+    assert result.size_bytes == sum((result.path / name).stat().st_size for name in names)
+    verify_directory(result.path)
+    weights = dict(from_huggingface(spec, WeightsFile(result.path / "model.safetensors")))
+    assert all(np.array_equal(weights[name], array) for name, array in random_weights(spec, 20).items())
+    assert json.loads((result.path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", spec_of(LLAMA), steps=[10, 20])
+    assert export(checkpoint_path(run, 10), tmp_path / "hf").step == 10
+
+
+def test_twice_is_once_and_anything_else_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", spec_of(LLAMA), steps=[10, 20])
+    target = tmp_path / "hf"
+    target.mkdir()
+    assert not export(run, target).existed
+    before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
+    assert export(run, target).existed
+    assert before == {path: path.stat().st_mtime_ns for path in target.iterdir()}
+    for source, dtype in [(checkpoint_path(run, 10), "fp32"), (run, "bf16")]:
+        with pytest.raises(ConfigError, match="something other than this export") as caught:
+            export(source, target, dtype=dtype)
+        assert str(target) in caught.value.where
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="something other"):
+        export(run, target)
+    assert (target / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="something other"):
+        export(run, tmp_path / "file")
+
+
+def test_half_precision_is_rounded_to_nearest_even(tmp_path: Path) -> None:
+    spec = spec_of(GPT2)
+    run = make_run(tmp_path / "run", spec)
+    weights = random_weights(spec, 10)
+    for dtype, stored, loaded, rounded in [
+        ("bf16", "BF16", "bfloat16", lambda array: bfloat16_values(bfloat16_bits(array))),
+        ("fp16", "F16", "float16", lambda array: array.astype(np.float16).astype(np.float32)),
+    ]:
+        target = export(run, tmp_path / dtype, dtype=dtype).path
+        file = WeightsFile(target / "model.safetensors")
+        assert {entry.dtype for entry in file.entries.values()} == {stored}
+        assert json.loads((target / "config.json").read_text())["dtype"] == loaded
+        back = dict(from_huggingface(spec, file))
+        assert all(np.array_equal(back[name], rounded(array)) for name, array in weights.items())
+        assert any(not np.array_equal(back[name], array) for name, array in weights.items())
+
+
+def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", spec_of(LLAMA | {"positions": "learned"}))
+    with pytest.raises(ConfigError, match="no architecture that computes this model: positions = learned"):
+        export(run, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for source in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ConfigError, match="neither a run"):
+            export(source, tmp_path / "hf")
+    run = make_run(tmp_path / "run", spec_of(LLAMA))
+    path = checkpoint_path(run, 10) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
+        export(run, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="bytes"):
+        export(checkpoint_path(run, 10), tmp_path / "hf")
+
+
+def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
+    with StagedDirectory(tmp_path / "checkpoint") as staged:
+        staged.write("config.json", json.dumps(huggingface_config(spec_of(LLAMA), end_of_text_id=0)).encode())
+        staged.write("model.safetensors", b"")
+        staged.commit({"step": 3})
+    with pytest.raises(CheckpointError, match=r"no generation_config.json"):
+        export(tmp_path / "checkpoint", tmp_path / "hf")
+
+
+def test_every_crash_leaves_no_export_or_the_whole_one(tmp_path: Path) -> None:
+    here, before = tmp_path / "here", tmp_path / "before"
+    run = make_run(here / "run", spec_of(SIZES | {"num_layers": 1, "hidden_size": 8}))
+    shutil.copytree(here, before)
+    operations = record(lambda: export(run, here / "hf"))
+    seen = set[bool]()
+    for name, state in crash_states(before, here, operations, tmp_path / "scratch"):
+        existed = (state / "hf").exists()
+        seen.add(existed)
+        if existed:
+            verify_directory(state / "hf")
+        again = export(state / "run", state / "hf")
+        assert again.existed == existed, name
+        verify_directory(state / "hf")
+    assert seen == {True, False}
+
+
+def test_a_full_disk_says_how_much_is_needed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", spec_of(LLAMA))
+
+    def full(operation: FileOperation) -> None:
+        if operation.kind == "write" and operation.path.name == "model.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with atomic.observe(full), pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes, [\d,]+ are free") as caught:
+        export(run, tmp_path / "hf")
+    assert caught.value.saved == "the checkpoint is as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+# -- the check --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+@pytest.mark.parametrize("fields", [LLAMA, GPT2, QWEN3, LLAMA | {"activation": "geglu", "tie_embeddings": True}])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_check_agrees(tmp_path: Path, fields: dict[str, Any], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"the network was asked: {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    spec = spec_of(fields)
+    run = make_run(tmp_path / "run", spec)
+    for existed in (False, True):
+        result = export(run, tmp_path / "hf", dtype=dtype, engine=engine_of(spec))
+        assert result.existed == existed
+        assert result.comparison is not None
+        assert result.comparison.max_difference <= result.comparison.tolerance <= 3e-4
+        assert (result.comparison.rounding_difference > 1e-4) == (dtype != "fp32")
+        assert result.comparison.num_texts == 3
+        assert result.comparison.num_tokens > 100
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+def test_tokenizers_of_every_kind_agree(tmp_path: Path) -> None:
+    spec = spec_of(LLAMA | {"vocab_size": 400})
+    texts = ["the order of the data", "is arithmetic and the order", "of the arithmetic"] * 5
+    for kind, size in [("bpe", 270), ("char", 257), ("byte", 257)]:
+        tokenizer = tokenizers.train(TokenizerConfig(kind=kind, vocab_size=size), texts)
+        run = make_run(tmp_path / kind, spec, tokenizer=tokenizer)
+        result = export(run, tmp_path / f"{kind}-hf", engine=engine_of(spec), texts=["the order, in Größe: ά", "data"])
+        assert result.comparison is not None
+        assert result.comparison.num_texts == 2
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
+    """Negative controls: each damage is small, loads without complaint, and must not pass; nothing may appear."""
+    spec = spec_of(LLAMA)
+    run = make_run(tmp_path / "run", spec)
+    for changed, message in [
+        (replace(spec, rope_theta=spec.rope_theta * 1.01), "differ from the engine's by"),
+        (replace(spec, norm_eps=2e-3), "differ from the engine's by"),
+        (replace(spec, activation="geglu"), "differ from the engine's by"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            export(run, tmp_path / "hf", engine=engine_of(changed))
+
+    class Forgetful(DecoderEngine):
+        def load(self, directory: Path) -> None:
+            super().load(directory)
+            self.weights["final_norm.weight"] = self.weights["final_norm.weight"] * np.float32(1.000001)
+
+    forgetful: Any = Forgetful(spec)
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        export(run, tmp_path / "hf", engine=forgetful)
+
+    class Infinite(DecoderEngine):
+        def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+            return super().logits(tokens_BT) * np.float32(np.nan)
+
+    infinite: Any = Infinite(spec)
+    with pytest.raises(CheckpointError):
+        export(run, tmp_path / "hf", engine=infinite)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def recommit(run: Path, name: str, old: bytes, new: bytes) -> None:
+    """Change one file of a checkpoint and give it a valid manifest again."""
+    path = checkpoint_path(run, 10)
+    contents = {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.name != atomic.MANIFEST_NAME}
+    assert contents[name].count(old) == 1
+    contents[name] = contents[name].replace(old, new)
+    shutil.rmtree(path)
+    with StagedDirectory(path) as staged:
+        for file, content in contents.items():
+            staged.write(file, content)
+        staged.commit({"step": 10})
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("config.json", b'"num_hidden_layers": 2', b'"num_hidden_layers": 3', "layers.2.* is missing"),
+        ("config.json", b'"num_hidden_layers": 2', b'"num_hidden_layers": 1', "layers.1.* is not part of"),
+        ("config.json", b'"hidden_act": "silu"', b'"hidden_act": "gelu"', "differ from the engine's"),
+        ("config.json", b'"LlamaForCausalLM"', b'"LlamaForCausalLM", "X"', None),
+    ],
+)
+def test_a_config_file_that_says_something_else_is_found(
+    tmp_path: Path, name: str, old: bytes, new: bytes, message: str | None
+) -> None:
+    spec = spec_of(LLAMA)
+    run = make_run(tmp_path / "run", spec)
+    recommit(run, name, old, new)
+    if message is None:
+        assert export(run, tmp_path / "hf", engine=engine_of(spec)).comparison is not None
+        return
+    with pytest.raises(CheckpointError, match=message):
+        export(run, tmp_path / "hf", engine=engine_of(spec))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+def test_a_tokenizer_that_transformers_reads_differently_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(LLAMA)
+    run = make_run(tmp_path / "run", spec)
+    other = tokenizers.train(TokenizerConfig(kind="bpe", vocab_size=258), ["export export"])
+    monkeypatch.setattr(tokenizers, "load", lambda directory: other)
+    with pytest.raises(CheckpointError, match="transformers takes id 256 for the end of text, it is 0"):
+        export(run, tmp_path / "hf", engine=engine_of(spec))
+    monkeypatch.setattr(other, "end_of_text_id", TOKENIZER.end_of_text_id)
+    with pytest.raises(CheckpointError, match="gives other ids for 'export'"):
+        export(run, tmp_path / "hf", engine=engine_of(spec), texts=["export"])
