@@ -374,6 +374,23 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(size_bytes, digest.hexdigest())
 
 
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """The end of one line of a ``HashChainedLog``: where reading can go on without what lies before.
+
+    Attributes:
+        num_entries: Lines up to here.
+        line_start_bytes: Where the last of them begins.
+        end_bytes: Where it ends.
+        head: Its hash; empty at the start of the log.
+    """
+
+    num_entries: int = 0
+    line_start_bytes: int = 0
+    end_bytes: int = 0
+    head: str = ""
+
+
 class HashChainedLog:
     """An append-only file of JSON lines, each naming the hash of the one before: plans and cache manifests.
 
@@ -397,30 +414,46 @@ class HashChainedLog:
         Raises:
             DataError: A line before the last is damaged or the chain is broken.
         """
-        bodies, head, _ = self._scan()
-        return bodies, head
+        bodies, position = self.read_after(LogPosition())
+        return bodies, position.head
 
-    def _scan(self) -> tuple[list[dict[str, Any]], str, int]:
-        if not self.path.exists():
-            return [], "", 0
-        raw = self.path.read_bytes()
+    def read_after(self, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
+        """The complete entries behind a position that was read before, and the position behind the last of them.
+
+        Raises:
+            DataError: The line before the position is not the one it was, or a line before the last is damaged.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(position.line_start_bytes)
+                last = file.read(position.end_bytes - position.line_start_bytes)
+                raw = file.read()
+        except FileNotFoundError:
+            last = raw = b""
+        if hashlib.sha256(last).hexdigest() != position.head and position.head:
+            raise self._damaged(position.num_entries)
         bodies: list[dict[str, Any]] = []
-        head, offset = "", 0
+        offset, base = 0, position.end_bytes
         while offset < len(raw):
             end = raw.find(b"\n", offset)
             line = raw[offset : end + 1] if end >= 0 else raw[offset:]
-            body = self._parse(line, head) if end >= 0 else None
+            body = self._parse(line, position.head) if end >= 0 else None
             if body is None:
                 if end < 0 or end + 1 == len(raw):
                     break  # the torn end of an interrupted append
-                raise DataError(
-                    f"line {len(bodies) + 1} is damaged or out of sequence", where=str(self.path),
-                    hint="restore the file from a copy; what follows the damage cannot be trusted",
-                )  # fmt: skip
+                raise self._damaged(position.num_entries + 1)
             bodies.append(body)
-            head = hashlib.sha256(line).hexdigest()
+            position = LogPosition(
+                position.num_entries + 1, base + offset, base + end + 1, hashlib.sha256(line).hexdigest()
+            )
             offset = end + 1
-        return bodies, head, offset
+        return bodies, position
+
+    def _damaged(self, line_number: int) -> DataError:
+        return DataError(
+            f"line {line_number} is damaged or out of sequence", where=str(self.path),
+            hint="restore the file from a copy; what follows the damage cannot be trusted",
+        )  # fmt: skip
 
     @classmethod
     def _parse(cls, line: bytes, previous: str) -> dict[str, Any] | None:
@@ -431,11 +464,17 @@ class HashChainedLog:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def append(self, bodies: Iterable[Mapping[str, Any]]) -> str:
-        """Add entries durably and return the new head. The caller holds whatever lock the file needs."""
-        _, head, valid_bytes = self._scan()
-        if self.path.exists() and self.path.stat().st_size > valid_bytes:
-            truncate(self.path, valid_bytes)
+    def append(self, bodies: Iterable[Mapping[str, Any]], *, after: LogPosition | None = None) -> str:
+        """Add entries durably and return the new head. The caller holds whatever lock the file needs.
+
+        Args:
+            bodies: What to add.
+            after: A position that the caller has read up to, so that nothing before it is read again.
+        """
+        _, position = self.read_after(after or LogPosition())
+        head = position.head
+        if self.path.exists() and self.path.stat().st_size > position.end_bytes:
+            truncate(self.path, position.end_bytes)
         lines: list[bytes] = []
         for body in bodies:
             line = self._line(body, head)
