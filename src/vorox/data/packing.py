@@ -121,12 +121,13 @@ def _best_fit(lengths: Int64Array, row_tokens: int, window: int) -> list[list[in
     the lowest set bit at or above a fragment's length is the best fit, in a handful of operations for any row length.
     """
     rows: list[list[int]] = []
-    rows_by_free: list[list[int]] = [list[int]() for _ in range(row_tokens + 1)]
+    rows_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     free_mask = 0
     most_free_when_full = row_tokens - -(-row_tokens * _FULL_PERCENT // 100)
     for start in range(0, len(lengths), window):
-        longest_first = start + np.argsort(-lengths[start : start + window], kind="stable")
-        for fragment, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        longest_first: list[int] = (start + np.argsort(-lengths[start : start + window], kind="stable")).tolist()
+        for fragment in longest_first:
+            length = int(lengths[fragment])
             fitting = free_mask >> length
             if fitting:
                 free = length + (fitting & -fitting).bit_length() - 1
