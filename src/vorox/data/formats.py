@@ -64,8 +64,10 @@ def boundary_after(file: StoredFile, at: int, high: int) -> int:
 def _character_start(file: StoredFile, at: int, low: int) -> int:
     """A character boundary above ``low``: the last one up to ``at``, else the first one behind it."""
     start = max(low + 1, at - 3)
-    window = _read(file, start, min(at + 4, file.size_bytes))
-    starts = [start + offset for offset, byte in enumerate(window) if byte & 0xC0 != 0x80]
+    stop = min(at + 4, file.size_bytes)
+    starts = [start + offset for offset, byte in enumerate(_read(file, start, stop)) if byte & 0xC0 != 0x80]
+    if stop == file.size_bytes:
+        starts.append(stop)
     before = [place for place in starts if place <= at]
     return before[-1] if before else starts[0] if starts else at
 
