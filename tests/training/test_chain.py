@@ -33,7 +33,7 @@ def run(directory: Path, progress: Progress, steps: range, *, scale: float = 1.0
     chain = ReplayChain(directory, progress)
     for step in steps:
         chain.record(batch(step), values(scale / (step + 1)))
-    chain.flush(sync=True)
+    chain.flush()
     return replace(progress, step=steps.stop, chain=chain.head)
 
 

@@ -18,7 +18,7 @@ def write(path: Path, resume_step: int, steps: range, note: str) -> None:
     history = StepHistory(path, resume_step)
     for step in steps:
         history.append({"step": step, "note": note})
-    history.flush(sync=True)
+    history.flush()
 
 
 def notes(path: Path) -> dict[int, str]:
@@ -84,7 +84,7 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     history = StepHistory(path, 0)
     history.append({"step": 1})
-    history.flush(sync=True)
+    history.flush()
 
     def no_room(operation: FileOperation) -> None:
         if operation.kind == "write":
@@ -96,6 +96,6 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
         for step in range(2, BUFFERED_LINES + 10):
             history.append({"step": step})
         with pytest.raises(OSError, match="no space"):
-            history.flush(sync=True)
-    history.flush(sync=True)
+            history.flush()
+    history.flush()
     assert list(read_history(path)) == list(range(1, BUFFERED_LINES + 10))

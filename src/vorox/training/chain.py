@@ -89,8 +89,9 @@ class ReplayChain:
         self._history.append(asdict(entry))
         self.head = entry.chain
 
-    def flush(self, *, sync: bool) -> None:
-        self._history.flush(sync=sync)
+    def flush(self) -> None:
+        """Make every recorded step durable; raises ``OSError`` if the disk is full or gone."""
+        self._history.flush()
 
 
 def read_chain(run_directory: Path) -> Mapping[int, ChainEntry]:

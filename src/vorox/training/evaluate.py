@@ -131,7 +131,7 @@ class Evaluations:
         found = evaluate(engine, self._batches(), self._token_byte_lengths)
         self.losses[progress.step] = found.loss
         self._history.append({"step": progress.step, **_finite(asdict(found))})
-        self._history.flush(sync=True)
+        self._history.flush()
         return found
 
     def best(self, progress: Progress) -> Progress:

@@ -4,7 +4,7 @@ A line is a JSON object with a ``step``: the number of finished steps when it wa
 checkpoint 1,000 speak of the same state. A process that resumes at step S first writes the marker ``{"resume": S}``:
 what stands above it for later steps, and what a power cut made of it, belongs to work that was lost and is void. A
 torn last line is cut off.
-Lines are buffered; ``flush(sync=True)`` makes them durable and goes before the checkpoint that relies on them.
+Lines are buffered; ``flush`` makes them durable and goes before the checkpoint that relies on them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from vorox.core import atomic
 from vorox.core.errors import DataError
+from vorox.core.json_lines import LineFile
 
 BUFFERED_LINES = 256
 _FIRST_WINDOW_BYTES = 1 << 18
@@ -30,37 +31,32 @@ class StepHistory:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self.path = path
+        self._file = LineFile(path)
         self._buffer: list[bytes] = []
-        self._size_bytes = _cut_torn_line(path)
-        if self._size_bytes:
-            self._buffer.append(atomic.canonical_json({"resume": resume_step}) + b"\n")
+        if path.exists():
+            self._buffer.append(atomic.canonical_json({"resume": resume_step}))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record, ``step`` among its keys."""
-        self._buffer.append(atomic.canonical_json(record) + b"\n")
+        self._buffer.append(atomic.canonical_json(record))
         if len(self._buffer) >= BUFFERED_LINES:
-            self.flush(sync=False)
+            self._write()
 
-    def flush(self, *, sync: bool) -> None:
-        """Write what is buffered. After a failure nothing is lost: the next flush writes it again.
+    def flush(self) -> None:
+        """Make everything durable. After a failure nothing is lost: the next flush writes it again.
 
         Raises:
-            OSError: The disk is full or gone, and ``sync`` was asked for.
+            OSError: The disk is full or gone.
         """
-        data = b"".join(self._buffer)
-        if not data and not sync:
-            return
-        try:
-            if self.path.exists() and self.path.stat().st_size > self._size_bytes:
-                atomic.truncate(self.path, self._size_bytes)  # what a failed flush left
-            atomic.append(self.path, data, sync=sync)
-        except OSError:
-            if sync:
-                raise
-            return  # the lines stay buffered; the checkpoint that needs them will say so if they still cannot go
-        self._size_bytes += len(data)
-        self._buffer.clear()
+        self._write()
+        error = self._file.flush(sync=True)
+        if error is not None:
+            raise error
+
+    def _write(self) -> None:
+        if self._buffer:
+            self._file.append(b"\n".join(self._buffer))  # what cannot be written now waits; ``flush`` will say so
+            self._buffer.clear()
 
 
 def read_history(path: Path) -> dict[int, dict[str, Any]]:
@@ -132,20 +128,3 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
         if whole:
             return
         window_bytes *= 4
-
-
-def _cut_torn_line(path: Path) -> int:
-    """Cut what follows the last line end; returns the size that is left."""
-    if not path.exists():
-        return 0
-    raw_size = path.stat().st_size
-    with path.open("rb") as file:
-        end, position = 0, raw_size
-        while position and not end:
-            start = max(0, position - (1 << 16))
-            file.seek(start)
-            found = file.read(position - start).rfind(b"\n")
-            end, position = (start + found + 1 if found >= 0 else 0), start
-    if end < raw_size:
-        atomic.truncate(path, end)
-    return end
