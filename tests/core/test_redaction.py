@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,8 @@ LEAKS = [
     f"-----BEGIN PRIVATE KEY-----\n{CANARY} cut off",
     f'    if password == "{CANARY}":',
     f"client_secret => {CANARY}",
+    f"java -Dpassword={CANARY} -jar x",
+    f"\x1b[0mpassword={CANARY}\x1b[1m",
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIi{CANARY}.abc",
 ]
 HARMLESS = [
@@ -160,3 +163,10 @@ def test_any_text_is_taken_and_redacting_is_idempotent(text: str) -> None:
 def test_separators_in_any_order(text: str) -> None:
     once = redact(text)
     assert redact(once) == once
+
+
+@pytest.mark.parametrize("piece", ["a", " ", "a ", "a=", "\\", "://", "a.", "-", "password=", '"', "@", "key:", "eyJ"])
+def test_long_texts_cost_linear_time(piece: str) -> None:
+    start = time.process_time()
+    redact(piece * 50_000)
+    assert time.process_time() - start < 2.0

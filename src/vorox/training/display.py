@@ -1,8 +1,8 @@
 """What the loop shows to a person, and the shape of whatever shows it.
 
-The loop fills one ``StepView`` per logged step and calls a ``Display``; it knows nothing of terminals. The command line
-has two (``cli/progress.py``): a live block on a terminal, plain lines elsewhere. Both show the same fields. A value that
-is not known is ``None``, never zero.
+The loop fills one ``StepView`` per logged step and calls a ``Display``; it knows nothing of terminals. The command
+line has two (``cli/progress.py``): a live block on a terminal, plain lines elsewhere. Both show the same fields. A
+value that is not known is ``None``, never zero.
 """
 
 from __future__ import annotations

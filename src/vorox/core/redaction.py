@@ -1,0 +1,167 @@
+"""Taking secrets out of text before it is written or shown.
+
+In: any text or plain JSON value. Out: the same with every secret replaced by ``[redacted]``. A secret is known by its
+form (credentials inside an address, tokens with a known prefix, private keys), by the name beside it
+(``api_key=...``, ``"password": "..."``, ``--hf-token ...``), or because a variable of this process's environment with
+such a name holds it. Numbers under names such as ``num_tokens`` are not secrets. When in doubt the text goes.
+``redact`` is idempotent.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+MARK = "[redacted]"
+_MIN_ENVIRONMENT_SECRET = 8
+
+# Credentials of an address: up to the last @, because a password may hold / ? # and @ unescaped.
+_ADDRESS = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}://)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
+)
+_FORMS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)",
+        r"(?<![A-Za-z0-9])(?:hf|api_org)_(?=[A-Za-z]*[0-9A-Z])[A-Za-z0-9]{6,}",
+        r"(?<![A-Za-z0-9])(?:hf|api_org)_[A-Za-z0-9]{20,}",
+        r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[0-9A-Z]{12,}",
+        r"(?<![A-Za-z0-9])sk-(?=[A-Za-z_\-]*[0-9A-Z])[A-Za-z0-9_\-]{6,}",
+        r"(?<![A-Za-z0-9])(?:gh[opusr]|glpat|xox[abeprs]|npm|pypi|dop_v1|rk_live|sk_live|sk_test)[_\-][A-Za-z0-9_\-]{10,}",
+        r"(?<![A-Za-z0-9])github_pat_[A-Za-z0-9_]{10,}",
+        r"(?<![A-Za-z0-9])AIza[0-9A-Za-z_\-]{30,}",
+        r"(?<![A-Za-z0-9])ya29\.[0-9A-Za-z_\-]{10,}",
+        r"(?<![A-Za-z0-9])eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}(?:\.[A-Za-z0-9_\-]*)?",
+    )
+)
+_AUTHORIZATION = re.compile(
+    r"(?i)(?P<name>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token|digest|negotiate)\s+)?)"
+    r"(?P<value>\[redacted\]|[^\s\"',]+)"
+)
+_BEARER = re.compile(r"(?i)(?P<name>\bbearer\s+)(?P<value>[A-Za-z0-9._~+/=\-]{6,})")
+_NAME = re.compile(
+    r"(?<!\w)(?P<flag>--)?(?P<name>\w[\w.\-]{0,200})\\{0,8}[\"']?"
+    r"(?P<separator>\s{0,20}[!:=]{0,3}[=:]>?\s{0,20}|(?<=\w) {1,20}(?=[^\s\-]))"
+)
+_VALUE = re.compile(
+    r"\[redacted\]|(?P<around>\\{0,8}[\"'])(?P<inner>(?:\\.|.)*?)(?P=around)|[^\s]+",
+    re.DOTALL,
+)
+
+_ALWAYS = ("password", "passwd", "passphrase", "secret", "credential", "signature", "privatekey")
+_UNLESS_PLAIN = ("apikey", "accesskey", "accountkey", "authkey", "encryptionkey", "signingkey", "subscriptionkey")
+_PLAIN_VALUE = re.compile(
+    r"[-+]?[\d_,.]*\d(?:[eE][-+]?\d+)?[kKMGTB%]?|true|false|null|none|yes|no|~|<.*>|", re.IGNORECASE
+)
+_TOKEN_END = re.compile(r"[\s,;&)\]}\"']")
+
+
+def redact(text: str) -> str:
+    """The text without its secrets."""
+    for secret in _environment_secrets():
+        text = text.replace(secret, MARK)
+    text = _ADDRESS.sub(rf"\g<scheme>{MARK}@", text)
+    for form in _FORMS:
+        text = form.sub(MARK, text)
+    text = _AUTHORIZATION.sub(rf"\g<name>{MARK}", text)
+    text = _BEARER.sub(rf"\g<name>{MARK}", text)
+    return _redact_named(text)
+
+
+def redact_value(value: Any, name: str = "") -> Any:
+    """A plain JSON value without its secrets; mappings are judged by their keys as well.
+
+    Args:
+        value: Texts, numbers, lists and mappings; other objects become their (redacted) text.
+        name: The key that the value stands under, if any.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return MARK if value is not None and not isinstance(value, bool) and _kind(name) == "always" else value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, Any]", value).items()
+        return {redact(str(key)): redact_value(item, str(key)) for key, item in items}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [redact_value(item, name) for item in cast("Sequence[Any]", value)]
+    text = str(value)
+    return MARK if name.lower() != "key" and _is_secret(name, text) else redact(text)
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line without its secrets: also the value that follows ``--password``."""
+    redacted: list[str] = []
+    for index, argument in enumerate(arguments):
+        before = arguments[index - 1] if index else ""
+        named = before.startswith("-") and "=" not in before and not argument.startswith("-")
+        redacted.append(MARK if named and _is_secret(before.lstrip("-"), argument) else redact(argument))
+    return redacted
+
+
+def _redact_named(text: str) -> str:
+    """Replace values beside sensitive names. Scans by hand: a value that stays may itself hold a name."""
+    pieces: list[str] = []
+    kept, position = 0, 0
+    while (match := _NAME.search(text, position)) is not None:
+        position = match.end("name")  # what stands behind a name that is not sensitive may be another name
+        found = _VALUE.match(text, match.end()) if _is_sensitive(match) else None
+        if found is None or not _is_secret(match["name"], value := _cut(found[0], match["name"])):
+            continue
+        around = found["around"] or ""
+        pieces += [text[kept : match.end()], around, MARK, around]
+        kept = position = match.end() + len(value)
+    return "".join([*pieces, text[kept:]])
+
+
+def _is_sensitive(match: re.Match[str]) -> bool:
+    """Whether a name with its separator announces a secret: a blank does so only after a flag."""
+    if not match["separator"].strip():
+        return bool(match["flag"] and _kind(match["name"]))
+    bare_key = match["name"].lower() == "key" and "=" not in match["separator"]
+    return bool(_kind(match["name"])) and not bare_key
+
+
+def _cut(value: str, name: str) -> str:
+    """A bare value ends at a bracket or comma, except where these may belong to a password."""
+    if value[0] in "\"'\\" or value.startswith(MARK) or _kind(name) == "always":
+        return value
+    end = _TOKEN_END.search(value)
+    return value[: end.start()] if end else value
+
+
+def _is_secret(name: str, value: str) -> bool:
+    kind = _kind(name)
+    if kind == "always":
+        return not (name.upper() in {"PWD", "OLDPWD"} and value.startswith("/"))
+    bare = value.strip("\"'\\")
+    return kind == "unless_plain" and _PLAIN_VALUE.fullmatch(bare) is None
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(name: str) -> str:
+    """``always`` for names whose value is secret, ``unless_plain`` where a number is not, empty for other names."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    joined = re.sub(r"tokeni[sz]\w*", "", "".join(words))
+    if any(part in joined for part in _ALWAYS) or {"pwd", "sig"} & set(words):
+        return "always"
+    if any(part in joined for part in _UNLESS_PLAIN) or joined.endswith("key") or words[-2:] == ["key", "id"]:
+        return "unless_plain"
+    if "tokens" in words and not {"access", "auth", "api", "refresh", "bearer"} & set(words):
+        return ""  # what this program counts all day
+    return "unless_plain" if "token" in joined else ""
+
+
+def _environment_secrets() -> list[str]:
+    """Values of this process's environment that stand under a sensitive name, longest first."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _MIN_ENVIRONMENT_SECRET and _is_secret(name, value) and not _is_path(value)
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+def _is_path(value: str) -> bool:
+    return value.startswith(("/", "~")) and len(value) < 4096 and Path(value).expanduser().exists()
