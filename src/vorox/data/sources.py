@@ -100,8 +100,6 @@ def list_source(
     seen: set[str] = set()
     used = identified = 0
     for file in candidates:
-        if used >= limit:
-            break
         version = versions.version(file)
         identified += file.size_bytes
         if on_progress is not None:
@@ -112,10 +110,11 @@ def list_source(
         end = file.size_bytes
         if used + end > limit:
             end = boundary_before(config, file, limit - used, 0) or 0
-            if end == 0:
-                break
-        chosen.append((file, SourceFile(file.uri, file.size_bytes, version), end))
+        if end:
+            chosen.append((file, SourceFile(file.uri, file.size_bytes, version), end))
         used += end
+        if end < file.size_bytes or used == limit:
+            break
     versions.save()
     if not chosen:
         raise _empty(config, key, candidates)
