@@ -1,0 +1,107 @@
+"""``--minutes``: how many steps fit into a given time.
+
+A throwaway engine takes a few real steps; the answer becomes ``train.num_steps`` of the configuration *before* the run
+begins. So the clock decides once, in the open, and the run itself is as replayable as any other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vorox.core.engine import Engine
+from vorox.core.errors import ConfigError
+from vorox.core.records import Batch
+from vorox.core.schema import RunConfig
+
+WARMUP_STEPS = 2
+MIN_TIMED_STEPS = 3
+MAX_TIMED_STEPS = 20
+TIMED_SECONDS = 2.0
+MARGIN_FRACTION = 0.04
+"""Share of the time that is kept back for saves, logging and a machine that gets slower when it gets warm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a run of this configuration costs on this machine.
+
+    Attributes:
+        startup_seconds: What the first steps take beyond their share (compilation, allocation).
+        step_seconds: Median of a training step with its data.
+        evaluation_seconds: One validation.
+    """
+
+    startup_seconds: float
+    step_seconds: float
+    evaluation_seconds: float
+
+
+def measure(
+    engine: Engine,
+    batches: Iterator[Batch],
+    evaluation_batches: list[Batch],
+    num_evaluation_batches: int,
+    *,
+    lr: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """Take a few steps with an engine that is thrown away afterwards.
+
+    Args:
+        engine: Freshly made; its state is spoiled.
+        batches: Real training batches.
+        evaluation_batches: One or two validation batches; empty if nothing is held out.
+        num_evaluation_batches: How many a whole validation has.
+        lr: Any learning rate.
+        clock: Seconds that only rise.
+    """
+
+    def step() -> float:
+        started = clock()
+        engine.train_step(next(batches), lr=lr, weight_decay=0.0).fetch()
+        engine.synchronize()
+        return clock() - started
+
+    first = [step() for _ in range(WARMUP_STEPS)]
+    timed: list[float] = []
+    while len(timed) < MIN_TIMED_STEPS or (sum(timed) < TIMED_SECONDS and len(timed) < MAX_TIMED_STEPS):
+        timed.append(step())
+    step_seconds = statistics.median(timed)
+    evaluation_seconds = 0.0
+    if evaluation_batches:
+        engine.eval_step(evaluation_batches[0])  # the first one may compile
+        started = clock()
+        for batch in evaluation_batches:
+            engine.eval_step(batch)
+        evaluation_seconds = (clock() - started) / len(evaluation_batches) * num_evaluation_batches
+    return Costs(max(0.0, sum(first) - WARMUP_STEPS * step_seconds), step_seconds, evaluation_seconds)
+
+
+def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:
+    """Steps that can be done in some seconds, with the validations that belong to them; at least 1."""
+    left_seconds = seconds * (1 - MARGIN_FRACTION) - costs.startup_seconds
+    every = config.eval.every_steps
+    left_seconds -= costs.evaluation_seconds if config.eval.at_end else 0.0
+    seconds_per_step = costs.step_seconds + (costs.evaluation_seconds / every if every else 0.0)
+    return max(1, int(left_seconds / seconds_per_step))
+
+
+def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
+    """The configuration with this length in place of whatever length it had."""
+    values = config.model_dump(mode="json")
+    values["train"] |= {"num_steps": num_steps, "num_tokens": None, "num_epochs": None}
+    return RunConfig.model_validate(values)
+
+
+def check_minutes(minutes: float) -> float:
+    """Seconds of a budget.
+
+    Raises:
+        ConfigError: It is not a positive time.
+    """
+    if not 0 < minutes < 1e6:
+        raise ConfigError(f"{minutes} minutes are no time to train in", where="--minutes", hint="give 0.5, 3, 60, ...")
+    return minutes * 60.0

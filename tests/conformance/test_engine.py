@@ -1,0 +1,264 @@
+"""What every engine keeps, whatever it is made of: the rules of ``core/engine.py`` as cases.
+
+Tolerances: splitting a step into other micro-batches changes the order of sums, so losses agree to 1e-6 and parameters
+after one step to 1e-5 in fp32. Everything that the contract calls "the same bits" is compared by fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.engines import LR, POSITIONS, VOCAB, batch, make_engine, packed_batch, rows
+from vorox.core.atomic import StagedDirectory
+from vorox.core.engine import Engine
+from vorox.core.errors import CheckpointError
+from vorox.core.records import IGNORED_LABEL, Batch, DataShard, StepValues
+
+ENGINES = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
+pytestmark = pytest.mark.parametrize("name", ENGINES)
+
+
+def step(engine: Engine, given: Batch, lr: float = LR, weight_decay: float = 0.1) -> StepValues:
+    return engine.train_step(given, lr=lr, weight_decay=weight_decay).fetch()
+
+
+def weights(engine: Engine) -> dict[str, np.ndarray]:
+    return {key: array.copy() for key, array in engine.export_weights()}
+
+
+def save(engine: Engine, target: Path) -> Path:
+    with StagedDirectory(target) as directory:
+        engine.save(directory)
+        return directory.commit({})
+
+
+def test_says_what_it_is(name: str) -> None:
+    engine = make_engine(name)
+    assert engine.name == name
+    assert engine.data_shard == DataShard(0, 1)
+    assert isinstance(engine.capabilities, frozenset)
+    assert engine.environment()["determinism"] in {"D0", "D1", "D2"}
+    assert all(isinstance(value, str | int | bool) for value in engine.environment().values())
+    assert all(math.isfinite(value) for value in engine.device_stats().values())
+    engine.synchronize()
+
+
+def test_starts_at_the_entropy_of_the_vocabulary(name: str) -> None:
+    values = step(make_engine(name), batch(rows(8)))
+    assert values.loss == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert values.finite
+    assert values.grad_norm > 0
+
+
+def test_loss_falls(name: str) -> None:
+    engine, given = make_engine(name), batch(rows(4), 2)
+    losses = [step(engine, given).loss for _ in range(60)]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_same_seed_same_bits_other_seed_other_bits(name: str) -> None:
+    first, second, other = make_engine(name), make_engine(name), make_engine(name, seed=1)
+    assert first.fingerprint() == second.fingerprint() != other.fingerprint()
+    for index in range(3):
+        given = batch(rows(4, seed=index), 2, step=index)
+        assert step(first, given) == step(second, given)
+    assert first.fingerprint() == second.fingerprint()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_accumulation_does_not_matter(name: str, micro_batches: int) -> None:
+    keep = np.random.default_rng(5).random((8, POSITIONS)) < np.linspace(0.1, 1, 8)[:, None]  # uneven on purpose
+    whole, split = make_engine(name), make_engine(name)
+    expected = step(whole, batch(rows(8), keep=keep))
+    found = step(split, batch(rows(8), micro_batches, keep=keep))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    for key, array in weights(whole).items():
+        np.testing.assert_allclose(weights(split)[key], array, atol=1e-5, err_msg=key)
+
+
+def test_masked_tokens_do_not_change_the_scale(name: str) -> None:
+    plain, masked = make_engine(name), make_engine(name)
+    expected = step(plain, batch(rows(4)))
+    keep = np.repeat([True, False], 4)[:, None] & np.ones((8, POSITIONS), bool)
+    found = step(masked, batch(np.concatenate([rows(4), rows(4, seed=9)]), 2, keep=keep))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    for key, array in weights(plain).items():
+        np.testing.assert_allclose(weights(masked)[key], array, atol=1e-5, err_msg=key)
+
+
+def test_save_load_step_is_the_same_bits(name: str, tmp_path: Path) -> None:
+    engine = make_engine(name)
+    for index in range(3):
+        step(engine, batch(rows(4, seed=index), step=index))
+    before = engine.fingerprint()
+    path = save(engine, tmp_path / "saved")
+    assert engine.fingerprint() == before, "saving changes nothing"
+    other = make_engine(name, seed=5)
+    step(other, batch(rows(4, seed=8)))
+    other.load(path)
+    assert other.fingerprint() == before
+    for index in range(3, 6):
+        given = batch(rows(4, seed=index), step=index)
+        assert step(other, given, LR / index) == step(engine, given, LR / index)
+    assert other.fingerprint() == engine.fingerprint()
+
+
+def test_refuses_the_state_of_another_architecture(name: str, tmp_path: Path) -> None:
+    path = save(make_engine(name, width=16), tmp_path / "saved")
+    with pytest.raises(CheckpointError):
+        make_engine(name).load(path)
+
+
+def test_a_nonfinite_step_touches_nothing(name: str) -> None:
+    engine, good = make_engine(name), batch(rows(4))
+    step(engine, good)
+    kept = weights(engine)
+    first = next(iter(kept))
+    engine.import_weights([(key, array * np.float32(np.inf) if key == first else array) for key, array in kept.items()])
+    before = engine.fingerprint()
+    values = step(engine, good)
+    assert not values.finite
+    assert not (math.isfinite(values.loss) and math.isfinite(values.grad_norm))
+    assert engine.fingerprint() == before
+    engine.import_weights(kept.items())
+    assert step(engine, good).finite
+
+
+def test_evaluation_does_not_disturb(name: str) -> None:
+    engine, twin = make_engine(name), make_engine(name)
+    step(engine, batch(rows(4)))
+    step(twin, batch(rows(4)))
+    before = engine.fingerprint()
+    engine.eval_step(batch(rows(4, seed=3)))
+    engine.logits(rows(2)[:, :-1])
+    engine.decoder(2, POSITIONS).feed(rows(2)[:, :3])
+    assert engine.fingerprint() == before
+    given = batch(rows(4, seed=1), step=1)
+    assert step(engine, given) == step(twin, given)
+    assert engine.fingerprint() == twin.fingerprint()
+
+
+def test_evaluation_adds_up(name: str) -> None:
+    engine = make_engine(name)
+    for index in range(5):
+        step(engine, batch(rows(4), step=index))
+    keep = np.random.default_rng(1).random((6, POSITIONS)) < 0.7
+    whole = engine.eval_step(batch(rows(6), keep=keep))
+    parts = [engine.eval_step(batch(rows(6)[i : i + 2], keep=keep[i : i + 2])) for i in (0, 2, 4)]
+    assert whole.num_target_tokens == int(keep.sum()) == sum(part.num_target_tokens for part in parts)
+    assert whole.num_correct == sum(part.num_correct for part in parts)
+    assert whole.loss_sum == pytest.approx(sum(part.loss_sum for part in parts), rel=1e-6)
+    values = step(engine, batch(rows(6), 3, keep=keep, step=5))
+    assert values.loss == pytest.approx(whole.loss_sum / whole.num_target_tokens, rel=1e-5), "loss before the update"
+
+
+def test_logits_explain_the_loss(name: str) -> None:
+    engine, tokens = make_engine(name), rows(3)
+    for index in range(5):
+        step(engine, batch(rows(4), step=index))
+    logits = engine.logits(tokens[:, :-1]).astype(np.float64)
+    assert logits.shape[:2] == (3, POSITIONS)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_p, tokens[:, 1:, None], -1).sum()
+    values = engine.eval_step(batch(tokens))
+    assert values.loss_sum == pytest.approx(expected, rel=1e-5)
+    assert values.num_correct == (logits.argmax(-1) == tokens[:, 1:]).sum()
+
+
+def test_decoding_in_pieces_is_the_same(name: str) -> None:
+    engine, tokens = make_engine(name), rows(3)[:, :-1]
+    expected = engine.logits(tokens)
+    decoder, fed = engine.decoder(3, POSITIONS), 0
+    for count in (3, 1, 1, 4, POSITIONS - 9):
+        found = decoder.feed(tokens[:, fed : fed + count])
+        fed += count
+        np.testing.assert_allclose(found, expected[:, fed - 1], atol=1e-4)
+
+
+def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
+    engine = make_engine(name)
+    for index in range(5):
+        step(engine, batch(rows(4), step=index))
+    documents = [rows(1, seed=1)[0, :6], rows(1, seed=2)[0, :7]]
+    together = engine.eval_step(packed_batch(documents))
+    alone = [engine.eval_step(packed_batch([document])) for document in documents]
+    assert together.num_target_tokens == 11
+    assert together.loss_sum == pytest.approx(sum(part.loss_sum for part in alone), rel=1e-5)
+    unmasked = np.full((1, POSITIONS + 1), IGNORED_LABEL, np.int32)
+    unmasked[0, :13] = np.concatenate(documents)
+    keep = (unmasked[:, 1:] != IGNORED_LABEL) & (np.arange(POSITIONS) != 5)
+    joined = engine.eval_step(batch(np.where(unmasked < 0, 0, unmasked), keep=keep))
+    assert joined.loss_sum != pytest.approx(together.loss_sum, rel=1e-5), "without masking they do"
+
+
+def test_weights_travel(name: str) -> None:
+    engine, other = make_engine(name), make_engine(name, seed=1)
+    step(engine, batch(rows(4)))
+    exported = weights(engine)
+    assert all(array.dtype == np.float32 for array in exported.values())
+    other.import_weights(exported.items())
+    assert {key: array.tobytes() for key, array in weights(other).items()} == {
+        key: array.tobytes() for key, array in exported.items()
+    }
+    np.testing.assert_array_equal(other.logits(rows(2)[:, :-1]), engine.logits(rows(2)[:, :-1]))
+    fresh = make_engine(name, seed=7)
+    fresh.import_weights(exported.items())
+    assert fresh.fingerprint() == other.fingerprint() != engine.fingerprint(), "the optimizer starts afresh"
+
+
+def test_refuses_wrong_weights(name: str) -> None:
+    engine = make_engine(name)
+    exported = list(weights(engine).items())
+    before = engine.fingerprint()
+    wrong_shape = [(exported[0][0], exported[0][1][:-1]), *exported[1:]]
+    for given in (exported[1:], [*exported, ("stranger.weight", exported[0][1])], wrong_shape):
+        with pytest.raises(CheckpointError):
+            engine.import_weights(given)
+    assert engine.fingerprint() == before, "a refused import changes nothing"
+
+
+def test_fingerprint_sees_every_bit(name: str) -> None:
+    engine = make_engine(name)
+    exported = weights(engine)
+    engine.import_weights(exported.items())
+    seen = {engine.fingerprint()}
+    assert engine.fingerprint() in seen
+    for key, array in exported.items():
+        changed = array.copy()
+        changed.view(np.uint32).reshape(-1)[-1] ^= 1
+        engine.import_weights([(k, changed if k == key else a) for k, a in exported.items()])
+        assert engine.fingerprint() not in seen, key
+        seen.add(engine.fingerprint())
+
+
+def test_no_learning_rate_no_change(name: str) -> None:
+    engine = make_engine(name)
+    before = weights(engine)
+    result = engine.train_step(batch(rows(4)), lr=0.0, weight_decay=0.1)
+    assert result.fetch() == result.fetch()
+    for key, array in weights(engine).items():
+        np.testing.assert_array_equal(array, before[key], err_msg=key)
+
+
+def test_weight_decay_shrinks(name: str) -> None:
+    plain, decayed = make_engine(name), make_engine(name)
+    step(plain, batch(rows(4)), weight_decay=0.0)
+    step(decayed, batch(rows(4)), weight_decay=10.0)
+    norm = {engine: sum(float((a**2).sum()) for a in weights(engine).values()) for engine in (plain, decayed)}
+    assert norm[decayed] < norm[plain]
+
+
+def test_results_may_be_fetched_late(name: str) -> None:
+    engine, twin = make_engine(name), make_engine(name)
+    given = [batch(rows(4, seed=index), step=index) for index in range(4)]
+    now = [step(engine, one) for one in given]
+    pending = [twin.train_step(one, lr=LR, weight_decay=0.1) for one in given]
+    assert [result.fetch() for result in reversed(pending)] == now[::-1]
+    assert engine.fingerprint() == twin.fingerprint()
