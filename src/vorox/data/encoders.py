@@ -34,6 +34,12 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+def spells(value: dict[str, Any], token: str) -> bool:
+    """Whether merging can make this token out of ordinary text."""
+    merges: list[Any] = value["model"].get("merges") or []
+    return len(token) == 1 or any("".join(merge).replace(" ", "") == token for merge in merges)
+
+
 def _section(value: dict[str, Any], name: str) -> dict[str, Any]:
     section: dict[str, Any] | None = value[name]
     return section if section is not None else {}

@@ -29,11 +29,11 @@ def allocate(budget: int, weights: Sequence[Fraction], available: Sequence[int])
         A share for each source, never more than it has and in sum never more than the budget.
     """
     shares = [0] * len(weights)
-    open_sources = [index for index, size in enumerate(available) if size > 0]
+    open_sources: list[int] = [index for index, size in enumerate(available) if size > 0]
     left = budget
     while open_sources:
-        total = sum(weights[index] for index in open_sources)
-        full = [i for i in open_sources if available[i] * total <= left * weights[i]]
+        total = sum((weights[index] for index in open_sources), Fraction(0))
+        full: list[int] = [i for i in open_sources if available[i] * total <= left * weights[i]]
         for index in full or open_sources:
             shares[index] = available[index] if full else int(left * weights[index] / total)
         if not full:
@@ -109,10 +109,13 @@ def _texts(
         end = _back(config, stored, piece.end_byte, span)
     if start < end:
         aligned = UnitSpan(piece.file_index, start, end, 0)
-        taken = accept if records_are_lines(config) else lambda _: True
-        for record in read_records(config, stored, aligned, taken):
+        for record in read_records(config, stored, aligned, accept if records_are_lines(config) else _everything):
             if isinstance(record, Document) and record.text:
                 yield record.text
+
+
+def _everything(_: int) -> bool:
+    return True
 
 
 def _back(config: SourceConfig, stored: StoredFile, at: int, span: UnitSpan) -> int:

@@ -30,6 +30,7 @@ from vorox.data.encoders import (
     encoder,
     is_byte_level,
     is_character_level,
+    spells,
     token_bytes,
     writes_bytes,
 )
@@ -74,7 +75,7 @@ class Tokenizer:
         self._by_table = writes_bytes(value) or self.lossless
         self._token_bytes = token_bytes(value, vocabulary, self.vocab_size)
         self._encode: Encoder = encoder(value, library, end_of_text, self.dtype)
-        self._refuse_ambiguous_end(where)
+        self._refuse_ambiguous_end(value, where)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Ids of each text, without special tokens.
@@ -122,8 +123,9 @@ class Tokenizer:
         for name, content in self.files().items():
             write_file(directory / name, content)
 
-    def _refuse_ambiguous_end(self, where: str) -> None:
-        if self.end_of_text_id in self._library.encode(self.end_of_text, add_special_tokens=False).ids:
+    def _refuse_ambiguous_end(self, value: dict[str, Any], where: str) -> None:
+        ids = self._library.encode(self.end_of_text, add_special_tokens=False).ids
+        if self.end_of_text_id in ids or spells(value, self.end_of_text):
             raise ConfigError(
                 f"text that spells {self.end_of_text!r} would be taken for the end of the text", where=where,
                 hint="choose a tokenizer.end_of_text that mixes letters and punctuation, such as <|endoftext|>",
