@@ -1,0 +1,83 @@
+"""The registry is complete, consistent and closed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from vorox.core.errors import ConfigError
+from vorox.experiments.metrics import metric, reduce, registry
+
+NEEDED = [
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "accuracy",
+    "learning_rate",
+    "weight_decay",
+    "grad_norm",
+    "parameter_norm",
+    "z_loss",
+    "loss_scale",
+    "tokens_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "data_wait_fraction",
+    "mfu_fraction",
+    "ceiling_fraction",
+    "eval/loss",
+    "eval/perplexity",
+    "eval/bits_per_byte",
+    "eval/accuracy",
+    "tokens_total",
+    "epoch",
+    "memory/host_bytes",
+    "memory/device_bytes",
+    "queue_depth",
+    "checkpoint_seconds",
+    "activation/3/mlp/std",
+    "activation/11/block_input/max_abs",
+]
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_every_metric_of_the_house_is_defined(name: str) -> None:
+    assert metric(name).description
+
+
+def test_names_are_unique_and_units_agree_with_names() -> None:
+    names = [entry.name for entry in registry()]
+    assert len(names) == len(set(names))
+    for entry in registry():
+        assert entry.description.endswith(".")
+        for suffix, unit in {"_seconds": "s", "_fraction": "fraction", "_bytes": "bytes"}.items():
+            if entry.name.endswith(suffix) and not entry.name.startswith("seconds"):
+                assert entry.unit == unit, entry.name
+        assert re.fullmatch(r"[a-z0-9_/<>]+", entry.name)
+
+
+@pytest.mark.parametrize("name", ["los", "activation/x/mlp/std", "activation/1/mlp", "activation/1/mlp/median", ""])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no metric") as caught:
+        metric(name)
+    assert caught.value.hint
+
+
+def test_the_nearest_name_is_given() -> None:
+    with pytest.raises(ConfigError, match="did you mean grad_norm"):
+        metric("gradnorm")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss", 2.0),
+        ("nonfinite_steps", 6.0),
+        ("learning_rate", 1.0),
+        ("memory/host_bytes", 3.0),
+        ("memory/host_available_bytes", 1.0),
+    ],
+)
+def test_reductions(name: str, expected: float) -> None:
+    assert reduce(name, [3.0, 2.0, 1.0]) == expected
