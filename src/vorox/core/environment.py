@@ -1,0 +1,154 @@
+"""What a run was started with: code, interpreter, machine, library versions and the few variables that matter.
+
+A record for auditing, never an input: nothing here changes a setting. Environment variables are recorded by
+allow-list, so no secret of the surrounding shell gets into a run directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import vorox
+
+RECORDED_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "JAX_PLATFORMS",
+    "LOCAL_RANK",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "SLURM_JOB_ID",
+    "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TRITON_CACHE_DIR",
+    "VOROX_CACHE",
+    "WORLD_SIZE",
+    "XLA_FLAGS",
+)
+"""Variables that libraries below us read, or that say which process this is."""
+
+RECORDED_PACKAGES = (
+    "flax",
+    "jax",
+    "jaxlib",
+    "lz4",
+    "numpy",
+    "optax",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "xxhash",
+)
+
+_GIT_TIMEOUT_SECONDS = 10.0
+
+
+def environment_record() -> dict[str, Any]:
+    """Interpreter, machine, versions and allow-listed variables, as plain JSON values."""
+    return {
+        "vorox": vorox.__version__,
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": {
+            "system": platform.system(),
+            "release": platform.release(),
+            "machine": platform.machine(),
+            "hostname": socket.gethostname(),
+            "processor": processor_name(),
+            "physical_cores": psutil.cpu_count(logical=False),
+            "logical_cores": psutil.cpu_count(logical=True),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "packages": package_versions(),
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the installed packages that can change a result; nothing is imported for it."""
+    versions: dict[str, str] = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def processor_name() -> str:
+    """The model of the CPU, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def code_record() -> dict[str, Any] | None:
+    """The commit that this package was run from, or ``None`` if its files are not under version control."""
+    source = Path(__file__).resolve()
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None  # installed into a folder that merely lies inside some repository
+    return git_record(source.parent)
+
+
+def git_record(directory: Path) -> dict[str, Any] | None:
+    """Commit, branch and uncommitted changes of the repository around ``directory``; ``None`` if there is none.
+
+    ``diff_sha256`` identifies what was changed: the hash of ``git diff HEAD``. Remotes are not recorded, because their
+    addresses can hold passwords.
+    """
+    status = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if status is None:
+        return None
+    headers = dict(line[2:].split(" ", 1) for line in status.decode(errors="replace").splitlines() if line[:2] == "# ")
+    dirty = any(line[:2] != b"# " for line in status.splitlines())
+    diff = _git(directory, "diff", "HEAD") if dirty else None
+    return {
+        "commit": headers.get("branch.oid", ""),
+        "branch": headers.get("branch.head", ""),
+        "dirty": dirty,
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff is not None else "",
+    }
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    """Output of a git command that only reads; ``None`` if it fails, hangs or git is not installed."""
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        finished = subprocess.run(
+            command,
+            capture_output=True,
+            check=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout

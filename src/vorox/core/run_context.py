@@ -1,0 +1,355 @@
+"""A run: its id, its directory, its lock and its record.
+
+``runs/<run_id>/`` belongs to one configuration: the id is a readable part and eight digits of the configuration's
+digest, so the same command finds the same run. The process that opens a run holds ``LOCK`` until it ends, however it
+ends; a second one is refused with the holder's name. ``run.json`` says, for every attempt, when it began, from which
+code, on which machine and how it ended; ``failure.json`` says why, if it ended badly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from vorox.core import atomic
+from vorox.core.config import config_digest, dump_yaml, load_config, model_label, slug
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.environment import code_record, environment_record, git_record
+from vorox.core.errors import ConfigError, Preempted, VoroxError
+from vorox.core.lock import FileLock
+from vorox.core.redaction import redact, redact_arguments, redact_value
+from vorox.core.run_lookup import is_run, same_run_directories
+from vorox.core.schema import RunConfig
+
+RUN_FORMAT = "vorox-run/1"
+FAILURE_FORMAT = "vorox-failure/1"
+
+
+def run_id(config: RunConfig) -> str:
+    """Readable part and eight digits of the configuration's digest."""
+    sources = "-".join(source.name for source in config.data.sources)
+    readable = config.run.name or f"{model_label(config)}-{sources}"
+    return f"{slug(readable)}-{config_digest(config)[:8]}"
+
+
+class RunContext:
+    """An open run: where its files are, and the record of this attempt. Use it as a context manager.
+
+    Attributes:
+        directory: ``runs/<run_id>``.
+        config: The configuration of this attempt.
+        attempt: Number of this attempt, from 1: how often the run was begun or resumed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        *,
+        argv: Sequence[str],
+        distributed: DistributedContext,
+        lock: FileLock | None,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.attempt = 1
+        self._is_main = distributed.is_main
+        self._lock = lock
+        self._record: dict[str, Any] = {}
+        self._closed = False
+        if self._is_main:
+            self._begin_attempt(argv)
+
+    # Opening
+
+    @classmethod
+    def create(
+        cls,
+        config: RunConfig,
+        *,
+        argv: Sequence[str] | None = None,
+        distributed: DistributedContext | None = None,
+    ) -> RunContext:
+        """Make a new run directory; a number is added if one of this id exists.
+
+        Raises:
+            ConfigError: The directory cannot be written.
+        """
+        base = Path(config.run.directory) / run_id(config)
+        directory, number = base, 2
+        while is_run(directory):
+            directory, number = base.with_name(f"{base.name}-{number}"), number + 1
+        return cls._enter(directory, config, argv, distributed)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        config: RunConfig | None = None,
+        *,
+        argv: Sequence[str] | None = None,
+        distributed: DistributedContext | None = None,
+    ) -> RunContext:
+        """Open a run that exists.
+
+        Args:
+            directory: Its directory.
+            config: What to run it with; its recorded configuration if not given. It is not recorded before
+                ``record_config``, so that a resume that is refused changes nothing.
+
+        Raises:
+            ConfigError: There is no run, another process has it open, or it cannot be written.
+        """
+        if not directory.is_dir():
+            raise ConfigError("there is no run directory", where=str(directory))
+        chosen = config if config is not None else recorded_config(directory)
+        return cls._enter(directory, chosen, argv, distributed)
+
+    @classmethod
+    def open_or_create(
+        cls,
+        config: RunConfig,
+        *,
+        argv: Sequence[str] | None = None,
+        distributed: DistributedContext | None = None,
+    ) -> RunContext:
+        """Open the latest run of this very configuration, or make one. Of two processes, one is refused."""
+        root, name = Path(config.run.directory), run_id(config)
+        directory = next(reversed(same_run_directories(root, name)), root / name)
+        return cls._enter(directory, config, argv, distributed)
+
+    @classmethod
+    def _enter(
+        cls,
+        directory: Path,
+        config: RunConfig,
+        argv: Sequence[str] | None,
+        distributed: DistributedContext | None,
+    ) -> RunContext:
+        distributed = distributed or DistributedContext()
+        lock: FileLock | None = None
+        try:
+            if distributed.is_main:
+                atomic.make_directory(directory)
+                lock = FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}").acquire()
+            return cls(
+                directory,
+                config,
+                argv=sys.argv if argv is None else argv,
+                distributed=distributed,
+                lock=lock,
+            )
+        except OSError as error:
+            if lock is not None:
+                lock.release()
+            raise ConfigError(
+                f"the run directory cannot be written: {error.strerror or error}",
+                where=str(error.filename or directory),
+                hint="set run.directory to a folder that you may write to",
+            ) from error
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+
+    def _begin_attempt(self, argv: Sequence[str]) -> None:
+        atomic.sweep_temporary(self.directory)
+        atomic.make_directory(self.control_directory)
+        record = self._read_record()
+        attempts = cast("list[dict[str, Any]]", record["attempts"])
+        if attempts and attempts[-1]["outcome"] == "running":
+            attempts[-1]["outcome"] = "killed"  # we hold its lock, so it is gone
+        failure = _read_json(self.failure_path)
+        if attempts and failure is not None:
+            attempts[-1]["failure"] = failure
+        self.attempt = len(attempts) + 1
+        attempts.append(
+            {
+                "attempt": self.attempt,
+                "started_at": _now(),
+                "ended_at": None,
+                "outcome": "running",
+                "argv": redact_arguments(argv),
+                "pid": os.getpid(),
+                "working_directory": str(Path.cwd()),
+                "config_digest": config_digest(self.config),
+                "code": code_record(),
+                "git": git_record(Path.cwd()),
+                "environment": redact_value(environment_record()),
+                "notes": {},
+            }
+        )
+        self._record = record
+        if not self.config_path.exists():
+            self.record_config()
+        self._write_record()
+        if failure is not None:
+            atomic.remove_file(self.failure_path)
+
+    def _read_record(self) -> dict[str, Any]:
+        record = _read_json(self.record_path)
+        if record is None or record.get("format") != RUN_FORMAT or not isinstance(record.get("attempts"), list):
+            if self.record_path.exists():
+                raise ConfigError(
+                    "the record of the run is damaged",
+                    where=str(self.record_path),
+                    hint="move it away to begin a new record; checkpoints and plan are not affected",
+                )
+            return {
+                "format": RUN_FORMAT,
+                "run_id": self.directory.name,
+                "config_digest": config_digest(self.config),
+                "created_at": _now(),
+                "attempts": [],
+            }
+        return record
+
+    def _write_record(self) -> None:
+        atomic.write_file(self.record_path, atomic.pretty_json(self._record))
+
+    # Files
+
+    @property
+    def run_id(self) -> str:
+        return self.directory.name
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.directory / "config.yaml"
+
+    @property
+    def record_path(self) -> Path:
+        return self.directory / "run.json"
+
+    @property
+    def failure_path(self) -> Path:
+        return self.directory / "failure.json"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.directory / "plan.jsonl"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.directory / "events.jsonl"
+
+    @property
+    def chain_path(self) -> Path:
+        return self.directory / "chain.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        return self.directory / "log.txt"
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return self.directory / "tokenizer"
+
+    @property
+    def checkpoints_directory(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def control_directory(self) -> Path:
+        """Files put here ask the live process for something: ``control/save`` for a checkpoint."""
+        return self.directory / "control"
+
+    # Record
+
+    def record_config(self) -> None:
+        """Write ``config.yaml``: this attempt's configuration is the run's from now on."""
+        if self._is_main:
+            atomic.write_file(self.config_path, dump_yaml(self.config).encode())
+
+    def note(self, **values: Any) -> None:
+        """Add plain values to the record of this attempt (determinism level, device, what resume found different)."""
+        if self._is_main:
+            self._record["attempts"][-1]["notes"].update(redact_value(values))
+            self._write_record()
+
+    def record_failure(self, error: BaseException) -> None:
+        """Write ``failure.json``. Never raises: the error at hand matters more than its record."""
+        if not self._is_main:
+            return
+        known = error if isinstance(error, VoroxError) else None
+        trace = "" if known else "".join(traceback.format_exception(error))
+        failure = {
+            "format": FAILURE_FORMAT,
+            "error": type(error).__name__,
+            "what": redact(known.what if known else f"{type(error).__name__}: {error}"),
+            "where": redact(known.where) if known else "",
+            "saved": redact(known.saved) if known else "",
+            "hint": redact(known.hint) if known else "",
+            "exit_code": known.exit_code if known else 1,
+            "attempt": self.attempt,
+            "at": _now(),
+            "traceback": redact(trace),
+        }
+        with contextlib.suppress(OSError):
+            atomic.write_file(self.failure_path, atomic.pretty_json(failure))
+
+    def close(self, outcome: str) -> None:
+        """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Repeatable."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._is_main:
+                self._record["attempts"][-1].update(ended_at=_now(), outcome=outcome)
+                self._write_record()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> RunContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close("finished")
+            return
+        outcome = "failed"
+        if isinstance(error, Preempted):
+            outcome = "preempted"
+        elif isinstance(error, KeyboardInterrupt):
+            outcome = "interrupted"
+        elif not self._closed:
+            self.record_failure(error)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error that ended the run
+            self.close(outcome)
+
+
+def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run was made with, under overrides.
+
+    Raises:
+        ConfigError: It is missing or not valid.
+    """
+    return load_config(directory / "config.yaml", overrides)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,82 @@
+"""Finding runs on disk: by id, by part of it, by path, or the latest. Reads only; needs no lock."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from vorox.core.errors import ConfigError
+from vorox.core.fields import nearest
+
+
+def run_directories(root: Path) -> list[Path]:
+    """Every run directory below ``root``, sorted by name."""
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if is_run(path)]
+
+
+def same_run_directories(root: Path, run_id: str) -> list[Path]:
+    """The directories of one run id, oldest first: ``<id>``, ``<id>-2``, ``<id>-3``, ..."""
+    found: list[tuple[int, Path]] = []
+    for path in run_directories(root):
+        match = re.fullmatch(re.escape(run_id) + r"(?:-(\d+))?", path.name)
+        if match:
+            found.append((int(match[1] or 1), path))
+    return [path for _, path in sorted(found)]
+
+
+def run_attempts(directory: Path) -> list[dict[str, Any]]:
+    """What ``run.json`` says about each attempt; empty if there is no readable record."""
+    try:
+        value = json.loads((directory / "run.json").read_bytes())
+        return list(cast("list[dict[str, Any]]", value["attempts"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def find_run(root: Path | str, name: str) -> Path:
+    """The directory of a run.
+
+    Args:
+        root: Where run directories are (``run.directory``).
+        name: A path, a whole run id, the beginning of one, the hash in one, or ``latest`` (begun last).
+
+    Raises:
+        ConfigError: There is no such run, or several; the candidates are named.
+    """
+    root = Path(root)
+    if name and is_run(Path(name)):
+        return Path(name)
+    runs = run_directories(root)
+    if not runs:
+        raise ConfigError(f"there is no run {name}: no run was ever started here", where=str(root))
+    if name == "latest":
+        return max(runs, key=lambda path: (_last_start(path), path.name))
+    exact = [path for path in runs if path.name == name]
+    if exact:
+        return exact[0]
+    matching = [path for path in runs if name and (path.name.startswith(name) or name in path.name.split("-"))]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise ConfigError(
+            f"{name} is the beginning of {len(matching)} runs: {', '.join(path.name for path in matching)}",
+            where=str(root),
+            hint="write more of the id",
+        )
+    near = nearest(name, [path.name for path in runs])
+    hint = f"did you mean {' or '.join(near)}?" if near else f"`latest` is {find_run(root, 'latest').name}"
+    raise ConfigError(f"there is no run {name}", where=str(root), hint=hint)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run, finished or not."""
+    return (path / "run.json").is_file() or (path / "config.yaml").is_file()
+
+
+def _last_start(path: Path) -> str:
+    attempts = run_attempts(path)
+    return str(attempts[-1].get("started_at", "")) if attempts else ""

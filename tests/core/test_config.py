@@ -1,0 +1,514 @@
+"""From presets, files and overrides to one configuration: precedence, origins, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from vorox.core.checks import exact_weight
+from vorox.core.config import (
+    NOT_IN_DIGEST,
+    config_digest,
+    differences,
+    dump_yaml,
+    flat_values,
+    in_digest,
+    json_schema,
+    load_config,
+    resolve_config,
+)
+from vorox.core.errors import ConfigError
+from vorox.core.explain import explain
+from vorox.core.fields import leaf_keys, nearest
+from vorox.core.overrides import is_override
+from vorox.core.presets import model_presets, run_presets
+
+SMALL = """
+data:
+  sources:
+    - name: a
+      format: txt
+      paths: [a.txt]
+train:
+  num_steps: 10
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SMALL, encoding="utf-8")
+    return "small.yaml"
+
+
+def written(text: str, name: str = "my.yaml") -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def refusal(source: str | None, *overrides: str) -> str:
+    """The text of the refusal."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# Precedence
+
+
+def test_files_stand_on_presets_and_overrides_on_both(small: str) -> None:
+    written("preset: quickstart\noptimizer:\n  lr: 3e-4\nmodel:\n  num_layers: 2\n")
+    config = load_config("my.yaml", ["model.num_layers=3", "--optimizer.beta2=0.99", "train.num_tokens=1e6"])
+    quickstart = load_config("quickstart")
+    assert config.optimizer.lr == 3e-4
+    assert config.model.num_layers == 3
+    assert config.optimizer.beta2 == 0.99
+    assert (config.train.num_tokens, config.train.num_steps) == (1_000_000, None)
+    assert config.model.hidden_size == quickstart.model.hidden_size
+    assert config.eval.prompts == quickstart.eval.prompts
+
+
+def test_dashes_and_plain_mean_the_same_and_the_last_word_counts(small: str) -> None:
+    assert load_config(small, ["--optimizer.lr=6e-4"]) == load_config(small, ["optimizer.lr=1", "optimizer.lr=6e-4"])
+
+
+def test_presets_chain_and_files_may_stand_on_files(small: str) -> None:
+    Path("deep").mkdir()
+    written("preset: ../small.yaml\noptimizer: {lr: 1e-3}\n", "deep/base.yaml")
+    written("preset: deep/base.yaml\noptimizer: {beta2: 0.9}\n", "top.yaml")
+    config = load_config("top.yaml")
+    assert (config.train.num_steps, config.optimizer.lr, config.optimizer.beta2) == (10, 1e-3, 0.9)
+    assert load_config(None, ["preset=top.yaml", "train.num_steps=4"]).train.num_steps == 4
+
+
+def test_an_override_may_change_what_a_file_stands_on(small: str) -> None:
+    written("preset: nonsense\noptimizer: {lr: 1e-3}\n")
+    config = load_config("my.yaml", ["preset=quickstart"])
+    assert config.optimizer.lr == 1e-3
+    assert config.data.sources[0].format == "python_stdlib"
+
+
+def test_a_preset_that_stands_on_itself_is_refused(small: str) -> None:
+    written("preset: two.yaml\n", "one.yaml")
+    written("preset: one.yaml\n", "two.yaml")
+    assert "stands on itself" in refusal("one.yaml")
+
+
+def test_environment_variables_change_nothing(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = load_config(small)
+    for key in leaf_keys():
+        name = key.upper().replace(".", "_").replace("*", "0")
+        for variable in (name, f"VOROX_{name}", f"VOROX_{name}".replace("_", "__")):
+            monkeypatch.setenv(variable, "7")
+    assert load_config(small) == before
+
+
+def test_lists_are_indexed_and_mappings_merge(small: str) -> None:
+    config = load_config(
+        small,
+        ["data.sources.0.weight=2", "optimizer={lr: 1e-3, name: muon}", 'eval.prompts=["def ", x]', "eval.prompts.1=y"],
+    )
+    assert config.data.sources[0].weight == 2.0
+    assert config.data.sources[0].paths == ("a.txt",)
+    assert (config.optimizer.lr, config.optimizer.name, config.optimizer.beta2) == (1e-3, "muon", 0.95)
+    assert config.eval.prompts == ("def ", "y")
+
+
+def test_whole_floats_are_integers_where_integers_are_wanted(small: str) -> None:
+    config = load_config(small, ["train.num_steps=2e3", "optimizer.lr=1", "eval.num_sequences=64.0"])
+    assert config.train.num_steps == 2000
+    assert type(config.train.num_steps) is int
+    assert type(config.optimizer.lr) is float
+    assert config.eval.num_sequences == 64
+    assert "train.num_steps=2.5" in refusal(small, "train.num_steps=2.5")
+
+
+def test_the_result_is_frozen_and_explicit(small: str) -> None:
+    config = load_config(small)
+    with pytest.raises(ValidationError):
+        config.optimizer.lr = 1.0  # type: ignore[misc]
+    assert {key.replace(".0.", ".*.") for key in flat_values(config)} == set(leaf_keys())
+
+
+# Families and sizes
+
+
+def test_a_family_fills_what_is_not_given(small: str) -> None:
+    config = load_config(small, ["model.family=gpt2", "model.activation=relu", "model.num_layers=2"])
+    model = config.model
+    assert (model.positions, model.norm, model.attention_bias) == ("learned", "layer_norm", True)
+    assert (model.activation, model.num_layers, model.hidden_size) == ("relu", 2, 384)
+
+
+def test_a_size_starts_the_model_anew_and_keys_beside_it_win(small: str) -> None:
+    written(SMALL + "model: {family: qwen3, num_layers: 3, num_kv_heads: 2, dropout_fraction: 0.1}\n")
+    config = load_config("my.yaml", ["model.preset=gpt2-124m", "model.num_layers=5"])
+    model = config.model
+    assert (model.family, model.preset, model.num_layers, model.hidden_size) == ("gpt2", "gpt2-124m", 5, 768)
+    assert (model.num_kv_heads, model.dropout_fraction, model.qk_norm) == (None, 0.0, False)
+
+
+def test_a_family_over_a_size_keeps_the_size(small: str) -> None:
+    model = load_config(small, ["model.preset=gpt2-124m", "model.family=llama"]).model
+    assert (model.family, model.hidden_size, model.norm, model.positions) == ("llama", 768, "rms_norm", "rope")
+
+
+def test_every_size_and_family_loads_and_is_what_the_table_says(small: str) -> None:
+    presets = model_presets()
+    for name, size in presets.sizes.items():
+        model = load_config(small, [f"model.preset={name}"]).model.model_dump()
+        expected = {**presets.families[str(size["family"])], **size}
+        assert {key: model[key] for key in expected} == expected
+    for family, knobs in presets.families.items():
+        model = load_config(small, [f"model.family={family}"]).model.model_dump()
+        assert {key: model[key] for key in knobs} == dict(knobs)
+
+
+def test_the_schema_defaults_are_the_default_family(small: str) -> None:
+    assert load_config(small).model == load_config(small, ["model.family=llama"]).model
+
+
+# What has no effect is refused, what was overruled goes
+
+
+@pytest.mark.parametrize(
+    ("override", "needs"),
+    [
+        ("schedule.decay_fraction=0.3", "schedule wsd"),
+        ("optimizer.muon_lr=0.1", "muon"),
+        ("precision.initial_loss_scale=8", "fp16"),
+        ("tokenizer.path=t.json", "kind file"),
+        ("data.sources.0.text_field=body", "jsonl"),
+        ("schedule.final_weight_decay_fraction=0.5", "schedule.weight_decay"),
+        ("eval.sample_top_k=5", "eval.prompts"),
+        ("model.norm_bias=true", "layer_norm"),
+    ],
+)
+def test_an_option_without_effect_is_refused(small: str, override: str, needs: str) -> None:
+    text = refusal(small, override)
+    assert "has no effect" in text
+    assert needs in text
+    assert f"override {override}" in text
+
+
+def test_what_a_later_switch_overrules_goes_back_to_its_default(small: str) -> None:
+    written(SMALL + "tokenizer: {kind: bpe, vocab_size: 512}\nmodel: {rope_theta: 5e5}\n")
+    config = load_config("my.yaml", ["tokenizer.kind=byte", "model.positions=learned"])
+    assert config.tokenizer.vocab_size == 4096
+    assert config.model.rope_theta == 10_000.0
+    text = refusal("my.yaml", "tokenizer.kind=byte", "tokenizer.vocab_size=600")
+    assert "tokenizer.vocab_size=600 has no effect with tokenizer.kind=byte" in text
+    assert load_config("quickstart", ["data.sources=[{name: t, format: txt, paths: [x]}]"]).data.sources[0].name == "t"
+
+
+def test_knobs_of_a_family_never_count_as_said_by_the_user(small: str) -> None:
+    written(SMALL + "model: {family: qwen3, positions: learned}\n")
+    assert load_config("my.yaml").model.rope_theta == 10_000.0
+
+
+# Refusals
+
+
+def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
+    written(
+        SMALL
+        + "optimizer:\n  lr: -1\n  lr: 2\nmodel:\n  n_layer: 3\n  num_heads: six\n"
+        + "schedule:\n  warmup_steps: 1\n  warmup_tokens: 5\n"
+    )
+    text = refusal("my.yaml", "optimiser.lr=3", "train.micro_batch_sequences=5", "eval.every_steps=true", "foo=", "bar")
+    lines = text.splitlines()
+    assert lines[0] == "10 problems in my.yaml:"
+    assert [line.split(". ")[0] for line in lines[1:]] == [f"  {number}" for number in range(1, 11)]
+    for part in (
+        "optimizer.lr is given twice; the first is in line 10 [my.yaml:11]",
+        "optimizer.lr=-1 must be a number, greater than 0 [my.yaml:10]",
+        "unknown key model.n_layer; did you mean model.num_layers? [my.yaml:13]",
+        'model.num_heads="six" must be an integer, at least 1 [my.yaml:14]',
+        "schedule.warmup_steps and schedule.warmup_tokens all set the warm-up; keep one [my.yaml:16, my.yaml:17]",
+        "unknown key optimiser.lr; did you mean optimizer.lr? [override optimiser.lr=3]",
+        "train.global_batch_sequences=16 is not a multiple of train.micro_batch_sequences=5 "
+        "[override train.micro_batch_sequences=5]",
+        "eval.every_steps=true must be an integer or null, at least 1 [override eval.every_steps=true]",
+        "foo is given an empty value",
+        "bar has no value; write bar=VALUE [override bar]",
+    ):
+        assert any(part in line for line in lines), part
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.num_steps=null"], "a run needs a length"),
+        (["train.num_tokens=5", "train.num_epochs=1"], "train.num_tokens and train.num_epochs all set the length"),
+        (["train.global_batch_sequences=24"], "24 is not a multiple of train.micro_batch_sequences=16"),
+        (
+            ["parallel.data_parallel_size=3"],
+            "16 is not a multiple of train.micro_batch_sequences=16 x parallel.data_parallel_size=3",
+        ),
+        (["tokenizer.kind=file"], "needs tokenizer.path"),
+        (["tokenizer.end_of_text=''"], "tokenizer.end_of_text is empty"),
+        (["data.sources.0.paths=[]"], "format txt but no paths"),
+        (["data.sources.0.weight=0"], "not positive"),
+        (["data.sources.0.weight=1/0"], "not a number or a fraction"),
+        (["data.sources.0.weight=x"], "not a number or a fraction"),
+        (
+            ["data.sources=[{name: a, format: txt, paths: [x]}, {name: a, format: txt, paths: [y]}]"],
+            "sources.0 as well",
+        ),
+        (["data.sources.0.name=a/b"], "text matching"),
+        (["data.sources.1.weight=2"], "data.sources has 1 entries"),
+        (["data.sources.weight=2"], "data.sources is a list; write data.sources.0.weight"),
+        (["model.hidden_size=100"], "model.hidden_size=100 is not divisible by model.num_heads=6"),
+        (["model.num_kv_heads=4"], "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
+        (["model.max_positions_tokens=64"], "data.sequence_length_tokens=256 is more than"),
+        (["model.vocab_size=1000"], "less than the tokenizer's 4096"),
+        (["data.validation.held_out_fraction=0"], "holds out nothing"),
+        (["eval.prompts=[a]", "eval.at_end=false"], "completed at every validation"),
+        (["eval.prompts=['']"], "empty text"),
+        (["checkpoint.keep_best=1"], "needs validations"),
+        (["checkpoint.keep_every_steps=10"], "without checkpoint.every_steps"),
+        (["checkpoint.keep_every_steps=10", "checkpoint.every_steps=4"], "not a multiple of"),
+        (["model.preset=gpt2-125m"], "did you mean gpt2-124m"),
+        (["model.family=lama"], "did you mean llama"),
+        (["backend=jax"], "must be one of torch"),
+        (["precision.dtype=fp8"], "must be one of fp32, bf16, fp16"),
+        (["log.tensorboard=yes"], "must be true or false"),
+        (["train.num_steps=true"], "must be an integer"),
+        (['train.num_steps="10"'], "it is text, write 10 without quotes"),
+        (["train.num_steps=1_000"], "write 1000 without quotes or separators"),
+        (["optimizer.lr=.nan"], "must be a number"),
+        (["optimizer.lr=1e999"], "must be a number"),
+        (["optimizer.lr.x=1"], "optimizer.lr holds a value, not keys"),
+        (["optimizer=3"], "must be a section"),
+        (["data.sources={}"], "must be a list of sections"),
+        (["data.sources=[3]"], "must be a section"),
+        (["data.sources=[{format: txt, paths: [x]}]"], "data.sources.0.name is missing"),
+        (["run.seed=9223372036854775808"], "run.seed"),
+        (["a.b.c=1"], "unknown key a.b.c"),
+        (["learning_rate=1"], "did you mean optimizer.lr"),
+        (["model.n_embd=64"], "did you mean model.hidden_size"),
+        (["data.sources.0.wieght=1"], "did you mean data.sources.0.weight"),
+        (["9x=1"], "is not a key"),
+        (["optimizer..lr=1"], "is not a key"),
+        (["optimizer.lr"], "has no value"),
+        (["optimizer.lr= "], "empty value"),
+        (["eval.prompts=[a"], "not valid YAML"),
+        (["preset=3"], "is not a name"),
+        (["preset=quickstrt"], "did you mean quickstart"),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(small: str, overrides: list[str], message: str) -> None:
+    text = refusal(small, *overrides)
+    assert message in text
+    assert "problems in" not in text, "one fault must not be reported twice"
+
+
+def test_nothing_at_all_says_what_is_needed() -> None:
+    text = refusal(None)
+    assert "data.sources is missing" in text
+    assert "a run needs a length" in text
+
+
+def test_what_follows_from_a_wrong_value_is_not_reported_too(small: str) -> None:
+    assert "problems" not in refusal(small, "model.num_heads=x", "model.hidden_size=100")
+    assert "problems" not in refusal(small, "schedule.name=cosin", "schedule.decay_fraction=0.3")
+
+
+def test_files_that_cannot_be_used(small: str) -> None:
+    Path("latin.yaml").write_bytes(b"a: \xff\n")
+    Path("folder.yaml").mkdir()
+    assert "not valid UTF-8 at byte 3 [latin.yaml]" in refusal("latin.yaml")
+    assert "is a folder" in refusal("folder.yaml")
+    assert "did you mean quickstart" in refusal("quickstat")
+    assert "no file missing.yaml" in refusal("missing.yaml")
+    assert "my.yaml:2" in refusal(written("a: 1\n b: 2\n"))
+    assert "`key: value`" in refusal(written("- 1\n"))
+
+
+def test_a_byte_order_mark_and_windows_lines_are_fine(small: str) -> None:
+    Path("windows.yaml").write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
+    assert differences(load_config(small), load_config("windows.yaml", ["run.name=small-llama-6x384"])) == []
+
+
+def test_empty_sections_say_nothing(small: str) -> None:
+    assert load_config(written(SMALL + "model:\noptimizer:\n  # lr: 3\n")).model == load_config(small).model
+
+
+# Origins and explanations
+
+
+def test_every_value_knows_where_it_was_said(small: str) -> None:
+    source = "    - name: b\n      format: txt\n      paths: [b]\n"
+    written(f"preset: quickstart\noptimizer:\n  lr: 3e-4\ndata:\n  sources:\n{source}")
+    resolved = resolve_config("my.yaml", ["data.sources.0.weight=2", "model.preset=gpt2-124m"])
+    assert resolved.origin("optimizer.lr") == "my.yaml:3"
+    assert resolved.origin("data.sources.0.format") == "my.yaml:7"
+    assert resolved.origin("data.sources.0.weight") == "override data.sources.0.weight=2"
+    assert resolved.origin("data.sources.0.text_field") == "default"
+    assert resolved.origin("checkpoint.every_steps").startswith("preset quickstart:")
+    assert resolved.origin("model.hidden_size").startswith("model.preset=gpt2-124m")
+    assert resolved.origin("optimizer.beta1") == "default"
+    text = dump_yaml(resolved.config, resolved)
+    assert "  lr: 0.0003  # my.yaml:3\n" in text
+
+
+def test_explain_a_setting(small: str) -> None:
+    resolved = resolve_config(small, ["optimizer.lr=1e-3"])
+    found = explain("optimizer.lr", resolved)
+    assert (found.default, found.field.type_name, found.field.accepted) == ("0.0006", "number", "greater than 0")
+    assert [(value.value, value.origin) for value in found.values] == [(1e-3, "override optimizer.lr=1e-3")]
+    assert found.changes_run
+    assert not explain("log.every_steps").changes_run
+    assert explain("schedule.decay_fraction").needs == "schedule wsd"
+    assert explain("eval.prompts", resolved).values[0].value == []
+    json.dumps(found.to_json())
+
+
+def test_explain_sections_lists_and_indices(small: str) -> None:
+    resolved = resolve_config(small)
+    assert "schedule.warmup_steps" in explain("schedule").keys
+    assert "data.sources" in explain("data").keys
+    assert all("sources.*" not in key for key in explain("data").keys)
+    assert "data.sources.*.weight" in explain("data.sources").keys
+    for key in ("data.sources.0.weight", "data.sources.weight", "data.sources.*.weight"):
+        assert [value.key for value in explain(key, resolved).values] == ["data.sources.0.weight"]
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr"):
+        explain("optimiser.lr")
+
+
+@pytest.mark.parametrize("key", leaf_keys())
+def test_every_key_can_be_explained(key: str) -> None:
+    json.dumps(explain(key, resolve_config("quickstart")).to_json())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optimiser.lr", "optimizer.lr"),
+        ("model.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("seed", "run.seed"),
+        ("model.num_layer", "model.num_layers"),
+        ("train.steps", "train.num_steps"),
+        ("model.dropout", "model.dropout_fraction"),
+        ("checkpoint.every", "checkpoint.every_steps"),
+        ("data.seq_len", "data.sequence_length_tokens"),
+        ("shuffle", "data.shuffle"),
+    ],
+)
+def test_nearest_names(wrong: str, right: str) -> None:
+    assert nearest(wrong)[0] == right
+
+
+def test_nothing_near_is_nothing() -> None:
+    assert nearest("zzzzqqq") == []
+
+
+# Digest, dump, differences, schema
+
+
+def test_dump_reads_back_equal(small: str) -> None:
+    for source, overrides in ((small, []), ("quickstart", ["model.preset=qwen3-0.6b", "data.sources.0.weight=1/3"])):
+        config = load_config(source, overrides)
+        again = load_config(written(dump_yaml(config), "again.yaml"))
+        assert again == config
+        assert config_digest(again) == config_digest(config)
+        resolved = resolve_config(source, overrides)
+        assert load_config(written(dump_yaml(config, resolved), "again.yaml")) == config
+
+
+def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change every key in turn and see whether the digest moves. The list is written out here a second time."""
+    changes_no_bit = {"model.preset", "model.family", "data.cache.directory", "run.name", "run.directory"}
+    sections = ("data.loader.", "checkpoint.", "eval.", "log.")
+    config = load_config(small)
+    values, digest = flat_values(config), config_digest(config)
+    for key in values:
+        monkeypatch.setattr("vorox.core.config.flat_values", lambda _, key=key: {**values, key: "another value"})
+        same = key in changes_no_bit or key.startswith(sections)
+        assert (config_digest(config) == digest) == same, key
+        assert in_digest(key) != same
+
+
+def test_what_is_not_in_the_digest_exists() -> None:
+    keys = set(leaf_keys())
+    for excluded in NOT_IN_DIGEST:
+        assert any(key == excluded or key.startswith(f"{excluded}.") for key in keys), excluded
+
+
+def test_the_digest_is_frozen(small: str) -> None:
+    """Runs are found by it: it may only change together with the schema, knowingly."""
+    config = load_config(small)
+    assert config_digest(config) == config_digest(load_config(small, ["run.name=x", "log.every_steps=3"]))
+    assert config_digest(config) != config_digest(load_config(small, ["run.seed=1"]))
+    assert len(config_digest(config)) == 64
+
+
+def test_differences(small: str) -> None:
+    before = load_config(small)
+    after = load_config(small, ["optimizer.lr=1e-3", "eval.prompts=[x]", "data.sources.0.weight=1/2"])
+    assert [str(difference) for difference in differences(before, after)] == [
+        'data.sources.0.weight: 1.0 -> "1/2"',
+        "optimizer.lr: 0.0006 -> 0.001",
+        "eval.prompts: [] -> [x]",
+    ]
+    assert differences(before, before) == []
+
+
+def test_json_schema_is_for_editors(small: str) -> None:
+    schema = json_schema()
+    assert schema["properties"]["preset"]["type"] == "string"
+    assert "required" not in schema
+    assert schema["additionalProperties"] is False
+    assert "gpt2-124m" in schema["$defs"]["ModelConfig"]["properties"]["preset"]["examples"]
+    assert schema["$defs"]["SourceConfig"]["required"] == ["name", "format"]
+    json.dumps(schema)
+
+
+def test_run_names_come_from_the_file_and_the_model(small: str) -> None:
+    assert load_config(small).run.name == "small-llama-6x384"
+    assert load_config(small, ["model.preset=gpt2-124m"]).run.name == "small-gpt2-124m"
+    assert load_config(written(SMALL, "gpt2_124m.yaml"), ["model.preset=gpt2-124m"]).run.name == "gpt2_124m"
+    assert load_config(small, ["run.name=mine"]).run.name == "mine"
+    assert load_config(small, ["run.name=null"]).run.name is None
+    assert load_config("quickstart", ["model.num_layers=2"]).run.name == "quickstart-llama-2x256"
+
+
+@pytest.mark.parametrize(
+    ("weight", "value"),
+    [
+        (1.0, Fraction(1)),
+        (0.1, Fraction(1, 10)),
+        ("1/3", Fraction(1, 3)),
+        ("0.25", Fraction(1, 4)),
+        ("2 / 5", Fraction(2, 5)),
+    ],
+)
+def test_weights_are_exact(weight: float | str, value: Fraction) -> None:
+    assert exact_weight(weight) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("a.b=1", True),
+        ("--a.b=1", True),
+        ("a=1", True),
+        ("data.sources.0.weight=2", True),
+        ("configs/a=b.yaml", False),
+        ("a.b", False),
+        ("-a=1", False),
+        ("a b=1", False),
+    ],
+)
+def test_is_override(argument: str, expected: bool) -> None:
+    assert is_override(argument) is expected
+
+
+def test_presets_are_listed() -> None:
+    assert "quickstart" in run_presets()

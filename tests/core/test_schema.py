@@ -1,0 +1,179 @@
+"""Habits of the schema: everything described, units in the names, nothing that nobody reads."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from vorox.core.fields import admits, leaf_keys, schema_fields
+from vorox.core.schema import RunConfig
+
+SOURCE = Path(__file__).parents[2] / "src" / "vorox"
+UNITS = (
+    "_tokens",
+    "_steps",
+    "_seconds",
+    "_bytes",
+    "_fraction",
+    "_sequences",
+    "_epochs",
+    "_batches",
+    "_rows",
+    "_threads",
+)
+COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
+WITHOUT_UNIT = {
+    "data.sources.*.weight": "a ratio between sources",
+    "tokenizer.vocab_size": "tokens of a vocabulary, as everybody calls it",
+    "model.vocab_size": "as everybody calls it",
+    "model.hidden_size": "as everybody calls it",
+    "model.intermediate_size": "as everybody calls it",
+    "model.head_dim": "as everybody calls it",
+    "model.rope_theta": "the base of the rotary frequencies, a pure number",
+    "model.norm_eps": "a pure number",
+    "model.init_std": "a pure number",
+    "optimizer.lr": "a pure number",
+    "optimizer.beta1": "a pure number",
+    "optimizer.beta2": "a pure number",
+    "optimizer.eps": "a pure number",
+    "optimizer.weight_decay": "a pure number",
+    "optimizer.clip_norm": "a pure number",
+    "optimizer.muon_lr": "a pure number",
+    "optimizer.muon_momentum": "a pure number",
+    "loss.z_loss_weight": "a pure number",
+    "precision.initial_loss_scale": "a pure number",
+    "eval.sample_temperature": "a pure number",
+    "eval.sample_top_k": "tokens of the vocabulary, as everybody calls it",
+    "parallel.data_parallel_size": "processes, as everybody calls it",
+    "run.seed": "a name, not a quantity",
+}
+
+
+@pytest.mark.parametrize("key", list(schema_fields()))
+def test_every_field_is_described_in_a_sentence(key: str) -> None:
+    description = schema_fields()[key].description
+    assert len(description) >= 8
+    assert description[-1] in ".)", description
+
+
+def numeric_keys() -> list[str]:
+    fields = schema_fields()
+    return [key for key in leaf_keys() if any(admits(fields[key].annotation, kind) for kind in (int, float))]
+
+
+@pytest.mark.parametrize("key", numeric_keys())
+def test_every_number_has_its_unit_in_the_name(key: str) -> None:
+    has_unit = key.endswith(UNITS) or COUNTS.search(key) is not None
+    assert has_unit != (key in WITHOUT_UNIT)
+
+
+def test_the_list_of_exceptions_is_not_stale() -> None:
+    assert set(WITHOUT_UNIT) <= set(numeric_keys())
+
+
+@pytest.mark.parametrize("key", [key for key in numeric_keys() if key != "data.sources.*.weight"])
+def test_every_number_is_bounded_below(key: str) -> None:
+    assert re.search(r"at least|greater than", schema_fields()[key].accepted)
+
+
+def test_defaults_of_fractions_lie_within_their_bounds() -> None:
+    for key in leaf_keys():
+        if key.endswith("_fraction") and isinstance(schema_fields()[key].default, float):
+            assert 0 <= schema_fields()[key].default <= 1
+
+
+def test_sections_are_frozen_and_closed() -> None:
+    def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+        found = {model}
+        for info in model.model_fields.values():
+            for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    found |= sections(kind)
+        return found
+
+    everything = sections(RunConfig)
+    assert len(everything) >= 19
+    for section in everything:
+        assert section.model_config.get("frozen") is True
+        assert section.model_config.get("extra") == "forbid"
+        for info in section.model_fields.values():
+            assert "list" not in str(info.annotation), "lists are not frozen; use a tuple"
+            assert "dict" not in str(info.annotation)
+
+
+def test_validation_is_strict_where_it_counts() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate_json('{"data": {"sources": []}, "train": {"num_steps": true}}', strict=True)
+
+
+# Every setting is read
+
+
+@functools.cache
+def attributes_read() -> dict[str, set[str]]:
+    """Names of all attributes that are loaded, and of all classes that are used, per module outside of the schema and
+    the modules that treat every key alike."""
+    generic = {
+        "checks",
+        "fields",
+        "config",
+        "config_tree",
+        "conditions",
+        "validation",
+        "explain",
+        "presets",
+        "overrides",
+    }
+    found: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        relative = path.relative_to(SOURCE)
+        if relative.parts[:2] == ("core", "schema") or (relative.parts[0] == "core" and path.stem in generic):
+            continue
+        names = found[relative.as_posix()] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name):
+                names.add(node.id)
+    return found
+
+
+CLASSES = {
+    "model": ("ModelConfig",),
+    "data": ("DataConfig",),
+    "sources": ("SourceConfig",),
+    "validation": ("ValidationConfig",),
+    "cache": ("CacheConfig",),
+    "loader": ("LoaderConfig",),
+    "tokenizer": ("TokenizerConfig",),
+    "optimizer": ("OptimizerConfig",),
+    "schedule": ("ScheduleConfig",),
+    "loss": ("LossConfig",),
+    "train": ("TrainConfig",),
+    "precision": ("PrecisionConfig",),
+    "checkpoint": ("CheckpointConfig",),
+    "eval": ("EvalConfig",),
+    "log": ("LogConfig",),
+    "runtime": ("RuntimeConfig",),
+    "parallel": ("ParallelConfig",),
+    "run": ("RunSection",),
+}
+EXPLAINED = {
+    "model.preset": "fills in other keys while loading (core/config_tree.py); names the run",
+    "model.family": "fills in other keys while loading (core/config_tree.py); names the run",
+}
+
+
+@pytest.mark.parametrize("key", [key for key in leaf_keys() if key not in EXPLAINED])
+def test_every_setting_is_read_by_somebody(key: str) -> None:
+    """Some module loads an attribute of that name and deals with its section: ``config.eval`` or ``EvalConfig``."""
+    *sections, name = key.split(".")
+    section = next((part for part in reversed(sections) if part != "*"), "")
+    holders = {section, *CLASSES.get(section, ())} if section else {name}
+    readers = [module for module, names in attributes_read().items() if name in names and names & holders]
+    assert readers, f"nobody reads {key}"
