@@ -1,4 +1,4 @@
-"""The noun that passes from the caches to the loader: a block of packed rows.
+"""What passes from the caches to the loader: blocks of packed rows, and the shape of who reads them.
 
 A *row* is ``row_tokens`` stored token ids (sequence length plus one): its segments one after the other, then padding.
 A *segment* is a fragment of one document. The reader fills blocks, verified; the loader turns them into batches.
@@ -8,10 +8,15 @@ Shape legend: N rows of the block, C stored tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from vorox.data.cache.recipe import Recipe
+from vorox.data.documents import Unit
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -42,3 +47,44 @@ class RowBlock:
     @property
     def row_tokens(self) -> int:
         return int(self.tokens_NC.shape[1])
+
+
+class RowReader(Protocol):
+    """An open cache, as the plan and the loader see it. Safe to read from several threads."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the rows are a function of."""
+        ...
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The units that the rows come from; a row's number counts in unit order."""
+        ...
+
+    @property
+    def unit_row_starts(self) -> npt.NDArray[np.int64]:
+        """First row of each unit."""
+        ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def row_tokens(self) -> int: ...
+
+    def rows_in(self, unit_start: int, unit_end: int, /) -> int:
+        """Rows of the units ``[unit_start, unit_end)``."""
+        ...
+
+    def content_digest(self, unit_start: int, unit_end: int, /) -> str:
+        """Digest of the content of those units, in unit order."""
+        ...
+
+    def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
+        """Read and verify rows, in the order given.
+
+        Raises:
+            DataError: A row does not match its hash.
+        """
+        ...
