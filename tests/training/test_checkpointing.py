@@ -22,6 +22,7 @@ from vorox.core.atomic import MANIFEST_NAME, FileOperation, read_manifest
 from vorox.core.errors import CheckpointError
 from vorox.core.records import Batch, DataCursor, Progress
 from vorox.core.schema import CheckpointConfig
+from vorox.training.chain import ReplayChain
 from vorox.training.checkpointing import (
     Checkpointer,
     checkpoint_path,
@@ -34,6 +35,7 @@ from vorox.training.checkpointing import (
     steps_to_keep,
     verify,
 )
+from vorox.training.ledger import Ledger
 from vorox.training.schedule import Horizon
 
 CURSOR = DataCursor("plan", 3, 0, 0, 7)
@@ -49,6 +51,8 @@ class Run:
         self.losses: dict[int, float] = {}
         self.now = 0.0
         self.config = CheckpointConfig.model_validate(config)
+        chain = ReplayChain(directory, progress_at(0))
+        self.ledger = Ledger(chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_step=lambda *_: None)
         self.checkpointer = self.open()
 
     def open(self, saved_step: int | None = None) -> Checkpointer:
@@ -68,7 +72,7 @@ class Run:
 
     def save(self, step: int) -> Path:
         self.step()
-        return self.checkpointer.save(self.engine, progress_at(step))
+        return self.checkpointer.save(self.engine, progress_at(step), self.ledger)
 
     @property
     def steps(self) -> list[int]:
@@ -187,7 +191,7 @@ def test_nothing_goes_before_its_successor_reads_back(tmp_path: Path) -> None:
             (operation.path / "state.bin").write_bytes(b"other bits")
 
     with atomic.observe(bad_disk), pytest.raises(CheckpointError, match=r"state\.bin"):
-        run.checkpointer.save(run.engine, progress_at(20))
+        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
     assert verify(checkpoint_path(tmp_path, 10)).step == 10
 
 
@@ -339,7 +343,7 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
             raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
 
     with atomic.observe(no_room), pytest.raises(CheckpointError) as refused:
-        run.checkpointer.save(run.engine, progress_at(20))
+        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
     error = refused.value
     assert error.exit_code == 5
     needed_bytes = sum((checkpoint_path(tmp_path, 10) / name).stat().st_size for name in ("state.bin", "engine.json"))
@@ -348,7 +352,7 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
     assert error.saved == "training state up to step 10 is safe in step-00000010"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert verify(checkpoint_path(tmp_path, 10)).step == 10
-    assert run.checkpointer.save(run.engine, progress_at(20)).name == "step-00000020"
+    assert run.checkpointer.save(run.engine, progress_at(20), run.ledger).name == "step-00000020"
 
 
 def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
@@ -359,7 +363,7 @@ def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error", str(operation.path))
 
     with atomic.observe(broken), pytest.raises(CheckpointError, match="Input/output error") as refused:
-        run.checkpointer.save(run.engine, progress_at(20))
+        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
     assert "engine.json" in refused.value.where
     assert refused.value.saved == "nothing yet"
 

@@ -27,6 +27,7 @@ from vorox.core.errors import CheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.schema import CheckpointConfig
+from vorox.training.ledger import Ledger
 from vorox.training.schedule import Horizon
 
 DIRECTORY_NAME = "checkpoints"
@@ -244,13 +245,13 @@ class Checkpointer:
             or self._control.exists()
         )
 
-    def save(self, engine: Engine, progress: Progress, *, nonfinite_in_a_row: int = 0) -> Path:
+    def save(self, engine: Engine, progress: Progress, ledger: Ledger) -> Path:
         """Commit a checkpoint of this very moment, then let old ones go.
 
         Args:
             engine: Stands after step ``progress.step``.
-            progress: With the head of the replay chain, which is durable already.
-            nonfinite_in_a_row: See ``RunState``.
+            progress: With the head of the replay chain.
+            ledger: Settled up to this step; made durable first.
 
         Raises:
             CheckpointError: It could not be written; every older one is as it was.
@@ -263,11 +264,12 @@ class Checkpointer:
             aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
             self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
         try:
+            ledger.make_durable()
             with StagedDirectory(path) as directory:
                 engine.save(directory)
                 for name, data in sorted(self._companions.items()):
                     directory.write(name, data)
-                state = RunState(progress, self._horizon, nonfinite_in_a_row)
+                state = RunState(progress, self._horizon, ledger.nonfinite_in_a_row)
                 directory.write(STATE_NAME, atomic.pretty_json(state.to_json()))
                 directory.commit(self._metadata(engine, progress))
         except OSError as error:
@@ -277,6 +279,11 @@ class Checkpointer:
         self._retain(path)
         self.save_seconds += self._clock() - started
         return path
+
+    def safe(self) -> str:
+        """What is on disk by now, for people."""
+        step = max(step_directories(self._run_directory), default=None)
+        return "nothing yet" if step is None else f"training state up to step {step:,} is safe in step-{step:08d}"
 
     def _metadata(self, engine: Engine, progress: Progress) -> dict[str, Any]:
         losses = self._eval_losses.items()
@@ -309,8 +316,7 @@ class Checkpointer:
 
     def _failure(self, engine: Engine, step: int, error: OSError) -> CheckpointError:
         path = checkpoint_path(self._run_directory, step)
-        safe = max((known for known in step_directories(self._run_directory) if known != step), default=None)
-        saved = "nothing yet" if safe is None else f"training state up to step {safe:,} is safe in step-{safe:08d}"
+        saved = self.safe()
         if not atomic.is_disk_full(error):
             what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"
             return CheckpointError(what, where=str(error.filename or path), hint="repair and resume", saved=saved)

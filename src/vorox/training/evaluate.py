@@ -9,7 +9,7 @@ bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from vorox.core.errors import DataError
 from vorox.core.records import IGNORED_LABEL, Batch, Progress
 from vorox.core.schema import EvalConfig
 from vorox.training.history import StepHistory, read_history
+from vorox.training.stop import StopRequest
 
 EVALUATIONS_NAME = "evaluations.jsonl"
 
@@ -125,10 +126,13 @@ class Evaluations:
         at_end = self._config.at_end and progress.step >= self._total_steps
         return at_end or (every is not None and progress.step % every == 0)
 
-    def run(self, engine: Engine, progress: Progress) -> Evaluation:
-        """Validate this step and record the result."""
+    def run(self, engine: Engine, progress: Progress, stop: StopRequest) -> Evaluation | None:
+        """Validate this step and record the result; ``None`` if the run was asked to stop on the way."""
         assert self._batches is not None, "nothing is held out, so nothing is ever due"
-        found = evaluate(engine, self._batches(), self._token_byte_lengths)
+        try:
+            found = evaluate(engine, _until_stopped(self._batches(), stop), self._token_byte_lengths)
+        except _Stopped:
+            return None
         self.losses[progress.step] = found.loss
         self._history.append({"step": progress.step, **_finite(asdict(found))})
         self._history.flush()
@@ -140,6 +144,17 @@ class Evaluations:
         if progress.best_eval_loss is not None:
             known = [*known, progress.best_eval_loss]
         return replace(progress, best_eval_loss=min(known, default=None))
+
+
+class _Stopped(Exception):
+    """Leaves a validation that nobody waits for any more."""
+
+
+def _until_stopped(batches: Iterable[Batch], stop: StopRequest) -> Iterator[Batch]:
+    for batch in batches:
+        if stop.requested:
+            raise _Stopped
+        yield batch
 
 
 def _finite(record: dict[str, float | int | None]) -> dict[str, float | int | str | None]:

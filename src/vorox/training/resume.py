@@ -8,20 +8,19 @@ configuration that was changed on the way stays readable: ``configs/step-N.yaml`
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vorox.core import atomic
-from vorox.core.atomic import HashChainedLog
 from vorox.core.config import Difference, differences, dump_yaml, in_digest, load_config
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import DataCursor
 from vorox.core.schema import RunConfig
+from vorox.data.plan import Plan
 from vorox.training.checkpointing import (
     Checkpoint,
     RunState,
@@ -137,25 +136,18 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
     ]
 
 
-def check_plan(plan: Path, cursor: DataCursor, seed: int) -> None:
+def check_plan(plan: Plan, cursor: DataCursor) -> None:
     """The plan on disk must begin with the very events that the checkpoint was made under.
 
     Raises:
         CheckpointError: It was changed, cut or replaced.
     """
-    HashChainedLog(plan).read()  # the chain itself
-    lines = plan.read_bytes().splitlines(keepends=True) if plan.exists() else []
-    events = cursor.plan_events
-    head = hashlib.sha256(lines[events - 1]).hexdigest() if 0 < events <= len(lines) else ""
-    if head != cursor.plan_digest:
+    if plan.digest_at(cursor.plan_events) != cursor.plan_digest or plan.start.seed != cursor.seed:
         raise CheckpointError(
-            f"the checkpoint was made under another data plan ({cursor.plan_digest[:16]} after {events} events)",
-            where=str(plan),
+            f"the checkpoint was made under another data plan ({cursor.plan_digest[:16]} "
+            f"after {cursor.plan_events} events, seed {cursor.seed})",
+            where=str(plan.path),
             hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
-        )
-    if cursor.seed != seed:
-        raise ConfigError(
-            f"the data order of this run has seed {cursor.seed}, the configuration {seed}", where="run.seed"
         )
 
 

@@ -1,0 +1,96 @@
+"""What every finished step leaves behind: its link in the replay chain, and a count of steps that were not finite.
+
+In: steps as they are started. Out: the same steps, settled, one step later: the numbers of step N are fetched when
+step N+1 is under way, so the device never waits for the host. ``settle`` catches up; a checkpoint does it first, so
+the state it saves is one whose every step is in the chain, durably.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from vorox.core.errors import NumericalError
+from vorox.core.records import Batch, Progress, StepResult, StepValues
+from vorox.training.chain import ReplayChain
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that the device may still be busy with.
+
+    Attributes:
+        progress: The run after this step.
+        batch: What it trains on.
+        result: Its numbers, once fetched.
+        lr: Its learning rate.
+        weight_decay: Its weight decay.
+    """
+
+    progress: Progress
+    batch: Batch
+    result: StepResult
+    lr: float
+    weight_decay: float
+
+
+class Ledger:
+    """Settles steps one step late.
+
+    Args:
+        chain: Takes every step.
+        max_nonfinite_steps: Non-finite steps in a row that are skipped before the run stops.
+        nonfinite_in_a_row: Those that the checkpoint ended with.
+        on_step: Told about every settled step.
+    """
+
+    def __init__(
+        self,
+        chain: ReplayChain,
+        *,
+        max_nonfinite_steps: int,
+        nonfinite_in_a_row: int,
+        on_step: Callable[[StartedStep, StepValues], None],
+    ) -> None:
+        self._chain, self._on_step = chain, on_step
+        self._max_nonfinite_steps = max_nonfinite_steps
+        self._pending: StartedStep | None = None
+        self.nonfinite_in_a_row = nonfinite_in_a_row
+
+    def follow(self, step: StartedStep) -> None:
+        """Take note of a step that was started, and settle the one before.
+
+        Raises:
+            NumericalError: Too many steps in a row were not finite.
+        """
+        before, self._pending = self._pending, step
+        if before is not None:
+            self._settle(before)
+
+    def settle(self, progress: Progress) -> Progress:
+        """Catch up with the device; returns the progress with the head of the chain.
+
+        Raises:
+            NumericalError: Too many steps in a row were not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._settle(pending)
+        return replace(progress, chain=self._chain.head)
+
+    def make_durable(self) -> None:
+        """Everything settled is on disk after this; raises ``OSError`` if the disk is full or gone."""
+        self._chain.flush()
+
+    def _settle(self, step: StartedStep) -> None:
+        values = step.result.fetch()
+        self._chain.record(step.batch, values)
+        self._on_step(step, values)
+        self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
+        if self.nonfinite_in_a_row > self._max_nonfinite_steps:
+            raise NumericalError(
+                f"loss or gradient was not finite {self.nonfinite_in_a_row} times in a row "
+                f"(loss {values.loss}, gradient norm {values.grad_norm})",
+                where=f"step {step.progress.step:,}",
+                hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",
+            )

@@ -1,0 +1,84 @@
+"""The training loop: next batch, step, save, validate, until the end or until asked to stop.
+
+In: everything that a run is made of, and where it stands. Out: where it ended. The loop waits for the device only to
+save and to validate; the numbers of a step are settled while the next one runs. A checkpoint comes before the
+validation of the same step, because a validation may fail and a checkpoint is what must not be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vorox.core.engine import Engine
+from vorox.core.errors import Preempted
+from vorox.core.records import Batch, Progress
+from vorox.training.checkpointing import Checkpointer
+from vorox.training.evaluate import Evaluations
+from vorox.training.ledger import Ledger, StartedStep
+from vorox.training.observer import Observer
+from vorox.training.schedule import Schedule
+from vorox.training.stop import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run is made of while it runs."""
+
+    engine: Engine
+    batches: Iterator[Batch]
+    schedule: Schedule
+    ledger: Ledger
+    checkpointer: Checkpointer
+    evaluations: Evaluations
+    observer: Observer
+    stop: StopRequest
+
+
+def train(run: Run, progress: Progress) -> Progress:
+    """Train from ``progress`` to the end of the schedule.
+
+    Raises:
+        Preempted: A signal asked to stop; the state is saved.
+        NumericalError: Too many steps in a row were not finite.
+        CheckpointError: A checkpoint could not be written; older ones are as they were.
+        DataError: The next batch could not be read.
+    """
+    engine, schedule, stop = run.engine, run.schedule, run.stop
+    if run.evaluations.due(progress):  # a kill fell between a checkpoint and its validation
+        progress = _validate(run, progress)
+    while progress.step < schedule.total_steps and not stop.requested:
+        batch = next(run.batches)
+        lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
+        result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
+        progress = progress.after(batch, engine.data_shard)
+        run.ledger.follow(StartedStep(progress, batch, result, lr, weight_decay))
+        if run.checkpointer.due(progress):
+            progress = _save(run, progress)
+        if run.evaluations.due(progress) and not stop.requested:
+            progress = _validate(run, progress)
+    progress = run.ledger.settle(progress)
+    if stop.requested and (progress.step < schedule.total_steps or run.evaluations.due(progress)):
+        progress = _save(run, progress)
+        raise Preempted(
+            f"{stop.requested}: stopped after step {progress.step:,} of {schedule.total_steps:,}",
+            saved=run.checkpointer.safe(),
+            hint="run the same command again to go on",
+        )
+    return progress
+
+
+def _save(run: Run, progress: Progress) -> Progress:
+    progress = run.ledger.settle(progress)
+    with run.observer.saving(progress):
+        run.checkpointer.save(run.engine, progress, run.ledger)
+    return progress
+
+
+def _validate(run: Run, progress: Progress) -> Progress:
+    progress = run.ledger.settle(progress)
+    with run.observer.validating(progress) as report:
+        found = run.evaluations.run(run.engine, progress, run.stop)
+        if found is not None:
+            report(found, run.engine)
+    return run.evaluations.best(progress)
