@@ -1,0 +1,81 @@
+"""A cache without files: rows whose tokens and segments are a function of (name, row), for any number of rows.
+
+Written against ``data/records.py``'s ``RowReader``; shares no code with the cache or the loader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.data.cache.recipe import Recipe
+from vorox.data.documents import Unit
+from vorox.data.records import RowBlock
+
+
+class FakeRows:
+    """
+    Args:
+        name: Decides the content, with ``content``.
+        unit_rows: Rows of each unit.
+        max_segments: Segments of a row, at most; 1 gives full rows of one segment, and no padding.
+        content: Another value is a cache with other content.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        unit_rows: Sequence[int],
+        *,
+        row_tokens: int = 9,
+        vocab_size: int = 500,
+        max_segments: int = 3,
+        content: int = 0,
+        token_bytes: int = 2,
+    ) -> None:
+        self.name, self.content, self.row_tokens, self._max_segments = name, content, row_tokens, max_segments
+        self.recipe = Recipe("fake", vocab_size, 0, row_tokens, {"name": name}, {})
+        self.units = [Unit(number, ()) for number in range(len(unit_rows))]
+        starts = np.concatenate([[0], np.cumsum(unit_rows)]).astype(np.int64)
+        self.unit_row_starts: npt.NDArray[np.int64] = starts[:-1]
+        self._ends = starts[1:]
+        self.num_rows = int(starts[-1])
+        self._dtype = np.uint16 if token_bytes == 2 else np.uint32
+        self.reads = 0
+
+    def rows_in(self, unit_start: int, unit_end: int) -> int:
+        return int(self._ends[unit_end - 1] - self.unit_row_starts[unit_start]) if unit_end > unit_start else 0
+
+    def content_digest(self, unit_start: int, unit_end: int) -> str:
+        rows = self._ends[unit_start:unit_end] - self.unit_row_starts[unit_start:unit_end]
+        return hashlib.sha256(f"{self.name} {self.content} {unit_start}".encode() + rows.tobytes()).hexdigest()
+
+    def tokens(self, row: int) -> list[int]:
+        seed = int.from_bytes(hashlib.sha256(f"{self.name} {self.content}".encode()).digest()[:4], "little")
+        values = seed + row * 7919 + np.arange(self.row_tokens, dtype=np.int64) ** 2 * 31
+        return (values % self.recipe.vocab_size).tolist()
+
+    def segments(self, row: int) -> list[int]:
+        """Lengths; what they leave of the row is padding. Every fifth row is padded, every seventh is one segment."""
+        if self._max_segments == 1 or row % 7 == 0:
+            return [self.row_tokens]
+        generator = np.random.Generator(np.random.Philox(key=row + 1))
+        real = self.row_tokens - (int(generator.integers(1, self.row_tokens)) if row % 5 == 0 else 0)
+        count = int(generator.integers(1, min(self._max_segments, real) + 1))
+        cuts = np.sort(generator.choice(np.arange(1, real), count - 1, replace=False)) if count > 1 else []
+        return np.diff([0, *cuts, real]).tolist()
+
+    def read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
+        self.reads += 1
+        assert rows.size == 0 or 0 <= rows.min() <= rows.max() < self.num_rows
+        segments = [self.segments(int(row)) for row in rows]
+        lengths = np.array([length for row in segments for length in row], np.int32)
+        return RowBlock(
+            tokens_NC=np.array([self.tokens(int(row)) for row in rows], self._dtype).reshape(-1, self.row_tokens),
+            row_ptr=np.cumsum([0, *(len(row) for row in segments)]).astype(np.int64),
+            segment_lengths=lengths,
+            segment_document_offsets=np.zeros_like(lengths),
+        )
