@@ -1,0 +1,103 @@
+"""Where metrics go: ``metrics.jsonl`` always, TensorBoard event files if asked for.
+
+A sink takes the values of one step and may raise anything; ``tracking.Tracker`` sees to it that nothing of that
+reaches the training. Sinks take part in no decision and are read by nobody during the run.
+
+``metrics.jsonl`` has a line ``{"step", "attempt", "time", "values"}`` per call, and before the first one of a resumed
+attempt a line ``{"attempt", "resume_step"}``: what earlier attempts said of later steps is void.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from vorox.core.errors import ConfigError
+from vorox.core.json_lines import LineFile, encode
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    """Takes measured values. ``name`` is for messages."""
+
+    @property
+    def name(self) -> str: ...
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Values of one step. May raise; the values are then lost to this sink unless it keeps them itself."""
+        ...
+
+    def flush(self) -> None:
+        """Hand over what is buffered."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go. Called once."""
+        ...
+
+
+class JsonLinesSink:
+    """Writes ``metrics.jsonl``. Lines that cannot be written wait and go with later ones."""
+
+    name = METRICS_NAME
+
+    def __init__(self, run_directory: Path, *, attempt: int, resume_step: int) -> None:
+        self._file = LineFile(run_directory / METRICS_NAME)
+        self._attempt = attempt
+        self._opening: dict[str, Any] | None = None
+        if attempt > 1 or resume_step > 0 or self._file.path.exists():
+            self._opening = {"attempt": attempt, "resume_step": resume_step}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        error: OSError | None = None
+        if self._opening is not None:
+            error, self._opening = self._file.append(encode(self._opening)), None
+        record = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3), "values": values}
+        error = self._file.append(encode(record)) or error
+        if error is not None:
+            raise error
+
+    def flush(self) -> None:
+        error = self._file.flush(sync=True)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        self.flush()
+
+
+class TensorBoardSink:
+    """Writes event files into ``<run>/tensorboard``, without TensorFlow or PyTorch."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_directory: Path, *, resume_step: int) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"log.tensorboard=true needs the tensorboard package ({error})",
+                where="log.tensorboard",
+                hint='pip install "vorox[tensorboard]"',
+            ) from error
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(run_directory / "tensorboard"))
+        if resume_step:
+            # Tells TensorBoard to forget what an earlier attempt wrote about later steps.
+            session = SessionLog(status=SessionLog.SessionStatus.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=session))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        entries = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=entries)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

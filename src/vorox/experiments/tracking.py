@@ -1,0 +1,141 @@
+"""The tracker: measured values in, every sink out; and reading them back.
+
+``observe`` collects values of steps in between, ``log`` writes one step: what was observed since, reduced as the
+registry says, and the values given. Names must be registered. A sink that fails is reported once and never stops the
+training; the others go on. ``read_metrics`` returns what counts: torn lines are skipped, and where several attempts
+speak of a step, the later one is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.json_lines import as_number, read_lines
+from vorox.core.log import RunLog
+from vorox.core.schema import LogConfig
+from vorox.experiments.metrics import metric, reduce
+from vorox.experiments.sinks import METRICS_NAME, JsonLinesSink, Sink, TensorBoardSink
+
+
+class Tracker:
+    """Fans measured values out to sinks.
+
+    Args:
+        sinks: Where they go; none in processes that do not write.
+        log: Told once about each sink that fails.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], log: RunLog) -> None:
+        self._sinks = tuple(sinks)
+        self._log = log
+        self._observed: dict[str, list[float]] = {}
+        self._failures: dict[str, int] = {}
+
+    @classmethod
+    def open(
+        cls,
+        run_directory: Path,
+        config: LogConfig,
+        *,
+        attempt: int = 1,
+        resume_step: int = 0,
+        distributed: DistributedContext | None = None,
+        log: RunLog | None = None,
+    ) -> Tracker:
+        """The tracker of this process of a run.
+
+        Args:
+            run_directory: Where ``metrics.jsonl`` goes.
+            config: Which sinks.
+            attempt: Number of the attempt (``RunContext.attempt``).
+            resume_step: Steps finished when this attempt began; values of later steps by earlier attempts are void.
+            distributed: Only the first process writes.
+            log: Where trouble is reported; the terminal if not given.
+
+        Raises:
+            ConfigError: A sink was asked for whose package is not installed.
+        """
+        sinks: list[Sink] = []
+        if (distributed or DistributedContext()).is_main:
+            sinks.append(JsonLinesSink(run_directory, attempt=attempt, resume_step=resume_step))
+            if config.tensorboard:
+                sinks.append(TensorBoardSink(run_directory, resume_step=resume_step))
+        return cls(sinks, log or RunLog(None))
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Keep the values of a step for the next ``log``.
+
+        Raises:
+            ConfigError: A name is not registered.
+        """
+        for name, value in values.items():
+            metric(name)
+            self._observed.setdefault(name, []).append(float(value))
+
+    def log(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Write the values of a step, given ones before observed ones, and return what was written.
+
+        Args:
+            step: Steps finished.
+            values: By registered name.
+
+        Raises:
+            ConfigError: A name is not registered.
+        """
+        for name in values:
+            metric(name)
+        written = {name: reduce(name, observed) for name, observed in self._observed.items()}
+        written.update((name, float(value)) for name, value in values.items())
+        self._observed = {}
+        if written:
+            for sink in self._sinks:
+                self._try(sink, lambda sink=sink: sink.write(step, written))
+        return written
+
+    def flush(self) -> None:
+        """Make what was logged durable, before a checkpoint that speaks of the same steps."""
+        for sink in self._sinks:
+            self._try(sink, sink.flush)
+
+    def close(self) -> None:
+        """Close every sink and say what a failing one has lost."""
+        for sink in self._sinks:
+            self._try(sink, sink.close)
+        for name, count in self._failures.items():
+            if count > 1:
+                self._log.event("sink_failures", f"{name} failed {count} times in all", level="warning", sink=name)
+        self._sinks, self._failures = (), {}
+
+    def _try(self, sink: Sink, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a sink does wrong, the training goes on
+            count = self._failures[sink.name] = self._failures.get(sink.name, 0) + 1
+            if count == 1:
+                text = f"{sink.name} fails ({type(error).__name__}: {error}); training goes on, this is said once"
+                self._log.event("sink_failed", text, level="warning", sink=sink.name)
+
+
+def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
+    """All values that count, by step and name, steps ascending. A run without metrics has none."""
+    steps: dict[int, dict[str, tuple[int, float]]] = {}
+    for record in read_lines(run_directory / METRICS_NAME):
+        attempt = record.get("attempt")
+        if type(attempt) is not int:
+            continue
+        resume_step, step, values = record.get("resume_step"), record.get("step"), record.get("values")
+        if type(resume_step) is int:
+            steps = {known: kept for known, kept in steps.items() if known <= resume_step}
+        elif type(step) is int and isinstance(values, dict):
+            _merge(steps.setdefault(step, {}), attempt, values)
+    return {step: {name: value for name, (_, value) in steps[step].items()} for step in sorted(steps)}
+
+
+def _merge(known: dict[str, tuple[int, float]], attempt: int, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        number = as_number(value)
+        if number is not None and attempt >= known.get(name, (0, 0.0))[0]:
+            known[name] = (attempt, number)
