@@ -1,0 +1,230 @@
+"""How fast a run is and where its time goes, each number with one definition.
+
+In: the tokens of every step, how long the loop waited for data, and pauses for saves and validation. Out: a ``Reading``
+per window and for the whole process. The clock starts with the end of the first step, so compilation and warm-up are
+in no number.
+
+    training seconds   = wall seconds - save seconds - eval seconds
+    tokens_per_second  = positions processed / training seconds
+    time fractions     = compute + data + save + eval = 1, of wall seconds
+    mfu_fraction       = tokens_per_second x FLOPs per token / data-sheet peak
+    ceiling_fraction   = tokens_per_second x FLOPs per token / measured matmul rate
+
+A speed that the hardware cannot have is never shown: ``check_possible`` refuses it, and a ``Reading`` leaves it out and
+says which number was impossible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vorox.core.errors import NumericalError
+
+CEILING_TOLERANCE = 1.15
+"""How far above the measured matmul rate a speed may be: clocks and neighbours differ between two measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a speed is held against.
+
+    Attributes:
+        flops_per_token: Of a training step by the usual convention (6N + 12LDT); what MFU is made of.
+        least_flops_per_token: What no implementation gets around (masked attention skipped). ``None``: the same.
+        peak_flops_per_second: Data-sheet peak of all devices of the run in this arithmetic.
+        ceiling_flops_per_second: Measured matmul rate for the shapes of the model (``runtime.ceiling``).
+    """
+
+    flops_per_token: float | None = None
+    least_flops_per_token: float | None = None
+    peak_flops_per_second: float | None = None
+    ceiling_flops_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Speed and use of time over one window. What is unknown or impossible is ``None``.
+
+    Attributes:
+        num_steps: Steps in the window.
+        num_tokens: Positions that they processed.
+        seconds: Wall seconds by use: compute, data, save, eval.
+        tokens_per_second: See the module.
+        model_flops_per_second: ``tokens_per_second`` x FLOPs per token.
+        mfu_fraction: Of the data-sheet peak.
+        ceiling_fraction: Of the measured matmul rate.
+        impossible: Why a number is missing, if one was refused.
+    """
+
+    num_steps: int
+    num_tokens: int
+    seconds: Mapping[str, float]
+    tokens_per_second: float | None = None
+    model_flops_per_second: float | None = None
+    mfu_fraction: float | None = None
+    ceiling_fraction: float | None = None
+    impossible: str = ""
+
+    @property
+    def training_seconds(self) -> float:
+        return self.seconds["compute"] + self.seconds["data"]
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.training_seconds / self.num_steps if self.num_steps else None
+
+    @property
+    def time_fractions(self) -> dict[str, float]:
+        """Share of the wall seconds by use; empty when no time has passed."""
+        total = sum(self.seconds.values())
+        return {use: spent / total for use, spent in self.seconds.items()} if total > 0 else {}
+
+    def metrics(self) -> dict[str, float]:
+        """The known numbers by registered name."""
+        values: dict[str, float | None] = {
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "data_wait_seconds": self.seconds["data"] / self.num_steps if self.num_steps else None,
+            "data_wait_fraction": self.seconds["data"] / self.training_seconds if self.training_seconds > 0 else None,
+            "model_flops_per_second": self.model_flops_per_second,
+            "mfu_fraction": self.mfu_fraction,
+            "ceiling_fraction": self.ceiling_fraction,
+            **{f"time/{use}_fraction": fraction for use, fraction in self.time_fractions.items()},
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(slots=True)
+class _Window:
+    """Sums since some moment."""
+
+    started_at: float
+    waited_before: float
+    num_steps: int = 0
+    num_tokens: int = 0
+    paused: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0})
+
+
+class Throughput:
+    """The meter of one process.
+
+    Args:
+        limits: What the speed is held against.
+        clock: Seconds that only rise.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.limits = limits or Limits()
+        self._clock = clock
+        self._window: _Window | None = None
+        self._whole: _Window | None = None
+        self._waited = 0.0
+
+    def count(self, num_tokens: int, *, waited_seconds: float) -> None:
+        """Take note of a step, at the same point of every step. The first one only starts the clock.
+
+        Args:
+            num_tokens: Positions of the step, over all processes.
+            waited_seconds: How long the loop has waited for data in all so far (``BatchStream.wait_seconds``).
+        """
+        self._waited = waited_seconds
+        if self._window is None or self._whole is None:
+            now = self._clock()
+            self._window, self._whole = _Window(now, waited_seconds), _Window(now, waited_seconds)
+            return
+        for window in (self._window, self._whole):
+            window.num_steps += 1
+            window.num_tokens += num_tokens
+
+    @contextlib.contextmanager
+    def pause(self, use: Literal["save", "eval"]) -> Generator[None]:
+        """Count the time inside as saving or validating, not as training. Does not nest."""
+        started_at = self._clock()
+        try:
+            yield
+        finally:
+            spent = self._clock() - started_at
+            for window in (self._window, self._whole):
+                if window is not None:
+                    window.paused[use] += spent
+
+    def read(self) -> Reading:
+        """The window since the last ``read``; begins the next one."""
+        window = self._window
+        if window is None:
+            return Reading(0, 0, {"compute": 0.0, "data": 0.0, "save": 0.0, "eval": 0.0})
+        now = self._clock()
+        self._window = _Window(now, self._waited)
+        return self._reading(window, now)
+
+    def total(self) -> Reading:
+        """Everything since the end of the first step."""
+        whole = self._whole
+        if whole is None:
+            return self.read()
+        return self._reading(whole, self._clock())
+
+    def _reading(self, window: _Window, now: float) -> Reading:
+        training = max(0.0, now - window.started_at - sum(window.paused.values()))
+        waited = min(training, max(0.0, self._waited - window.waited_before))
+        seconds = {"compute": training - waited, "data": waited, **window.paused}
+        reading = Reading(window.num_steps, window.num_tokens, seconds)
+        if not window.num_steps or training <= 0:
+            return reading
+        return _with_rates(reading, window.num_tokens / training, self.limits)
+
+
+def _with_rates(reading: Reading, tokens_per_second: float, limits: Limits) -> Reading:
+    base = (reading.num_steps, reading.num_tokens, reading.seconds)
+    try:
+        check_possible(tokens_per_second, limits)
+    except NumericalError as error:
+        return Reading(*base, impossible=error.what)
+    if limits.flops_per_token is None:
+        return Reading(*base, tokens_per_second=tokens_per_second)
+    rate = tokens_per_second * limits.flops_per_token
+    peak, ceiling = limits.peak_flops_per_second, limits.ceiling_flops_per_second
+    mfu = rate / peak if peak else None
+    of_ceiling = rate / ceiling if ceiling else None
+    impossible = ""
+    if (mfu or 0) > 1 or (of_ceiling or 0) > CEILING_TOLERANCE:
+        impossible = (
+            f"MFU is not shown: the convention 6N + 12LDT counts attention that is masked, and comes to "
+            f"{rate / 1e12:,.3g} TFLOP/s, more than the hardware has"
+        )
+        rate = mfu = of_ceiling = None
+    return Reading(*base, tokens_per_second, rate, mfu, of_ceiling, impossible)
+
+
+def check_possible(tokens_per_second: float, limits: Limits) -> None:
+    """Refuse a speed that the hardware cannot have.
+
+    Raises:
+        NumericalError: It is above the data-sheet peak, or well above the measured matmul rate.
+    """
+    flops = limits.least_flops_per_token or limits.flops_per_token
+    if flops is None:
+        return
+    rate = tokens_per_second * flops
+    bounds = (
+        ("the data-sheet peak", limits.peak_flops_per_second, 1.0),
+        ("the measured matmul rate", limits.ceiling_flops_per_second, CEILING_TOLERANCE),
+    )
+    for name, bound, tolerance in bounds:
+        if bound is not None and rate > bound * tolerance:
+            raise NumericalError(
+                f"{tokens_per_second:,.0f} tokens/s is impossible: at {flops / 1e9:,.4g} GFLOP per token it is "
+                f"{rate / 1e12:,.4g} TFLOP/s, {rate / bound:.1%} of {name} ({bound / 1e12:,.4g} TFLOP/s)",
+                where="runtime/throughput.py",
+                hint="the number of tokens, the clock, the FLOPs per token or the bound is wrong; nothing was printed",
+            )
+
+
+def eta_seconds(reading: Reading, steps_left: int) -> float | None:
+    """Time left at the pace of a reading, with its share of saves and validation."""
+    total = sum(reading.seconds.values())
+    return total / reading.num_steps * steps_left if reading.num_steps and total > 0 else None
