@@ -20,7 +20,7 @@ from typing import Any, cast
 from vorox.core.atomic import canonical_json
 from vorox.core.config_tree import ConfigTree, Problem, document_assignments
 from vorox.core.errors import ConfigError
-from vorox.core.fields import find_field, nearest, wildcard
+from vorox.core.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.overrides import Assignment, parse_override
 from vorox.core.presets import model_presets, run_presets
 from vorox.core.schema import RunConfig
@@ -263,6 +263,8 @@ def json_schema() -> dict[str, Any]:
     for definition in [schema, *cast("Mapping[str, dict[str, Any]]", schema.get("$defs", {})).values()]:
         if definition.get("title") != "SourceConfig":
             definition.pop("required", None)
+        for entry in cast("Mapping[str, dict[str, Any]]", definition.get("properties", {})).values():
+            entry["description"] = in_yaml_words(str(entry.get("description", "")))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Vorox run configuration"
     properties = cast("dict[str, Any]", schema["properties"])

@@ -126,6 +126,11 @@ def admits(annotation: Any, kind: type) -> bool:
     return kind in _members(annotation)
 
 
+def in_yaml_words(description: str) -> str:
+    """A description as the writer of a YAML file reads it."""
+    return description.replace("None:", "null:")
+
+
 def _walk(section: type[Section], prefix: str) -> Iterator[SchemaField]:
     for name, info in section.model_fields.items():
         key = f"{prefix}{name}"
@@ -162,7 +167,7 @@ def _describe(key: str, info: FieldInfo, is_section: bool) -> SchemaField:
         key=key,
         annotation=info.annotation,
         default=default,
-        description=info.description or "",
+        description=in_yaml_words(info.description or ""),
         type_name=" or ".join(_type_name(member) for member in _members(info.annotation)),
         accepted=_accepted(info),
         choices=choices,
