@@ -1,0 +1,32 @@
+"""Memory numbers are those of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vorox.experiments.metrics import metric
+from vorox.runtime.memory import HostMemory
+
+
+def test_memory_grows_by_what_is_taken() -> None:
+    memory = HostMemory()
+    before = memory.read()
+    block = np.ones(8 << 20)  # 64 MiB, touched
+    after = memory.read()
+    assert after["memory/host_bytes"] - before["memory/host_bytes"] == pytest.approx(block.nbytes, rel=0.2)
+    assert after["memory/host_peak_bytes"] >= after["memory/host_bytes"] * 0.9
+    assert after["memory/host_available_bytes"] > 0
+    for name in after:
+        assert metric(name).unit == "bytes"
+
+
+def test_resident_memory_is_what_the_kernel_says() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("no /proc")
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    kernel_bytes = int(lines["VmRSS"].split()[0]) * 1024
+    assert HostMemory().read()["memory/host_bytes"] == pytest.approx(kernel_bytes, rel=0.1)

@@ -1,0 +1,215 @@
+"""Speed and time by hand-made clocks, and numbers that physics forbids."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vorox.core.errors import NumericalError
+from vorox.experiments.metrics import metric
+from vorox.runtime.throughput import Limits, Reading, Throughput, check_possible, eta_seconds
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_window_by_hand() -> None:
+    clock = Clock()
+    meter = Throughput(Limits(flops_per_token=1e6, peak_flops_per_second=4e9), clock=clock)
+    clock.now += 60  # compiling
+    meter.count(1000, waited_seconds=5.0)  # the first step only starts the clock
+    waited = 5.0
+    for _ in range(10):
+        clock.now += 2.0
+        waited += 0.5
+        meter.count(1000, waited_seconds=waited)
+    with meter.pause("save"):
+        clock.now += 3.0
+    with meter.pause("eval"):
+        clock.now += 7.0
+    reading = meter.read()
+    assert reading.num_steps == 10
+    assert reading.num_tokens == 10_000
+    assert reading.seconds == {"compute": 15.0, "data": 5.0, "save": 3.0, "eval": 7.0}
+    assert reading.tokens_per_second == 500.0
+    assert reading.step_seconds == 2.0
+    assert reading.model_flops_per_second == 5e8
+    assert reading.mfu_fraction == 0.125
+    assert reading.ceiling_fraction is None
+    assert reading.time_fractions == {"compute": 0.5, "data": 5 / 30, "save": 0.1, "eval": 7 / 30}
+    assert reading.metrics()["data_wait_fraction"] == 0.25
+    assert reading.metrics()["data_wait_seconds"] == 0.5
+    assert reading.impossible == ""
+
+
+def test_windows_are_separate_and_the_total_is_all_of_them() -> None:
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    meter.count(100, waited_seconds=0.0)
+    speeds = []
+    for seconds in (1.0, 2.0, 4.0):
+        clock.now += seconds
+        meter.count(100, waited_seconds=0.0)
+        with meter.pause("save"):
+            clock.now += 1.0
+        speeds.append(meter.read().tokens_per_second)
+    assert speeds == [100.0, 50.0, 25.0]
+    total = meter.total()
+    assert total.tokens_per_second == 300 / 7
+    assert total.seconds["save"] == 3.0
+    assert meter.read().tokens_per_second is None, "no step, no speed"
+
+
+def test_before_the_first_step_nothing_is_known() -> None:
+    meter = Throughput(clock=Clock())
+    with meter.pause("eval"):
+        pass
+    assert meter.read().tokens_per_second is None
+    assert meter.total().metrics() == {}
+    assert eta_seconds(meter.read(), 10) is None
+
+
+def test_waiting_is_never_more_than_the_time_that_passed() -> None:
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    meter.count(1, waited_seconds=0.0)
+    clock.now += 1.0
+    meter.count(1, waited_seconds=5.0)
+    assert meter.read().seconds == {"compute": 0.0, "data": 1.0, "save": 0.0, "eval": 0.0}
+
+
+def test_a_failing_save_is_counted_too() -> None:
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    meter.count(1, waited_seconds=0.0)
+
+    def save() -> None:
+        with meter.pause("save"):
+            clock.now += 2.0
+            raise OSError
+
+    with pytest.raises(OSError):
+        save()
+    assert meter.total().seconds["save"] == 2.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["step", "save", "eval", "read"]), st.floats(0, 1e4, allow_nan=False), st.floats(0, 1e4)
+        ),
+        max_size=30,
+    )
+)
+def test_fractions_always_sum_to_one(events: list[tuple[str, float, float]]) -> None:
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    waited = 0.0
+    for kind, seconds, wait in events:
+        if kind == "step":
+            clock.now += seconds
+            waited += wait
+            meter.count(7, waited_seconds=waited)
+        elif kind == "read":
+            meter.read()
+        else:
+            with meter.pause("save" if kind == "save" else "eval"):
+                clock.now += seconds
+    for reading in (meter.total(), meter.read()):
+        fractions = reading.time_fractions
+        if fractions:
+            assert sum(fractions.values()) == pytest.approx(1.0)
+            assert all(0 <= fraction <= 1 + 1e-9 for fraction in fractions.values())
+
+
+def test_every_number_is_registered() -> None:
+    clock = Clock()
+    meter = Throughput(Limits(1e6, None, 1e12, 1e12), clock=clock)
+    meter.count(1, waited_seconds=0.0)
+    clock.now += 1.0
+    meter.count(1, waited_seconds=0.0)
+    names = meter.read().metrics()
+    assert {"tokens_per_second", "mfu_fraction", "ceiling_fraction", "time/compute_fraction"} <= set(names)
+    for name in names:
+        metric(name)
+
+
+# The claim of a published table: 415M parameters, 24 layers x 1536, T=512, 106,212 tokens/s on an RTX 4090 (165.2
+# TFLOP/s dense bf16). 6 x 415e6 + 12 x 24 x 1536 x 512 = 2.7165 GFLOP per token -> 288.5 TFLOP/s = 174.7 %.
+CLAIM_FLOPS = 6 * 415e6 + 12 * 24 * 1536 * 512
+
+
+def test_the_impossible_claim_is_refused_with_its_numbers() -> None:
+    with pytest.raises(NumericalError) as caught:
+        check_possible(106_212, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+    for number in ("106,212 tokens/s is impossible", "288.5 TFLOP/s", "174.7% of the data-sheet peak", "165.2 TFLOP/s"):
+        assert number in caught.value.what
+    assert caught.value.exit_code == 7
+
+
+def test_the_honest_speed_of_that_card_is_not() -> None:
+    check_possible(36_500, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+
+
+@pytest.mark.parametrize(
+    ("rate", "limits", "refused"),
+    [
+        (1.0, Limits(10, peak_flops_per_second=10), False),
+        (1.0001, Limits(10, peak_flops_per_second=10), True),
+        (1.15, Limits(10, ceiling_flops_per_second=10), False),
+        (1.16, Limits(10, ceiling_flops_per_second=10), True),
+        (1.16, Limits(10, least_flops_per_token=8, ceiling_flops_per_second=10), False),
+        (1e30, Limits(peak_flops_per_second=10), False),
+        (1e30, Limits(10), False),
+    ],
+)
+def test_bounds(rate: float, limits: Limits, refused: bool) -> None:
+    if refused:
+        with pytest.raises(NumericalError, match="impossible"):
+            check_possible(rate, limits)
+    else:
+        check_possible(rate, limits)
+
+
+def read_at(tokens_per_second: float, limits: Limits) -> Reading:
+    clock = Clock()
+    meter = Throughput(limits, clock=clock)
+    meter.count(0, waited_seconds=0.0)
+    clock.now += 1.0
+    meter.count(int(tokens_per_second), waited_seconds=0.0)
+    return meter.read()
+
+
+def test_an_impossible_speed_is_not_shown() -> None:
+    reading = read_at(106_212, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+    assert reading.tokens_per_second is None
+    assert reading.mfu_fraction is None
+    assert "106,212 tokens/s is impossible" in reading.impossible
+    assert "tokens_per_second" not in reading.metrics()
+    assert reading.step_seconds == 1.0, "what is no claim about the hardware stays"
+
+
+def test_a_convention_that_counts_masked_attention_hides_mfu_but_not_the_speed() -> None:
+    reading = read_at(100, Limits(10e9, least_flops_per_token=6e9, peak_flops_per_second=0.9e12))
+    assert reading.tokens_per_second == 100
+    assert reading.mfu_fraction is None
+    assert reading.model_flops_per_second is None
+    assert "MFU is not shown" in reading.impossible
+
+
+def test_eta_includes_pauses() -> None:
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    meter.count(1, waited_seconds=0.0)
+    for _ in range(10):
+        clock.now += 1.0
+        meter.count(1, waited_seconds=0.0)
+    with meter.pause("save"):
+        clock.now += 5.0
+    assert eta_seconds(meter.total(), 100) == 150.0
