@@ -75,6 +75,12 @@ def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None
     assert generation_config(end_of_text_id=None) == {}
 
 
+def test_the_rotary_base_is_written_for_old_and_new_readers() -> None:
+    config = huggingface_config(spec_of(spec_from_huggingface(QWEN3_HUB)), end_of_text_id=0)
+    assert config["rope_theta"] == 1e6
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+
+
 def test_rotary_base_is_found_wherever_it_is_kept() -> None:
     base = {key: value for key, value in LLAMA_3_8B_HUB.items() if not key.startswith("rope")}
     plain = {"rope_type": "default", "rope_theta": 123.0}

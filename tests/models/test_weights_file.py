@@ -251,6 +251,24 @@ def test_header_bounds(tmp_path: Path) -> None:
         WeightsFile(tmp_path)
 
 
+def test_a_header_beyond_the_official_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(written({"a": np.ones(2, np.float32)}))
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    monkeypatch.setattr(weights_file, "HEADER_LIMIT_BYTES", length)
+    WeightsFile(path)
+    monkeypatch.setattr(weights_file, "HEADER_LIMIT_BYTES", length - 1)
+    with pytest.raises(CheckpointError, match="claims"):
+        WeightsFile(path)
+
+
+def test_a_boolean_is_true_or_false(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(written({"a": np.ones(2, bool)})[:-1] + b"\x02")
+    with pytest.raises(CheckpointError, match="neither true nor false"):
+        WeightsFile(path).read("a")
+
+
 def test_a_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(written({"a": np.ones(100, np.float32)}))

@@ -134,7 +134,8 @@ def test_twice_is_once_and_anything_else_is_refused(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
     assert export(run, target).existed
     assert before == {path: path.stat().st_mtime_ns for path in target.iterdir()}
-    for source, dtype in [(checkpoint_path(run, 10), "fp32"), (run, "bf16")]:
+    other = make_run(tmp_path / "other", spec_of(LLAMA | {"norm_eps": 1e-3}), steps=[20])
+    for source, dtype in [(checkpoint_path(run, 10), "fp32"), (run, "bf16"), (other, "fp32")]:
         with pytest.raises(ConfigError, match="something other than this export") as caught:
             export(source, target, dtype=dtype)
         assert str(target) in caught.value.where
@@ -177,10 +178,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
             export(source, tmp_path / "hf")
     run = make_run(tmp_path / "run", spec_of(LLAMA))
     path = checkpoint_path(run, 10) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
         export(run, tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="bytes"):
+    with pytest.raises(CheckpointError, match="does not match the hash"):
         export(checkpoint_path(run, 10), tmp_path / "hf")
 
 
@@ -289,9 +291,28 @@ def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
             return super().logits(tokens_BT) * np.float32(np.nan)
 
     infinite: Any = Infinite(spec)
-    with pytest.raises(CheckpointError):
-        export(run, tmp_path / "hf", engine=infinite)
+    with pytest.raises(CheckpointError, match="differ from the engine's by nan"):
+        export(run, tmp_path / "hf", dtype="bf16", engine=infinite)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+@pytest.mark.parametrize("outcome", ["unused tensor", "refusal"])
+def test_what_transformers_says_while_loading_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def load(*arguments: object, **keywords: object) -> Any:
+        if outcome == "refusal":
+            raise ValueError("I do not like this")
+        return None, {"missing_keys": set(), "unexpected_keys": {"model.extra.weight"}}
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    spec = spec_of(LLAMA)
+    with pytest.raises(CheckpointError, match=r"model\.extra\.weight|I do not like this"):
+        export(make_run(tmp_path / "run", spec), tmp_path / "hf", engine=engine_of(spec))
 
 
 def recommit(run: Path, name: str, old: bytes, new: bytes) -> None:
