@@ -319,6 +319,20 @@ def test_what_follows_from_a_wrong_value_is_not_reported_too(small: str) -> None
     assert "problems" not in refusal(small, "schedule.name=cosin", "schedule.decay_fraction=0.3")
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.sources.0.paths=[postgresql://alice:CANARY@db/x]",
+        "tokenizer.kind=file tokenizer.path=https://alice:CANARY@host/tokenizer.json",
+        "run.directory=https://alice:CANARY@host/runs",
+        "data.dsn=postgresql://alice:CANARY@db/x",
+        "optimizer.lr=postgresql://alice:CANARY@db/x",
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(small: str, override: str) -> None:
+    assert "CANARY" not in refusal(small, *override.split())
+
+
 def test_files_that_cannot_be_used(small: str) -> None:
     Path("latin.yaml").write_bytes(b"a: \xff\n")
     Path("folder.yaml").mkdir()

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from vorox.core.conditions import EXCLUSIVE
 from vorox.core.config_tree import Problem
+from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
 
 LENGTHS, WARM_UPS = EXCLUSIVE
@@ -83,6 +84,24 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
             exact_weight(source.weight)
         except ValueError as error:
             yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
+
+
+def _secrets(config: RunConfig) -> Iterator[Problem]:
+    """A configuration is copied into every run directory and checkpoint, so it must not hold credentials."""
+    places: dict[str, tuple[str, ...]] = {
+        "tokenizer.path": (config.tokenizer.path or "",),
+        "data.cache.directory": (config.data.cache.directory or "",),
+        "run.directory": (config.run.directory,),
+        "run.name": (config.run.name or "",),
+    }
+    places |= {f"data.sources.{index}.paths": source.paths for index, source in enumerate(config.data.sources)}
+    for key, texts in places.items():
+        if any(redact(text) != text for text in texts):
+            yield Problem(
+                f"{key} holds a password or token, which would be copied into every run directory; "
+                "give credentials by the means of the storage (environment or its own file)",
+                keys=(key,),
+            )
 
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
@@ -176,4 +195,5 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _batch,
     _evaluation,
     _checkpoints,
+    _secrets,
 )

@@ -23,6 +23,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.overrides import Assignment, parse_override
 from vorox.core.presets import model_presets, run_presets
+from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
 from vorox.core.validation import validate
 from vorox.core.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
@@ -112,9 +113,9 @@ def resolve_config(source: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 def _refusal(problems: list[Problem], name: str) -> ConfigError:
     if len(problems) == 1:
-        return ConfigError(problems[0].what, where=problems[0].origin)
+        return ConfigError(redact(problems[0].what), where=redact(problems[0].origin))
     lines = [
-        f"  {number}. {problem.what}" + (f" [{problem.origin}]" if problem.origin else "")
+        redact(f"  {number}. {problem.what}" + (f" [{problem.origin}]" if problem.origin else ""))
         for number, problem in enumerate(problems, 1)
     ]
     return ConfigError(f"{len(problems)} problems in {name}:\n" + "\n".join(lines))
