@@ -105,6 +105,7 @@ class TestListing:
         files: dict[str, str | bytes] = {f"{n}.txt": f"text {n}\n" for n in range(40)}
         one, two = write(tmp_path / "one", files), write(tmp_path / "deep" / "two", files)
         assert list_source(source(one)).places == list_source(source(two)).places
+        assert list_source(source(one)).digest == list_source(source(two)).digest
         texts = [
             [r.text for r in records(list_source(source(p)), "validation", rule("file", 0.3), 100)] for p in (one, two)
         ]  # type: ignore[union-attr]
@@ -145,8 +146,8 @@ class TestListing:
     )
     def test_contradictions_are_refused(self, config: dict[str, Any], where: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            list_source(SourceConfig.model_validate({"name": "s", **config}), key="data.sources[3]")
-        assert caught.value.where == f"data.sources[3].{where}"
+            list_source(SourceConfig.model_validate({"name": "s", **config}), key="data.sources.3")
+        assert caught.value.where == f"data.sources.3.{where}"
         assert caught.value.hint
 
     def test_empty_corpus_is_refused_with_its_place(self, tmp_path: Path) -> None:
@@ -156,8 +157,8 @@ class TestListing:
         assert caught.value.where == str(tmp_path)
         write(tmp_path, {"b.jsonl": json.dumps({"text": "x" * 99}) + "\n"})
         with pytest.raises(DataError, match="no record that ends within max_bytes = 50") as caught:
-            list_source(source(tmp_path, "jsonl", max_bytes=50), key="data.sources[0]")
-        assert "data.sources[0].max_bytes" in caught.value.hint
+            list_source(source(tmp_path, "jsonl", max_bytes=50), key="data.sources.0")
+        assert "data.sources.0.max_bytes" in caught.value.hint
 
 
 class TestSplits:

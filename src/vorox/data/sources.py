@@ -46,7 +46,7 @@ class Source:
 
     Attributes:
         config: What was asked for.
-        key: Where that stands in the configuration, for messages: ``data.sources[0]``.
+        key: Where that stands in the configuration, for messages: ``data.sources.0``.
         stored: The files as listed; reads refuse any other state of them.
         files: The same files by content.
         places: Their names relative to the location they were found under: what the held-out split goes by.
@@ -65,10 +65,20 @@ class Source:
         return sum(self.end_bytes)
 
     @property
+    def definition(self) -> dict[str, str]:
+        """What makes documents of the files' bytes."""
+        lines = {"text_field": self.config.text_field} if records_are_lines(self.config) else {}
+        return {"format": self.config.format, **lines}
+
+    @property
     def digest(self) -> str:
-        """SHA-256 over the list of files, their content and how much of it is used."""
+        """SHA-256 over the places and the content of the files and over how much of them is used.
+
+        A folder that moves as a whole keeps it.
+        """
         content = [
-            [file.uri, file.version, end] for file, end in zip(self.files, self.end_bytes, strict=True)
+            [place, file.version, end]
+            for place, file, end in zip(self.places, self.files, self.end_bytes, strict=True)
         ]  # fmt: skip
         return hashlib.sha256(canonical_json(content)).hexdigest()
 

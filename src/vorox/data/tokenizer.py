@@ -58,10 +58,10 @@ class Tokenizer:
         library: Any = LibraryTokenizer.from_str(json.dumps(value))
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
             library.add_special_tokens([_special(end_of_text)])
+            value = json.loads(library.to_str())
         library.encode_special_tokens = True
         self._library = library
-        self._json = library.to_str()
-        value = json.loads(self._json)
+        self._value = value  # not what the library would write: another version of it may write other fields
         vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = end_of_text
@@ -103,7 +103,7 @@ class Tokenizer:
         Exact where ``lossless``; elsewhere the bytes of the token's own decoding.
         """
         lengths = np.array([len(text) for text in self._token_bytes], dtype=np.int32)
-        for token in json.loads(self._json)["added_tokens"]:
+        for token in self._value["added_tokens"]:
             if token["special"]:
                 lengths[token["id"]] = 0
         return lengths
@@ -115,7 +115,8 @@ class Tokenizer:
             "eos_token": self.end_of_text,
             "clean_up_tokenization_spaces": False,
         }
-        return {TOKENIZER_NAME: self._json.encode("utf-8"), CONFIG_NAME: pretty_json(config)}
+        text = json.dumps(self._value, ensure_ascii=False, separators=(",", ":"))
+        return {TOKENIZER_NAME: text.encode("utf-8"), CONFIG_NAME: pretty_json(config)}
 
     def save(self, directory: Path) -> None:
         """Write ``files`` into a directory, each durably."""

@@ -1,0 +1,141 @@
+"""Trained tokenizers, kept beside the caches so that a second run with the same text starts at once.
+
+A configuration and the sources go in, a tokenizer comes out: trained, or found under the digest of everything that
+its training depends on. Invariant: a directory counts when its ``IDENTITY.json``, written last, agrees with what
+lies beside it; a damaged one is an error, never a silently different tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
+from vorox.core.errors import DataError
+from vorox.core.lock import FileLock
+from vorox.core.schema.data import DataConfig, TokenizerConfig
+from vorox.data.documents import Document
+from vorox.data.excerpt import excerpt
+from vorox.data.sources import Source, cut_units, read_unit
+from vorox.data.splits import SPLITS
+from vorox.data.tokenizer import Tokenizer, load, train
+
+IDENTITY_NAME = "IDENTITY.json"
+TrainingProgress = Callable[[int, int], None]
+"""Called with (bytes of text read, bytes to read)."""
+
+
+def tokenizer_for(
+    config: TokenizerConfig,
+    data: DataConfig,
+    sources: Sequence[Source],
+    weights: Sequence[Fraction],
+    *,
+    root: Path,
+    build: bool,
+    on_progress: TrainingProgress,
+) -> Tokenizer:
+    """The tokenizer of a configuration, from the store where it depends on text.
+
+    Args:
+        config: The section ``tokenizer``.
+        data: The section ``data``: what is held out, and where large files are cut.
+        sources: The sources with their files fixed.
+        weights: Their shares.
+        root: Root of the caches.
+        build: Train it if it is not there.
+        on_progress: Told while text is read.
+
+    Raises:
+        ConfigError: The section contradicts itself, or the text is too little for it.
+        DataError: It is not there and ``build`` is off; or what is there is damaged.
+    """
+    if config.kind in {"byte", "file"}:
+        return train(config, ())
+    identity = _identity(config, data, sources, weights)
+    directory = root / "tokenizers" / identity["key"]
+    if not (directory / IDENTITY_NAME).exists():
+        if not build:
+            raise DataError(
+                "the tokenizer has not been trained yet", where=str(directory), hint="run `vorox data build` first"
+            )
+        make_directory(root / "locks")
+        with FileLock(root / "locks" / f"tokenizer-{identity['key']}.lock", purpose="the tokenizer"):
+            if not (directory / IDENTITY_NAME).exists():
+                _train(config, data, sources, weights, directory, identity, on_progress)
+    return _load(directory, config)
+
+
+def _identity(
+    config: TokenizerConfig, data: DataConfig, sources: Sequence[Source], weights: Sequence[Fraction]
+) -> dict[str, Any]:
+    """Everything that the training depends on, and the directory's name made of it."""
+    body: dict[str, Any] = {
+        "format": "tokenizer-store/1",
+        "kind": config.kind,
+        "end_of_text": config.end_of_text,
+        "sources": [{**source.definition, "files": source.digest} for source in sources],
+    }
+    if config.kind == "bpe":
+        body |= {
+            "vocab_size": config.vocab_size,
+            "train_bytes": config.train_bytes,
+            "weights": [str(weight) for weight in weights],
+            "validation": data.validation.model_dump(mode="json"),
+            "unit_bytes": data.cache.unit_bytes,
+        }
+    return {"key": hashlib.sha256(canonical_json(body)).hexdigest()[:16], "trained_on": body}
+
+
+def _train(
+    config: TokenizerConfig,
+    data: DataConfig,
+    sources: Sequence[Source],
+    weights: Sequence[Fraction],
+    directory: Path,
+    identity: dict[str, Any],
+    on_progress: TrainingProgress,
+) -> None:
+    if config.kind == "char":
+        texts = _everything(sources, data, on_progress)
+    else:
+        texts = excerpt(
+            sources, weights, data.validation,
+            unit_bytes=data.cache.unit_bytes, budget_bytes=config.train_bytes, on_progress=on_progress,
+        )  # fmt: skip
+    tokenizer = train(config, texts)
+    shutil.rmtree(directory, ignore_errors=True)  # what a killed process left
+    tokenizer.save(directory)
+    write_file(directory / IDENTITY_NAME, pretty_json({**identity, "fingerprint": tokenizer.fingerprint}))
+
+
+def _everything(sources: Sequence[Source], data: DataConfig, on_progress: TrainingProgress) -> Iterator[str]:
+    """Every document of both splits: a character vocabulary must know all of them."""
+    done, total = 0, sum(source.size_bytes for source in sources)
+    for source in sources:
+        for split in SPLITS:
+            for unit in cut_units(source, split, data.validation, data.cache.unit_bytes):
+                for record in read_unit(source, unit, split, data.validation):
+                    done += record.byte_length
+                    if isinstance(record, Document):
+                        yield record.text
+                    on_progress(done, total)
+
+
+def _load(directory: Path, config: TokenizerConfig) -> Tokenizer:
+    tokenizer = load(directory, end_of_text=config.end_of_text)
+    try:
+        recorded = json.loads((directory / IDENTITY_NAME).read_bytes())["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        recorded = ""
+    if recorded != tokenizer.fingerprint:
+        raise DataError(
+            "the stored tokenizer does not match its own fingerprint", where=str(directory),
+            hint="remove that directory; the same tokenizer is trained again",
+        )  # fmt: skip
+    return tokenizer
