@@ -303,6 +303,11 @@ class Chunk:
         return header
 
     @property
+    def origin(self) -> ChunkOrigin:
+        header = self.header
+        return ChunkOrigin(header.unit, header.part, header.num_parts, header.recipe, header.source_set)
+
+    @property
     def _row_bytes(self) -> int:
         return self.header.row_tokens * self.header.token_bytes
 
@@ -315,7 +320,8 @@ class Chunk:
         start, end = self._block_ends[block], self._block_ends[block + 1]
         stored = self._payload[start:end]
         if _xxh3(stored) & _LARGEST_UINT32 != self._index[2 * block + 1]:
-            raise damaged(self.path, f"block {block} does not match its checksum")
+            first = block * self.header.rows_per_block
+            raise damaged(self.path, f"block {block}, from row {first} of the chunk, does not match its checksum")
         rows = self.header.rows_per_block
         raw_bytes = min(rows, self.header.num_rows - block * rows) * self._row_bytes
         return stored if end - start == raw_bytes else _decompress(stored, raw_bytes)
@@ -354,8 +360,8 @@ class Chunk:
             self.documents(),
         )
 
-    def verify(self) -> None:
-        """Check every byte of the file, and that what it says of itself is true.
+    def verify(self) -> ChunkContent:
+        """Check every byte of the file, and that what it says of itself is true; returns what is in it.
 
         Raises:
             DataError: Something is not as it was written.
@@ -379,6 +385,7 @@ class Chunk:
             and header.num_tokens + header.num_padding_tokens == content.tokens_RC.size
         )
         self._expect("structure", "sound" if well_formed else "contradictory", "sound")
+        return content
 
     def record(self) -> ChunkRecord:
         """What the manifest should say of this file; hashes all of it."""

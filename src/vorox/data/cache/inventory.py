@@ -1,0 +1,109 @@
+"""What a cache is built from: the source's files in ``FILES.jsonl`` and its units of work in ``UNITS.jsonl``.
+
+Both are append-only, hash-chained lists whose indices are valid for ever: documents name their file by its index and
+rows their unit. A list that is asked for must begin with what is recorded; what comes after is appended. A file may
+move (same content under another uri: the later name counts), it may not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from vorox.core.atomic import HashChainedLog, canonical_json
+from vorox.core.errors import DataError
+from vorox.data.documents import SourceFile, Unit, UnitSpan
+
+FILES_NAME = "FILES.jsonl"
+UNITS_NAME = "UNITS.jsonl"
+_ENTRIES_PER_LINE = 1000
+_HINT = "the source was changed after the cache was built: restore it, or build into another data.cache.directory"
+
+
+def read_files(directory: Path) -> list[SourceFile]:
+    """The files that the cache's documents point to."""
+    files: list[SourceFile] = []
+    for body in HashChainedLog(directory / FILES_NAME).read()[0]:
+        first = int(body["first"])
+        entries = [SourceFile(uri, int(size_bytes), version) for uri, size_bytes, version in body["files"]]
+        files[first : first + len(entries)] = entries
+    return files
+
+
+def read_units(directory: Path) -> list[Unit]:
+    """The units that were planned, ``unit_id`` being the index."""
+    units: list[Unit] = []
+    for body in HashChainedLog(directory / UNITS_NAME).read()[0]:
+        for spans in body["units"]:
+            units.append(Unit(len(units), tuple(UnitSpan(*span) for span in spans)))
+    return units
+
+
+def is_recorded(directory: Path, files: Sequence[SourceFile], units: Sequence[Unit]) -> bool:
+    """Whether the cache lists exactly these files and units.
+
+    Raises:
+        DataError: It lists something that contradicts them.
+    """
+    known_files, known_units = read_files(directory), read_units(directory)
+    _check_files(directory, known_files, files)
+    _check_units(directory, known_units, units)
+    return known_files == list(files) and len(known_units) == len(units)
+
+
+def record(directory: Path, files: Sequence[SourceFile], units: Sequence[Unit]) -> None:
+    """Bring both lists up to the given ones, durably. The caller is the only builder.
+
+    Raises:
+        DataError: What is recorded contradicts them.
+    """
+    known_files, known_units = read_files(directory), read_units(directory)
+    _check_files(directory, known_files, files)
+    _check_units(directory, known_units, units)
+    runs = [(index, index + 1) for index, known in enumerate(known_files) if known != files[index]]  # moved
+    runs += [(index, index + _ENTRIES_PER_LINE) for index in range(len(known_files), len(files), _ENTRIES_PER_LINE)]
+    HashChainedLog(directory / FILES_NAME).append(
+        {"first": first, "files": [[file.uri, file.size_bytes, file.version] for file in files[first:last]]}
+        for first, last in runs
+    )
+    HashChainedLog(directory / UNITS_NAME).append(
+        {"first": first, "units": [unit_spans(unit) for unit in units[first : first + _ENTRIES_PER_LINE]]}
+        for first in range(len(known_units), len(units), _ENTRIES_PER_LINE)
+    )
+
+
+def unit_spans(unit: Unit) -> list[list[int]]:
+    return [[span.file_index, span.start_byte, span.end_byte, span.first_ordinal] for span in unit.spans]
+
+
+def source_set_digest(unit: Unit, files: Sequence[SourceFile]) -> bytes:
+    """SHA-256 over the bytes that a unit is made of: its spans and the content of their files, wherever they lie."""
+    pinned = [[files[span.file_index].size_bytes, files[span.file_index].version] for span in unit.spans]
+    return hashlib.sha256(canonical_json([unit_spans(unit), pinned])).digest()
+
+
+def _check_files(directory: Path, known: Sequence[SourceFile], files: Sequence[SourceFile]) -> None:
+    if len(known) > len(files):
+        missing = known[len(files)]
+        raise DataError(
+            f"the source has {len(files):,} files, the cache was built from {len(known):,}; missing: {missing.uri}",
+            where=str(directory), hint=_HINT,
+        )  # fmt: skip
+    for recorded, file in zip(known, files, strict=False):
+        if (recorded.size_bytes, recorded.version) != (file.size_bytes, file.version):
+            raise DataError(
+                f"{file.uri} ({file.size_bytes:,} bytes, version {file.version}) is not what the cache was built from: "
+                f"{recorded.uri} ({recorded.size_bytes:,} bytes, version {recorded.version})",
+                where=str(directory), hint=_HINT,
+            )  # fmt: skip
+
+
+def _check_units(directory: Path, known: Sequence[Unit], units: Sequence[Unit]) -> None:
+    if list(known) != list(units[: len(known)]):
+        first = next(index for index, unit in enumerate(known) if index >= len(units) or unit != units[index])
+        raise DataError(
+            f"unit {first} is no longer cut as it was when the cache was built ({len(known):,} units then, "
+            f"{len(units):,} now)",
+            where=str(directory), hint=_HINT,
+        )  # fmt: skip

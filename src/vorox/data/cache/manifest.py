@@ -1,0 +1,234 @@
+"""Which chunks a cache has: an append-only, hash-chained log, and a snapshot of it that opens at once.
+
+``manifest/log.jsonl`` has one entry per event:
+
+    {"planned": 812}                                          so many units exist, built or not
+    {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
+
+A unit counts when its entry is complete; the chunks that it names are durable before it is written. A later entry for
+the same chunk (a repair) may change the file, never the content. ``manifest/snapshot.bin`` holds the state after a
+known line of the log; it can be deleted at any time. Invariants: commit order numbers nothing, chunks are kept in the
+order of (unit, part); a row's address (unit, part, row) is valid for ever; what is missing is what is planned and not
+done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.atomic import HashChainedLog, LogPosition, write_file
+from vorox.core.errors import DataError
+from vorox.core.lock import FileLock
+from vorox.data.cache.format import ChunkRecord
+
+LOG_NAME = "manifest/log.jsonl"
+SNAPSHOT_NAME = "manifest/snapshot.bin"
+LOCK_NAME = "LOCK"
+SNAPSHOT_INTERVAL_ENTRIES = 1024
+
+_SNAPSHOT_MAGIC = b"VXSNAP1\n"
+# magic, planned units, log position (entries, line start, line end, head), chunks, units
+_SNAPSHOT = struct.Struct("<8s Q QQQ 32s QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStatistics:
+    """What a unit came to.
+
+    Attributes:
+        documents: Documents read.
+        text_bytes: UTF-8 bytes of their texts.
+        tokens: Their tokens, ends of text included, none counted twice.
+        quarantined: Records put aside.
+    """
+
+    unit: int
+    documents: int
+    text_bytes: int
+    tokens: int
+    quarantined: int
+
+
+_CHUNK_FIELDS = [field.name for field in dataclasses.fields(ChunkRecord)]
+_UNIT_FIELDS = [field.name for field in dataclasses.fields(UnitStatistics)]
+_CHUNK = np.dtype([(name, "V32" if name in {"content", "file_sha256"} else "<u8") for name in _CHUNK_FIELDS])
+_UNIT = np.dtype([(name, "<u8") for name in _UNIT_FIELDS])
+
+Records = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The state of a cache after some line of its log.
+
+    Attributes:
+        planned_units: Units that exist, built or not.
+        chunks: One record per chunk, sorted by (unit, part).
+        units: One record per unit that is done, sorted.
+        position: The line of the log that this is the state after.
+    """
+
+    planned_units: int
+    chunks: Records
+    units: Records
+    position: LogPosition
+
+    @classmethod
+    def empty(cls) -> Manifest:
+        """The state before the first line."""
+        return cls(0, np.zeros(0, _CHUNK), np.zeros(0, _UNIT), LogPosition())
+
+    @classmethod
+    def open(cls, directory: Path) -> Manifest:
+        """Read the snapshot and what the log has beyond it.
+
+        Raises:
+            DataError: The log is damaged before its last line, or contradicts itself.
+        """
+        try:
+            return _read_snapshot(directory).refreshed(directory)
+        except (OSError, ValueError, DataError):  # none, damaged, or not of this log; the log has all of it
+            return cls.read_log(directory)
+
+    @classmethod
+    def read_log(cls, directory: Path) -> Manifest:
+        """The same from the whole log, which checks every line of it."""
+        return cls.empty().refreshed(directory)
+
+    def refreshed(self, directory: Path) -> Manifest:
+        """The state now: what the log has by this time."""
+        bodies, position = HashChainedLog(directory / LOG_NAME).read_after(self.position)
+        if not bodies:
+            return self
+        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "add", "done"})
+        if unknown:
+            raise DataError(
+                f"the manifest has entries of a kind that this version does not know: {', '.join(unknown)}",
+                where=str(directory / LOG_NAME), hint="read the cache with the version that wrote it",
+            )  # fmt: skip
+        chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
+        units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
+        return Manifest(
+            max([self.planned_units, *(int(body["planned"]) for body in bodies if "planned" in body)]),
+            _merged_chunks(directory, self.chunks, np.array(chunks, _CHUNK)),
+            _merged(self.units, np.array(units, _UNIT), ["unit"])[0],
+            position,
+        )
+
+    def commit(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Append entries durably and return the state after them."""
+        with FileLock(directory / LOCK_NAME):
+            HashChainedLog(directory / LOG_NAME).append(entries, after=self.position)
+        return self.refreshed(directory)
+
+    def write_snapshot(self, directory: Path) -> None:
+        position = self.position
+        header = _SNAPSHOT.pack(
+            *(_SNAPSHOT_MAGIC, self.planned_units, position.num_entries, position.line_start_bytes),
+            *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),
+        )
+        body = header + self.chunks.tobytes() + self.units.tobytes()
+        write_file(directory / SNAPSHOT_NAME, body + hashlib.sha256(body).digest())
+
+    @cached_property
+    def unit_row_starts(self) -> npt.NDArray[np.int64]:
+        """Row at which each unit starts, and the number of rows at the end; units not done have none."""
+        starts = np.zeros(self.planned_units + 1, np.int64)
+        np.add.at(starts, self.chunks["unit"].astype(np.int64) + 1, self.chunks["rows"].astype(np.int64))
+        return np.cumsum(starts)
+
+    @cached_property
+    def chunk_row_starts(self) -> npt.NDArray[np.int64]:
+        """Row at which each chunk starts, and the number of rows at the end."""
+        return np.append(np.int64(0), np.cumsum(self.chunks["rows"].astype(np.int64)))
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.chunk_row_starts[-1])
+
+    def missing_units(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
+        """Units of ``[first, last)`` that are planned and not done."""
+        done = np.zeros(self.planned_units, np.bool_)
+        done[self.units["unit"].astype(np.int64)] = True
+        end = self.planned_units if last is None else last
+        return first + np.flatnonzero(~done[first:end])
+
+    def content_digest(self, first: int, last: int) -> str:
+        """SHA-256 over the content of the chunks of the units ``[first, last)``, in unit order."""
+        low, high = np.searchsorted(self.chunks["unit"], [first, last])
+        return hashlib.sha256(self.chunks["content"][low:high].tobytes()).hexdigest()
+
+    def chunk(self, index: int) -> ChunkRecord:
+        """One record by its place in ``chunks``."""
+        row: dict[str, Any] = dict(zip(_CHUNK_FIELDS, self.chunks[index].item(), strict=True))
+        return ChunkRecord(**{**row, "content": row["content"].hex(), "file_sha256": row["file_sha256"].hex()})
+
+    def unit_chunks(self, unit: int) -> list[ChunkRecord]:
+        low, high = np.searchsorted(self.chunks["unit"], [unit, unit + 1])
+        return [self.chunk(index) for index in range(low, high)]
+
+
+def unit_entry(statistics: UnitStatistics, chunks: Iterable[ChunkRecord]) -> dict[str, Any]:
+    """The entry that makes a unit's chunks count."""
+    return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [dataclasses.asdict(statistics)]}
+
+
+def planned_entry(num_units: int) -> dict[str, Any]:
+    return {"planned": num_units}
+
+
+def chunk_path(directory: Path, unit: int, part: int) -> Path:
+    """Where a chunk lies, a function of its address; a directory holds every 256th unit."""
+    return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
+
+
+def _chunk_row(chunk: Mapping[str, Any]) -> tuple[Any, ...]:
+    values = (chunk[name] for name in _CHUNK_FIELDS)
+    return tuple(bytes.fromhex(value) if isinstance(value, str) else value for value in values)
+
+
+def _unit_row(unit: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(unit[name] for name in _UNIT_FIELDS)
+
+
+def _merged(old: Records, new: Records, key: list[str]) -> tuple[Records, Records, Records]:
+    """Both sorted by key with the newest of equal keys kept; and what was replaced beside what replaced it."""
+    both = np.concatenate([old, new])
+    both = both[np.lexsort([np.arange(len(both)), *(both[name] for name in reversed(key))])]
+    replaced = np.zeros(len(both), np.bool_)
+    replaced[:-1] = np.all([both[name][1:] == both[name][:-1] for name in key], axis=0)
+    return both[~replaced], both[replaced], both[np.flatnonzero(replaced) + 1]
+
+
+def _merged_chunks(directory: Path, old: Records, new: Records) -> Records:
+    merged, before, after = _merged(old, new, ["unit", "part"])
+    if before["content"].tobytes() != after["content"].tobytes():
+        raise DataError(
+            "the manifest gives two contents to one chunk",
+            where=str(directory / LOG_NAME),
+            hint="build the cache again in another data.cache.directory",
+        )
+    return merged
+
+
+def _read_snapshot(directory: Path) -> Manifest:
+    raw = (directory / SNAPSHOT_NAME).read_bytes()
+    body = memoryview(raw)[:-32]
+    if hashlib.sha256(body).digest() != raw[-32:]:
+        raise ValueError("damaged snapshot")
+    magic, planned, entries, line_start, line_end, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
+    if magic != _SNAPSHOT_MAGIC:
+        raise ValueError("a snapshot of another version")
+    chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
+    units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
+    return Manifest(planned, chunks, units, LogPosition(entries, line_start, line_end, head.hex()))

@@ -1,0 +1,80 @@
+"""Records that could not be read: one ``quarantine/u<unit>.jsonl`` per unit that has any, and how many are too many.
+
+The list is written before the unit counts, with the place of every record. The budget is one of each unit, so that
+whether a unit passes does not depend on which others were built before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from vorox.core.atomic import canonical_json, make_directory, write_file
+from vorox.core.errors import DataError
+from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, UnitText
+from vorox.data.documents import BadRecord, SourceFile
+
+DIRECTORY_NAME = "quarantine"
+
+
+def quarantine_path(directory: Path, unit: int) -> Path:
+    return directory / DIRECTORY_NAME / f"u{unit:09d}.jsonl"
+
+
+def write_quarantine(directory: Path, unit: int, records: Sequence[BadRecord], files: Sequence[SourceFile]) -> None:
+    """Record what a unit put aside, durably; nothing if there is nothing."""
+    if not records:
+        return
+    path = quarantine_path(directory, unit)
+    make_directory(path.parent)
+    lines = [
+        canonical_json(
+            {
+                "uri": files[record.file_index].uri,
+                "line": record.line,
+                "reason": record.reason,
+                "file": record.file_index,
+                "ordinal": record.ordinal,
+                "byte_offset": record.byte_offset,
+                "byte_length": record.byte_length,
+            }
+        )
+        for record in records
+    ]
+    write_file(path, b"\n".join([*lines, b""]))
+
+
+def count_quarantined(directory: Path, unit: int) -> int:
+    path = quarantine_path(directory, unit)
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def check_budget(
+    directory: Path, unit: int, text: UnitText, files: Sequence[SourceFile], bad_record_fraction: float
+) -> None:
+    """Refuse a unit with too many bad records.
+
+    Raises:
+        DataError: More than the fraction of its records, rounded up, or too many in a row.
+    """
+    bad = text.bad_records
+    num_records = len(bad) + len(text.documents_D)
+    allowed = math.ceil(Fraction(str(bad_record_fraction)) * num_records)
+    if not bad or (len(bad) <= allowed and not text.gave_up):
+        return
+    first = bad[-BAD_RECORDS_IN_A_ROW] if text.gave_up else bad[0]
+    place = files[first.file_index].uri + (
+        f":{first.line}" if first.line is not None else f", byte {first.byte_offset}"
+    )
+    if text.gave_up:
+        what = f"{BAD_RECORDS_IN_A_ROW} records in a row cannot be read"
+    else:
+        what = f"{len(bad):,} of {num_records:,} records cannot be read, {allowed:,} are allowed"
+    raise DataError(
+        f"{what}; the first: {first.reason}",
+        where=place,
+        hint=f"mend the source or raise the source's bad_record_fraction; all are listed in "
+        f"{quarantine_path(directory, unit)}",
+    )

@@ -1,0 +1,306 @@
+"""Reading a cache: rows by number, each checked, and the documents behind them.
+
+Rows are numbered in unit order, whatever order they were built in. Chunk files are mapped when they are first needed
+and stay mapped, up to a limit; reading takes no lock, so any number of threads may. Invariant: what ``read_rows``
+returns is what was written, or it raises.
+
+Legend: N rows asked for, C tokens of a row.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.data.cache.format import REMEDY, SEGMENT_BYTES, Chunk
+from vorox.data.cache.inventory import read_files, read_units
+from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
+from vorox.data.documents import SourceFile, Unit
+from vorox.data.records import RowBlock
+
+_MOST_OPEN_CHUNKS = 4096
+
+
+class DocumentSpan(NamedTuple):
+    """Where the tokens of one segment come from.
+
+    Attributes:
+        uri: The file.
+        byte_offset: First byte of the document's record in it.
+        byte_length: Bytes of the record.
+        document_token_offset: First token of the segment within the document.
+        length: Tokens of the segment.
+    """
+
+    uri: str
+    byte_offset: int
+    byte_length: int
+    document_token_offset: int
+    length: int
+
+
+class CacheReader:
+    """An open cache. Make one with ``open``; it sees what was committed by then.
+
+    Attributes:
+        directory: The cache.
+        recipe: What its rows are a function of.
+        manifest: Its chunks and units.
+    """
+
+    def __init__(self, directory: Path, recipe: Recipe, manifest: Manifest, max_open_chunks: int) -> None:
+        self.directory = directory
+        self.recipe = recipe
+        self.manifest = manifest
+        self._max_open_chunks = max_open_chunks
+        self._chunk_row_starts = manifest.chunk_row_starts
+        self._dtype = np.dtype(f"<u{recipe.token_bytes}")
+        self._open_chunks: dict[int, Chunk] = {}
+        self._closing = threading.Lock()
+        self._clock = itertools.count(1)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        expected_recipe: Recipe | None = None,
+        *,
+        complete: bool = True,
+        max_open_chunks: int | None = None,
+    ) -> CacheReader:
+        """Open a cache directory; no chunk is touched.
+
+        Args:
+            directory: The cache.
+            expected_recipe: Refuse a cache of another recipe.
+            complete: Refuse a cache of which units are missing.
+            max_open_chunks: Chunk files mapped at a time. None: as many as the system lets a process open.
+
+        Raises:
+            DataError: There is no cache, it is of another recipe, incomplete, or its manifest is damaged.
+        """
+        recipe = read_recipe(directory)
+        if expected_recipe is not None:
+            check_recipe(directory, recipe, expected_recipe)
+        manifest = Manifest.open(directory)
+        missing = manifest.missing_units()
+        if complete and (len(missing) or manifest.planned_units == 0):
+            raise DataError(
+                f"the cache is incomplete: {len(missing):,} of {manifest.planned_units:,} units are missing",
+                where=str(directory), hint="`vorox data build` with the same configuration completes it",
+            )  # fmt: skip
+        return cls(directory, recipe, manifest, max_open_chunks or _open_files_allowed())
+
+    @property
+    def num_rows(self) -> int:
+        return self.manifest.num_rows
+
+    @property
+    def row_tokens(self) -> int:
+        return self.recipe.row_tokens
+
+    @property
+    def token_bytes(self) -> int:
+        return self.recipe.token_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.vocab_size
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The planned units, ``unit_id`` being the index."""
+        return tuple(read_units(self.directory)[: self.manifest.planned_units])
+
+    @cached_property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files of the source."""
+        return tuple(read_files(self.directory))
+
+    @property
+    def unit_row_starts(self) -> npt.NDArray[np.int64]:
+        """First row of each unit, and the number of rows at the end."""
+        return self.manifest.unit_row_starts
+
+    def rows_in(self, unit_start: int, unit_end: int, /) -> int:
+        """Rows of the units ``[unit_start, unit_end)``.
+
+        Raises:
+            DataError: One of them is missing.
+        """
+        self._expect_units(unit_start, unit_end)
+        return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
+
+    def content_digest(self, unit_start: int, unit_end: int, /) -> str:
+        """SHA-256 over the content of the units ``[unit_start, unit_end)``, in unit order.
+
+        Raises:
+            DataError: One of them is missing.
+        """
+        self._expect_units(unit_start, unit_end)
+        return self.manifest.content_digest(unit_start, unit_end)
+
+    @property
+    def digest(self) -> str:
+        """The dataset digest: the content of all units."""
+        return self.content_digest(0, self.manifest.planned_units)
+
+    def _expect_units(self, start: int, end: int) -> None:
+        planned = self.manifest.planned_units
+        missing = self.manifest.missing_units(start, end)
+        if not 0 <= start <= end <= planned or len(missing):
+            what = f"unit {missing[0]} is not built" if len(missing) else f"there are {planned:,} units"
+            raise DataError(
+                f"units {start} to {end} of the cache are not all there: {what}", where=str(self.directory),
+                hint="`vorox data build` with the same configuration completes the cache",
+            )  # fmt: skip
+
+    def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
+        """Read rows, every block of them checked, in the order given.
+
+        Raises:
+            DataError: A chunk is missing or damaged; names file and row.
+        """
+        chunk_N, row_N = self._addresses(rows)
+        tokens: list[memoryview | bytes] = []
+        segments: list[memoryview] = []
+        open_chunks, now = self._open_chunks, next(self._clock)
+        for index, row in zip(chunk_N.tolist(), row_N.tolist(), strict=True):
+            chunk = open_chunks.get(index) or self._open(index)
+            chunk.last_used = now
+            tokens.append(chunk.row(row))
+            segments.append(chunk.segments(row))
+        flat = np.frombuffer(b"".join(tokens), self._dtype)
+        segments_3S = np.ascontiguousarray(np.frombuffer(b"".join(segments), "<i4").reshape(-1, 3).T)
+        row_ptr = np.zeros(len(segments) + 1, np.int64)
+        np.cumsum([len(view) // SEGMENT_BYTES for view in segments], out=row_ptr[1:])
+        return RowBlock(
+            tokens_NC=flat.reshape(len(tokens), self.row_tokens),
+            row_ptr=row_ptr,
+            segment_lengths=segments_3S[2],
+            segment_document_offsets=segments_3S[1],
+        )
+
+    def documents_of(self, row: int) -> list[DocumentSpan]:
+        """Where the tokens of a row come from, segment by segment.
+
+        Raises:
+            DataError: The chunk is missing or damaged.
+        """
+        (chunk_index,), (row_in_chunk,) = self._addresses(np.array([row]))
+        chunk = self._open_chunks.get(int(chunk_index)) or self._open(int(chunk_index))
+        documents_D = chunk.documents()
+        segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
+        spans: list[DocumentSpan] = []
+        for document_index, token_offset, length in segments_S3.tolist():
+            document = documents_D[document_index]
+            uri = self.files[int(document["file"])].uri
+            place = (int(document["byte_offset"]), int(document["byte_length"]))
+            spans.append(DocumentSpan(uri, *place, token_offset, length))
+        return spans
+
+    def _addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Chunk, by its place in the manifest, and row in it."""
+        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
+        chunk_N = np.searchsorted(self._chunk_row_starts, rows, side="right") - 1
+        return chunk_N, rows - self._chunk_row_starts[chunk_N]
+
+    def _open(self, index: int) -> Chunk:
+        record = self.manifest.chunk(index)
+        path = chunk_path(self.directory, record.unit, record.part)
+        try:
+            chunk = Chunk.open(path)
+        except DataError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE):
+                raise
+            self._close_oldest()  # the process has used up its files
+            chunk = Chunk.open(path)
+        header = chunk.header
+        found = (header.unit, header.part, header.num_rows, header.row_tokens, header.token_bytes, header.content.hex())
+        expected = (record.unit, record.part, record.rows, self.row_tokens, self.token_bytes, record.content)
+        if found != expected:
+            raise DataError(
+                f"the file is not the chunk that the manifest names: it has {found}, expected {expected}",
+                where=str(chunk.path), hint=REMEDY,
+            )  # fmt: skip
+        chunk.last_used = next(self._clock)
+        if len(self._open_chunks) >= self._max_open_chunks:
+            self._close_oldest()
+        self._open_chunks[index] = chunk
+        return chunk
+
+    def _close_oldest(self) -> None:
+        """Let go of an eighth of the open chunks; so many at a time that finding the oldest costs nothing per chunk."""
+        with self._closing:
+            oldest = sorted(self._open_chunks.items(), key=lambda entry: entry[1].last_used)
+            for index, _ in oldest[: -(-len(oldest) // 8)]:
+                del self._open_chunks[index]
+
+    def verify(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Check every byte of every chunk file and every line of the manifest.
+
+        Args:
+            on_progress: Told (chunks checked, chunks) after each.
+
+        Raises:
+            DataError: Naming everything that is damaged.
+        """
+        if Manifest.read_log(self.directory).content_digest(0, self.manifest.planned_units) != (
+            self.manifest.content_digest(0, self.manifest.planned_units)
+        ):
+            raise DataError(
+                "the manifest changed since the cache was opened", where=str(self.directory), hint="verify again"
+            )
+        problems: list[DataError] = []
+        num_chunks = len(self.manifest.chunks)
+        for index in range(num_chunks):
+            try:
+                self._verify_chunk(index)
+            except DataError as error:
+                problems.append(error)
+            if on_progress is not None:
+                on_progress(index + 1, num_chunks)
+        if problems:
+            raise DataError(
+                f"{len(problems):,} of {num_chunks:,} chunks are damaged; the first: {problems[0].what}",
+                where=", ".join(problem.where for problem in problems[:10]), hint=REMEDY,
+            )  # fmt: skip
+
+    def _verify_chunk(self, index: int) -> None:
+        record = self.manifest.chunk(index)
+        chunk = Chunk.open(chunk_path(self.directory, record.unit, record.part))
+        content = chunk.verify()
+        found = chunk.record()
+        if found != record:
+            raise DataError(f"the manifest says {record}, the file is {found}", where=str(chunk.path), hint=REMEDY)
+        largest = int(content.tokens_RC.max())
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"token id {largest} in a cache of {self.vocab_size} tokens", where=str(chunk.path), hint=REMEDY
+            )
+
+    def close(self) -> None:
+        """Unmap the chunks. What was read stays valid."""
+        self._open_chunks = {}
+
+
+def _open_files_allowed() -> int:
+    """How many chunks may be mapped: before Python 3.13 each holds a file descriptor, of which others need some."""
+    if sys.version_info >= (3, 13) or sys.platform == "win32":
+        return _MOST_OPEN_CHUNKS
+    import resource
+
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(_MOST_OPEN_CHUNKS, soft_limit // 4)) if soft_limit > 0 else _MOST_OPEN_CHUNKS
