@@ -1,0 +1,141 @@
+"""Rows into the arrays of a batch: inputs, labels, segment ids, position ids and the rows' identity.
+
+A block of rows goes in, contiguous ``int32`` arrays come out, freshly allocated, so that an engine may keep or change
+them. Vectorised over the block: no Python per row except for the hash. Invariant: an output row depends on that row
+alone, never on its neighbours in the block.
+
+Shape legend: N rows, C stored tokens of a row, T = C - 1 positions, S segments of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vorox.core.records import IGNORED_LABEL, Int32Array
+from vorox.data.records import RowBlock, TokenArray
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledRows:
+    """What ``core.records.Batch`` holds, before it is cut into micro-batches."""
+
+    tokens_NT: Int32Array
+    labels_NT: Int32Array
+    segment_ids_NT: Int32Array | None
+    position_ids_NT: Int32Array | None
+    row_digests_N: npt.NDArray[np.uint64]
+    num_target_tokens: int
+
+
+def assemble(block: RowBlock, *, document_mask: bool) -> AssembledRows:
+    """Build the arrays of a block.
+
+    Args:
+        block: Rows in slot order.
+        document_mask: Whether documents are kept apart: no label crosses from one segment into the next, and segment
+            and position ids are made. If not, a row is one text.
+    """
+    num_positions = block.row_tokens - 1
+    # One allocation: several of this size at once make malloc give memory back and fault it in again, for each batch.
+    arrays = np.empty((4 if document_mask else 2, block.num_rows, num_positions), np.int32)
+    arrays[0], arrays[1] = block.tokens_NC[:, :-1], block.tokens_NC[:, 1:]
+    labels_NT = arrays[1]
+    real_N = _real_tokens(block)
+    if document_mask:
+        # All tokens of a segment are targets but the first.
+        num_target_tokens = int(block.segment_lengths.sum()) - block.segment_lengths.size
+        ends_S, row_S = _segment_ends(block)
+        crossing = ends_S <= num_positions
+        labels_NT[row_S[crossing], ends_S[crossing] - 1] = IGNORED_LABEL
+        _write_ids(block, ends_S, row_S, real_N, arrays[2], arrays[3])
+    else:
+        num_target_tokens = int(np.maximum(real_N - 1, 0).sum())
+    for row in np.flatnonzero(real_N < block.row_tokens).tolist():  # rows with padding, which are few
+        labels_NT[row, max(int(real_N[row]) - 1, 0) :] = IGNORED_LABEL
+    return AssembledRows(
+        tokens_NT=arrays[0],
+        labels_NT=labels_NT,
+        segment_ids_NT=arrays[2] if document_mask else None,
+        position_ids_NT=arrays[3] if document_mask else None,
+        row_digests_N=row_digests(block),
+        num_target_tokens=num_target_tokens,
+    )
+
+
+def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
+    """The identity of each row: xxh3-64 of its token bytes as stored, then its segment lengths as int32."""
+    tokens = np.ascontiguousarray(block.tokens_NC).reshape(-1).data.cast("B")
+    lengths = np.ascontiguousarray(block.segment_lengths, np.int32).data.cast("B")
+    row_bytes = block.row_tokens * block.tokens_NC.dtype.itemsize
+    bounds = (block.row_ptr * 4).tolist()
+    digests = np.empty(block.num_rows, np.uint64)
+    for row in range(block.num_rows):
+        digest = xxhash.xxh3_64(tokens[row * row_bytes : (row + 1) * row_bytes])
+        digest.update(lengths[bounds[row] : bounds[row + 1]])
+        digests[row] = digest.intdigest()
+    return digests
+
+
+def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
+    """One block in slot order from the blocks of several sources.
+
+    Args:
+        blocks: Rows of each source.
+        slots: Where each of their rows goes; together every slot once.
+    """
+    num_rows = sum(block.num_rows for block in blocks)
+    tokens_NC = cast("TokenArray", np.empty((num_rows, blocks[0].row_tokens), blocks[0].tokens_NC.dtype))
+    for block, at in zip(blocks, slots, strict=True):
+        tokens_NC[at] = block.tokens_NC
+    counts, first, base = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), 0
+    for block, at in zip(blocks, slots, strict=True):
+        counts[at] = np.diff(block.row_ptr)
+        first[at] = base + block.row_ptr[:-1]
+        base += block.segment_lengths.size
+    row_ptr = np.concatenate([[0], np.cumsum(counts)])
+    taken = np.arange(int(row_ptr[-1])) + np.repeat(first - row_ptr[:-1], counts)
+    return RowBlock(
+        tokens_NC=tokens_NC,
+        row_ptr=row_ptr,
+        segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[taken],
+        segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[taken],
+    )
+
+
+def _real_tokens(block: RowBlock) -> Int64Array:
+    """Tokens of each row that are not padding."""
+    total = np.concatenate([[0], np.cumsum(block.segment_lengths, dtype=np.int64)])
+    return total[block.row_ptr[1:]] - total[block.row_ptr[:-1]]
+
+
+def _segment_ends(block: RowBlock) -> tuple[Int64Array, Int64Array]:
+    """Place within its row behind each segment's last token, and the row of each segment."""
+    row_S = np.repeat(np.arange(block.num_rows), np.diff(block.row_ptr))
+    total = np.concatenate([[0], np.cumsum(block.segment_lengths, dtype=np.int64)])
+    return total[1:] - total[block.row_ptr[row_S]], row_S
+
+
+def _write_ids(
+    block: RowBlock, ends_S: Int64Array, row_S: Int64Array, real_N: Int64Array, ids: Int32Array, positions: Int32Array
+) -> None:
+    """Number of the segment in its row, from 1, and place in the segment, from 0; padding is a segment numbered 0."""
+    num_positions = ids.shape[1]
+    starts = (ends_S - block.segment_lengths).astype(np.int32)
+    lengths = np.minimum(ends_S, num_positions) - starts  # the last token of a full row is a label only
+    numbers = (np.arange(1, row_S.size + 1) - block.row_ptr[row_S]).astype(np.int32)
+    padding_N = np.maximum(num_positions - real_N, 0)
+    if padding_N.any():
+        behind = block.row_ptr[1:]
+        lengths = np.insert(lengths, behind, padding_N)
+        starts = np.insert(starts, behind, real_N)
+        numbers = np.insert(numbers, behind, 0)
+    ids.reshape(-1)[:] = np.repeat(numbers, lengths)
+    np.subtract(np.arange(num_positions, dtype=np.int32), np.repeat(starts, lengths).reshape(ids.shape), out=positions)

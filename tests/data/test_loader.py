@@ -1,0 +1,418 @@
+"""The loader: the batches of the plan, whatever the threads, shards and interruptions; errors in their place."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_rows import FakeRows
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
+from vorox.data import loader
+from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
+from vorox.data.plan import Plan
+from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.records import RowBlock
+
+GLOBAL_BATCH = 8
+STEPS = 12
+
+
+def make_plan(directory: Path, readers: list[FakeRows], *, batch: int = GLOBAL_BATCH, steps: int = STEPS) -> Plan:
+    weights = [Fraction(number + 1, 3) for number in range(len(readers))]
+    sources = tuple(
+        PlanSource(reader.name, weight, reader.recipe.digest, reader.row_tokens)
+        for reader, weight in zip(readers, weights, strict=True)
+    )
+    plan = Plan.create(directory / f"plan{batch}.jsonl", PlanStart(11, True, batch, sources), readers)
+    plan.extend_to(steps * batch, readers)
+    return plan
+
+
+@pytest.fixture
+def readers() -> list[FakeRows]:
+    return [FakeRows("code", [20, 0, 13]), FakeRows("text", [41])]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, readers: list[FakeRows]) -> Plan:
+    return make_plan(tmp_path, readers)
+
+
+def stream(plan: Plan, readers: list[Any], cursor: DataCursor | None = None, **options: Any) -> BatchStream:
+    defaults: dict[str, Any] = {
+        "shard": DataShard(),
+        "global_batch_sequences": plan.start.global_batch_sequences,
+        "micro_batch_sequences": 2,
+        "document_mask": True,
+        "num_threads": 0,
+        "prefetch_batches": 3,
+    }
+    return open_batches(plan, readers, cursor=cursor or first_cursor(plan, 11), **{**defaults, **options})
+
+
+def take(batches: BatchStream, count: int) -> list[Batch]:
+    with batches:
+        return [next(batches) for _ in range(count)]
+
+
+def identity(batch: Batch) -> tuple[object, ...]:
+    """Every bit of a batch."""
+    arrays = (batch.tokens_ABT, batch.labels_ABT, batch.segment_ids_ABT, batch.position_ids_ABT, batch.row_digests_AB)
+    hashes = tuple(None if a is None else (a.shape, hashlib.sha256(a.tobytes()).hexdigest()) for a in arrays)
+    return batch.step, hashes, batch.num_target_tokens, batch.cursor_after
+
+
+class Slow(FakeRows):
+    """Takes a different time for every read, so that threads overtake each other."""
+
+    def read_rows(self, rows: np.ndarray) -> RowBlock:
+        time.sleep(int(rows.sum()) % 5 * 0.002)
+        return super().read_rows(rows)
+
+
+class Failing(FakeRows):
+    """Refuses one row."""
+
+    bad_row = 17
+
+    def read_rows(self, rows: np.ndarray) -> RowBlock:
+        if self.bad_row in rows.tolist():
+            raise DataError(f"row {self.bad_row} does not match its hash", where="chunk 0")
+        return super().read_rows(rows)
+
+
+class Stuck(FakeRows):
+    """Waits in its second read until it is let go."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.go, self.waiting = threading.Event(), threading.Event()
+
+    def read_rows(self, rows: np.ndarray) -> RowBlock:
+        if self.reads >= 1:
+            self.waiting.set()
+            self.go.wait(30)
+        return super().read_rows(rows)
+
+
+def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: list[FakeRows]) -> None:
+    for step, batch in enumerate(take(stream(plan, readers), STEPS)):
+        assert batch.step == step
+        assert batch.tokens_ABT.shape == batch.labels_ABT.shape == (4, 2, 8)
+        assert batch.row_digests_AB.shape == (4, 2)
+        assert batch.num_target_tokens == np.count_nonzero(batch.labels_ABT != IGNORED_LABEL)
+        assert batch.cursor_after == DataCursor(plan.digest, plan.num_events, step + 1, (step + 1) * GLOBAL_BATCH, 11)
+        found = plan.locate(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+        for slot, tokens in enumerate(batch.tokens_ABT.reshape(GLOBAL_BATCH, -1).tolist()):
+            assert tokens == readers[found.source_index[slot]].tokens(int(found.row[slot]))[:-1]
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_threads_and_prefetch_change_nothing(tmp_path: Path, document_mask: bool) -> None:
+    slow = [Slow("code", [20, 0, 13]), Slow("text", [41])]
+    plan = make_plan(tmp_path, slow)
+    expected = [identity(batch) for batch in take(stream(plan, slow, document_mask=document_mask), STEPS)]
+    for threads, prefetch in [(1, 1), (1, 4), (4, 1), (4, 3), (4, 16)]:
+        options = {"document_mask": document_mask, "num_threads": threads, "prefetch_batches": prefetch}
+        assert [identity(batch) for batch in take(stream(plan, slow, **options), STEPS)] == expected
+    assert len({tuple(identity(batch)[1]) for batch in take(stream(plan, slow), STEPS)}) == STEPS
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("count", [2, 4])
+def test_shards_concatenate_to_the_same_global_batch(
+    plan: Plan, readers: list[FakeRows], count: int, micro: int
+) -> None:
+    """The global batch in slot order is the same at any number of data-parallel processes."""
+    whole = take(stream(plan, readers, micro_batch_sequences=micro), STEPS)
+    shards = [
+        take(stream(plan, readers, shard=DataShard(index, count), micro_batch_sequences=micro), STEPS)
+        for index in range(count)
+    ]
+    for step, batch in enumerate(whole):
+        parts = [shard[step] for shard in shards]
+        assert all(part.tokens_ABT.shape == (GLOBAL_BATCH // (micro * count), micro, 8) for part in parts)
+        for name in ("tokens_ABT", "labels_ABT", "segment_ids_ABT", "position_ids_ABT", "row_digests_AB"):
+            ranks_side_by_side = np.concatenate([getattr(part, name) for part in parts], axis=1)
+            flat = getattr(batch, name).reshape(GLOBAL_BATCH, -1)
+            assert np.array_equal(ranks_side_by_side.reshape(GLOBAL_BATCH, -1), flat)
+        assert sum(part.num_target_tokens for part in parts) == batch.num_target_tokens
+        assert {part.cursor_after for part in parts} == {batch.cursor_after}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_geometry_resumes_to_the_same_rows(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Any shards, micro-batch, threads; stopped anywhere and continued with others: the same rows in the same slots."""
+    batch = data.draw(st.sampled_from([4, 6, 12]))
+    names = ["a", "b", "c"][: data.draw(st.integers(1, 3))]
+    readers = [FakeRows(name, data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))) for name in names]
+    plan = make_plan(tmp_path_factory.mktemp("run"), readers, batch=batch, steps=6)
+    straight = [b.row_digests_AB.reshape(-1).tolist() for b in take(stream(plan, readers, micro_batch_sequences=1), 6)]
+    cursor, step = first_cursor(plan, 11), 0
+    while step < 6:
+        count = data.draw(st.sampled_from([n for n in (1, 2, 3) if batch % n == 0]))
+        micro = data.draw(st.sampled_from([n for n in (1, 2, 3, 6) if batch % (n * count) == 0]))
+        steps = data.draw(st.integers(1, 6 - step))
+        options = {"num_threads": data.draw(st.integers(0, 2)), "micro_batch_sequences": micro}
+        plan = Plan.open(plan.path)
+        parts = [
+            take(stream(plan, readers, cursor, shard=DataShard(index, count), **options), steps)
+            for index in range(count)
+        ]
+        for number in range(steps):
+            rows = np.concatenate([part[number].row_digests_AB for part in parts], axis=1)
+            assert rows.reshape(-1).tolist() == straight[step + number]
+        cursor = DataCursor.from_json(parts[0][-1].cursor_after.to_json())
+        step += steps
+
+
+def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
+    started: list[int] = []
+
+    def read(step: int) -> Batch:
+        started.append(step)
+        return step  # type: ignore[return-value]
+
+    with BatchStream(read, lambda: 100, first_step=5, num_threads=3, prefetch_batches=4) as batches:
+        for step in range(5, 30):
+            deadline = time.monotonic() + 5
+            while batches.queue_depth < 4 and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            assert batches.queue_depth == 4
+            assert sorted(started) == list(range(5, step + 4))
+            assert next(batches) == step
+
+
+def test_waiting_is_measured(tmp_path: Path) -> None:
+    with BatchStream(
+        lambda step: time.sleep(0.02), lambda: 9, first_step=0, num_threads=0, prefetch_batches=1
+    ) as direct:  # type: ignore[arg-type,return-value]
+        for _ in range(3):
+            next(direct)
+    assert 0.06 <= direct.wait_seconds < 1
+    with BatchStream(lambda step: step, lambda: 9, first_step=0, num_threads=1, prefetch_batches=4) as ahead:  # type: ignore[arg-type,return-value]
+        time.sleep(0.1)
+        next(ahead)
+    assert ahead.wait_seconds < 0.05
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_a_reader_error_surfaces_at_its_step(tmp_path: Path, threads: int) -> None:
+    readers = [Failing("code", [60])]
+    plan = make_plan(tmp_path, readers, steps=7)
+    bad_step = int(plan.positions_of(0, Failing.bad_row, readers[0])[0]) // GLOBAL_BATCH
+    assert 0 < bad_step < 7
+    batches = stream(plan, readers, num_threads=threads, prefetch_batches=7)
+    for step in range(bad_step):
+        assert next(batches).step == step
+    with pytest.raises(DataError, match="row 17 does not match its hash"):
+        next(batches)
+    with pytest.raises(RuntimeError, match="closed"):
+        next(batches)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
+
+
+def test_an_interrupt_in_a_reader_thread_reaches_the_consumer() -> None:
+    def read(step: int) -> Batch:
+        raise KeyboardInterrupt
+
+    batches = BatchStream(read, lambda: 1, first_step=0, num_threads=1, prefetch_batches=1)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_beyond_the_plan_is_an_error_and_extending_goes_on(plan: Plan, readers: list[FakeRows], threads: int) -> None:
+    planned = plan.num_positions // GLOBAL_BATCH
+    batches = stream(plan, readers, num_threads=threads, prefetch_batches=5)
+    first = [identity(next(batches)) for _ in range(planned)]
+    plan.extend_to(plan.num_positions + 40 * GLOBAL_BATCH, readers)
+    more = [identity(next(batches)) for _ in range(plan.num_positions // GLOBAL_BATCH - planned)]
+    assert len(more) >= 40
+    with pytest.raises(DataError, match="covers the positions below"):
+        next(batches)
+    again = [identity(batch) for batch in take(stream(plan, readers), len(first) + len(more))]
+    assert [entry[:3] for entry in again] == [entry[:3] for entry in first + more]
+
+
+def test_closing_never_hangs(plan: Plan, readers: list[FakeRows]) -> None:
+    for threads in (0, 1, 4):
+        for consumed in (0, 2):
+            batches = stream(plan, readers, num_threads=threads, prefetch_batches=2)
+            for _ in range(consumed):
+                next(batches)
+            began = time.monotonic()
+            batches.close()
+            batches.close()
+            assert time.monotonic() - began < 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_CLOSE_SECONDS", 0.1)
+    readers = [Stuck("code", [60])]
+    batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
+    next(batches)
+    assert readers[0].waiting.wait(5)
+    began = time.monotonic()
+    batches.close()
+    assert time.monotonic() - began < 2
+    readers[0].go.set()
+
+
+def test_closing_wakes_a_waiting_consumer(tmp_path: Path) -> None:
+    readers = [Stuck("code", [60])]
+    batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
+    next(batches)
+    seen: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            next(batches)
+        except RuntimeError as error:
+            seen.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert readers[0].waiting.wait(5)
+    closer = threading.Thread(target=batches.close)
+    closer.start()
+    time.sleep(0.05)
+    readers[0].go.set()
+    for thread in (consumer, closer):
+        thread.join(5)
+        assert not thread.is_alive()
+    assert "closed" in str(seen[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan_digest": "0" * 64},
+        {"plan_events": 1},
+        {"plan_events": 99},
+        {"seed": 12},
+        {"position": 7},
+        {"step": 1},
+        {"step": -1, "position": -GLOBAL_BATCH},
+    ],
+)
+def test_a_cursor_of_another_plan_is_refused(plan: Plan, readers: list[FakeRows], change: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="cursor"):
+        stream(plan, readers, replace(first_cursor(plan, 11), **change))
+
+
+def test_a_cursor_from_before_an_extension_is_good(plan: Plan, readers: list[FakeRows]) -> None:
+    cursor = take(stream(plan, readers), 3)[-1].cursor_after
+    plan.extend_to(plan.num_positions * 3, readers)
+    assert take(stream(Plan.open(plan.path), readers, cursor), 1)[0].step == 3
+
+
+def test_first_cursor_refuses_another_seed(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match="seed 11, the run has 12"):
+        first_cursor(plan, 12)
+
+
+@pytest.mark.parametrize(("micro", "count"), [(3, 1), (8, 2), (1, 3), (16, 1), (0, 1)])
+def test_uneven_batches_are_refused(plan: Plan, readers: list[FakeRows], micro: int, count: int) -> None:
+    with pytest.raises(ConfigError, match="cannot be split evenly"):
+        stream(plan, readers, micro_batch_sequences=micro, shard=DataShard(0, count))
+
+
+def test_another_batch_size_or_cache_is_refused(plan: Plan, readers: list[FakeRows]) -> None:
+    with pytest.raises(ConfigError, match="8 rows a step, asked for 16"):
+        stream(plan, readers, global_batch_sequences=16)
+    with pytest.raises(DataError, match="source 'text' changed"):
+        stream(plan, [readers[0], FakeRows("text", [41], content=1)])
+
+
+def test_caches_of_different_shape_are_refused(tmp_path: Path) -> None:
+    readers = [FakeRows("code", [20]), FakeRows("text", [20], row_tokens=10)]
+    with pytest.raises(DataError, match="differ in row length or token size"):
+        stream(make_plan(tmp_path, readers), readers)
+    readers = [FakeRows("code", [20]), FakeRows("text", [20], vocab_size=70_000)]
+    with pytest.raises(DataError, match="differ in row length or token size"):
+        list(validation_batches(readers, num_sequences=4, micro_batch_sequences=2, document_mask=True))
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_validation_is_a_fixed_even_set(readers: list[FakeRows], document_mask: bool) -> None:
+    options: dict[str, Any] = {"micro_batch_sequences": 4, "document_mask": document_mask}
+    batches = list(validation_batches(readers, num_sequences=10, **options))
+    assert [batch.tokens_ABT.shape for batch in batches] == [(1, 4, 8)] * 3
+    assert [batch.labels_ABT.shape for batch in batches] == [(1, 4, 8)] * 3
+    rows = np.concatenate([batch.tokens_ABT[0] for batch in batches]).tolist()
+    spread = [number * 74 // 10 for number in range(10)]  # 33 rows of code, then 41 of text
+    expected = [readers[0].tokens(n) if n < 33 else readers[1].tokens(n - 33) for n in spread]
+    assert rows[:10] == [tokens[:-1] for tokens in expected]
+    assert (batches[-1].labels_ABT[0, 2:] == IGNORED_LABEL).all()
+    assert (batches[-1].tokens_ABT[0, 2:] == 0).all()
+    if document_mask:
+        assert batches[-1].segment_ids_ABT is not None
+        assert (batches[-1].segment_ids_ABT[0, 2:] == 0).all()
+        assert (batches[-1].segment_ids_ABT[0, :2, 0] == 1).all()
+    for batch in batches:
+        assert batch.num_target_tokens == np.count_nonzero(batch.labels_ABT != IGNORED_LABEL)
+    again = list(validation_batches(readers, num_sequences=10, **options))
+    assert [identity(batch) for batch in again] == [identity(batch) for batch in batches]
+
+
+def test_validation_takes_every_row_once_when_there_are_few(readers: list[FakeRows]) -> None:
+    batches = list(validation_batches(readers, num_sequences=1000, micro_batch_sequences=5, document_mask=True))
+    digests = np.concatenate([batch.row_digests_AB.reshape(-1) for batch in batches])
+    assert len(digests) == 75
+    assert len(set(digests.tolist())) == 75  # 74 rows, and 0 for the one that fills up
+
+
+def test_validation_shards_concatenate(readers: list[FakeRows]) -> None:
+    whole = list(validation_batches(readers, num_sequences=9, micro_batch_sequences=4, document_mask=True))
+    shards = [
+        list(
+            validation_batches(
+                readers, num_sequences=9, micro_batch_sequences=2, document_mask=True, shard=DataShard(index, 2)
+            )
+        )
+        for index in (0, 1)
+    ]
+    for step, batch in enumerate(whole):
+        parts = [shard[step] for shard in shards]
+        for name in ("tokens_ABT", "labels_ABT", "segment_ids_ABT", "row_digests_AB"):
+            assert np.array_equal(np.concatenate([getattr(p, name) for p in parts], axis=1), getattr(batch, name))
+
+
+def test_validation_without_rows_is_refused() -> None:
+    for readers in ([FakeRows("a", [0])], []):
+        with pytest.raises(DataError, match="no validation text"):
+            next(validation_batches(readers, num_sequences=4, micro_batch_sequences=2, document_mask=True))
+
+
+def test_first_batch_and_resume_do_not_depend_on_the_size(tmp_path: Path) -> None:
+    """10^8 rows in 24,415 units, resumed in the middle of the second epoch."""
+    reader = FakeRows("web", [4096] * 24_414 + [256], max_segments=1)
+    plan = make_plan(tmp_path, [reader], batch=64, steps=2_400_000)
+    middle = 2_345_678
+    for step in (0, middle):
+        cursor = replace(first_cursor(plan, 11), step=step, position=step * 64)
+        began = time.perf_counter()
+        opened = Plan.open(plan.path)
+        batches = stream(opened, [reader], cursor, num_threads=1)
+        batch = next(batches)
+        seconds = time.perf_counter() - began
+        batches.close()
+        assert seconds < 0.5  # measured: 10 ms
+        assert batch.step == step
+        found = opened.locate(np.arange(step * 64, step * 64 + 64))
+        rows = [reader.tokens(int(row))[:-1] for row in found.row]
+        assert batch.tokens_ABT.reshape(64, -1).tolist() == rows
