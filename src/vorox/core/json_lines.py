@@ -33,6 +33,7 @@ class LineFile:
         self.dropped_lines = 0
         self._pending: deque[bytes] = deque()
         self._size_bytes: int | None = None
+        self._failed = False
 
     def append(self, line: bytes) -> OSError | None:
         """Write one line (without its end). Returns what went wrong, if anything; the line then waits."""
@@ -60,8 +61,6 @@ class LineFile:
         self._size_bytes = (self._size_bytes or 0) + len(data)
         self._pending.clear()
         return None
-
-    _failed = False
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

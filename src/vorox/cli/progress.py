@@ -1,0 +1,211 @@
+"""The display of a run: a live block on a terminal, plain lines elsewhere, the same fields in both.
+
+In: the loop's ``StepView``, messages and samples (``training.display.Display``). Out: text on one stream. On a terminal
+a block of a few lines is redrawn in place while events and samples scroll above it. The display owns nothing: it never
+raises, never waits, starts no thread and costs nothing between logged steps. A terminal that goes away ends the
+display, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from vorox.cli.quantities import count, duration, eta, number, percent, printable, size, small, speed
+from vorox.training.display import Display, Level, NoDisplay, StepView
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_BAR_CELLS = 40
+_MIN_REDRAW_SECONDS = 0.1
+_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+def open_display(stream: TextIO | None = None) -> Display:
+    """The display that suits a stream (standard output): live on a terminal, lines elsewhere."""
+    stream = stream or sys.stdout
+    if stream is None:  # a process without any output, such as pythonw
+        return NoDisplay()
+    if stream.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}:
+        return LiveDisplay(stream)
+    return LineDisplay(stream)
+
+
+def headline(view: StepView) -> str:
+    """``Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h``"""
+    done = 100 * view.step / view.total_steps
+    done = done if view.step >= view.total_steps else min(done, 99.9)
+    return (
+        f"Step {view.step:>5,}/{view.total_steps:,} ({done:4.1f}%) | Loss: {number(view.loss)} | "
+        f"{speed(view.tokens_per_second)} | ETA: {eta(view.eta_seconds)}"
+    )
+
+
+def position_fields(view: StepView) -> list[str]:
+    """How far: tokens, epoch, learning rate, gradient norm."""
+    return [
+        f"{count(view.num_tokens)} / {count(view.total_tokens)} tokens",
+        f"epoch {number(view.epoch, 2)}",
+        f"lr {small(view.learning_rate)}",
+        f"gnorm {small(view.grad_norm)}",
+    ]
+
+
+def time_fields(view: StepView) -> list[str]:
+    """Where the time went, and how good that is."""
+    fields = [f"{use} {percent(fraction)}" for use, fraction in view.time_fractions.items()]
+    if view.mfu_fraction is not None:
+        fields.append(f"MFU {percent(view.mfu_fraction, 1)}")
+    if view.ceiling_fraction is not None:
+        fields.append(f"of matmul ceiling {percent(view.ceiling_fraction, 1)}")
+    return fields
+
+
+def resource_fields(view: StepView) -> list[str]:
+    """Memory against the plan, the queue, the age of the last save."""
+    fields = [f"{where} {size(used)}" for where, used in view.memory_bytes.items()]
+    if view.planned_memory_bytes is not None:
+        fields.append(f"planned {size(view.planned_memory_bytes)}")
+    if view.queue_depth is not None:
+        capacity = "" if view.queue_capacity is None else f"/{view.queue_capacity}"
+        fields.append(f"queue {view.queue_depth}{capacity}")
+    age = view.seconds_since_save
+    fields.append("no save yet" if age is None else f"saved {duration(age)} ago")
+    return fields
+
+
+class LineDisplay:
+    """One line per logged step, message or sample.
+
+    Args:
+        stream: Where to.
+        clock: Seconds since the epoch, for the time in front of messages.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
+        self._stream: TextIO | None = stream
+        self._clock = clock
+
+    def step(self, view: StepView) -> None:
+        self._write(" | ".join([headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]))
+
+    def message(self, text: str, level: Level = "info") -> None:
+        mark = "" if level == "info" else f"{level}: "
+        self._write(f"{_time_of_day(self._clock())} {mark}{printable(text)}")
+
+    def sample(self, prompt: str, completion: str) -> None:
+        self._write("\n".join(sample_lines(prompt, completion)))
+
+    def close(self) -> None:
+        self._stream = None
+
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            encoding = self._stream.encoding or "utf-8"
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # the reader has gone, or the stream is closed
+            self._stream = None
+
+
+class LiveDisplay:
+    """A block at the bottom of the terminal, messages and samples above it.
+
+    Args:
+        stream: The terminal.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Terminal(Console):
+            def on_broken_pipe(self) -> None:
+                """Rich would end the process here; a run outlives its terminal."""
+                raise OSError("the terminal has gone")
+
+        self._clock = clock
+        self._console = Terminal(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+        self._live: Live | None = Live(
+            console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop",
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._started = False
+        self._drawn_at = -math.inf
+
+    def step(self, view: StepView) -> None:
+        now = self._clock()
+        if now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps:
+            return
+        self._drawn_at = now
+        self._draw(lambda: self._show(view))
+
+    def message(self, text: str, level: Level = "info") -> None:
+        from rich.text import Text
+
+        line = Text(f"{_time_of_day(self._clock())} ", style="dim")
+        line.append(printable(text), style=_STYLES[level])
+        self._draw(lambda: self._console.print(line))
+
+    def sample(self, prompt: str, completion: str) -> None:
+        from rich.text import Text
+
+        text = Text("\n".join(sample_lines(prompt, completion)), style="cyan")
+        self._draw(lambda: self._console.print(text))
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None and self._started:
+            with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
+                live.stop()
+
+    def _show(self, view: StepView) -> None:
+        assert self._live is not None
+        if not self._started:
+            self._live.start()
+            self._started = True
+        self._live.update(_block(view, self._console.width), refresh=True)
+
+    def _draw(self, action: Callable[[], object]) -> None:
+        if self._live is None:
+            return
+        try:
+            action()
+        except (OSError, ValueError):  # the terminal has gone
+            self._live = None
+
+
+def _block(view: StepView, width: int) -> Text:
+    from rich.text import Text
+
+    done = min(1.0, view.step / view.total_steps)
+    filled = int(_BAR_CELLS * done)
+    bar = f"[{'#' * filled}{'-' * (_BAR_CELLS - filled)}]"
+    block = Text(no_wrap=True, overflow="ellipsis")
+    block.append(headline(view)[:width], style="bold" if math.isfinite(view.loss) else "bold red")
+    rows = [f"  {bar} " + " | ".join(position_fields(view))]
+    if view.time_fractions:
+        rows.append("  time  " + " | ".join(time_fields(view)))
+    rows.append("  now   " + " | ".join(resource_fields(view)))
+    for row in rows:
+        block.append("\n" + row)
+    return block
+
+
+def sample_lines(prompt: str, completion: str) -> list[str]:
+    """A completion as it would stand in a file, behind a rule; the end of the prompt is marked."""
+    text = f"{printable(prompt)}\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}{printable(completion)}"
+    return ["sample", *(f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in text.split("\n"))]
+
+
+def _time_of_day(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,210 @@
+"""Both displays show the same fields, survive anything, and cost little."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from vorox.cli.progress import LineDisplay, LiveDisplay, headline, open_display
+from vorox.training.display import Display, StepView
+
+VIEW = StepView(
+    step=770,
+    total_steps=26_235,
+    loss=5.5834,
+    num_tokens=12_615_680,
+    total_tokens=429_834_240,
+    learning_rate=5.3e-4,
+    grad_norm=0.42,
+    epoch=0.41,
+    tokens_per_second=106_212.3,
+    mfu_fraction=0.412,
+    eta_seconds=4 * 3600 + 23 * 60,
+    time_fractions={"compute": 0.83, "data": 0.02, "save": 0.06, "eval": 0.09},
+    memory_bytes={"host": 3 * 2**30, "device": 58.9 * 2**30},
+    planned_memory_bytes=61.2 * 2**30,
+    queue_depth=3,
+    queue_capacity=4,
+    seconds_since_save=94,
+)
+FIELDS = [
+    "Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h",
+    "12.6M / 429.8M tokens", "epoch 0.41", "lr 5.3e-04", "gnorm 0.42",
+    "compute 83%", "data 2%", "save 6%", "eval 9%", "MFU 41.2%",
+    "host 3.0 GiB", "device 58.9 GiB", "planned 61.2 GiB", "queue 3/4", "saved 1m 34s ago",
+]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows after all this was written to it: the few escapes that a live display needs."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+            column = 0
+        elif part == "\r":
+            column = 0
+        elif part.startswith("\x1b"):
+            number = int(part[2:-1]) if part[2:-1].isdigit() else 1
+            if part.endswith("A"):
+                row = max(0, row - number)
+            elif part.endswith("K"):
+                rows[row] = ""
+        else:
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+            column += len(part)
+    while rows and not rows[-1].strip():
+        rows.pop()
+    return rows
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def at_noon() -> float:
+    return time.mktime((2026, 1, 2, 12, 41, 7, 0, 0, -1))
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_the_headline_is_exactly_the_promised_one() -> None:
+    assert headline(VIEW) == FIELDS[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "percent"),
+    [(0, 10, "( 0.0%)"), (26_234, 26_235, "(99.9%)"), (10, 10, "(100.0%)"), (12, 10, "(120.0%)")],
+)
+def test_only_a_finished_run_is_at_100_percent(step: int, total: int, percent: str) -> None:
+    assert percent in headline(replace(VIEW, step=step, total_steps=total))
+
+
+def test_unknown_numbers_are_dashes_not_zeros() -> None:
+    view = StepView(1, 300, math.nan, 4096, 1_228_800, 1e-4, 3.5)
+    assert headline(view) == "Step     1/300 ( 0.3%) | Loss: nan | - tok/s | ETA: --:--"
+
+
+def test_plain_lines_have_every_field_on_one_line() -> None:
+    stream = io.StringIO()
+    LineDisplay(stream).step(VIEW)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith(FIELDS[0])
+    for field in FIELDS:
+        assert field in line
+    assert "\x1b" not in line
+
+
+def test_the_live_block_has_the_same_fields() -> None:
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.step(VIEW)
+    display.close()
+    lines = screen(stream.getvalue())
+    assert len(lines) == 4
+    for field in FIELDS:
+        assert field in "\n".join(lines)
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), "the cursor is back"
+
+
+def test_messages_scroll_above_the_block() -> None:
+    stream = Terminal()
+    seconds = iter(range(100))
+    display = LiveDisplay(stream, clock=lambda: at_noon() + next(seconds) / 10)
+    display.step(VIEW)
+    display.message("saved step 750", "info")
+    display.message("the disk is nearly full", "warning")
+    display.step(replace(VIEW, step=780))
+    display.close()
+    lines = screen(stream.getvalue())
+    assert [line.strip() for line in lines[:2]] == ["12:41:07 saved step 750", "12:41:07 the disk is nearly full"]
+    assert lines[2].startswith("Step   780/26,235")
+    assert len(lines) == 6, "the block is there once, below"
+
+
+def test_a_narrow_terminal_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.step(VIEW)
+    display.close()
+    lines = screen(stream.getvalue())
+    assert len(lines) == 4
+    assert all(len(line) <= 40 for line in lines)
+
+
+@pytest.mark.parametrize("kind", [LineDisplay, LiveDisplay])
+def test_a_sample_cannot_touch_the_terminal(kind: type[LineDisplay] | type[LiveDisplay]) -> None:
+    stream = Terminal()
+    kind(stream).sample("def ", "f():\n    return '\x1b[2J'")
+    shown = stream.getvalue()
+    assert "\x1b[2J" not in shown
+    assert "│ def »f():" in shown
+    assert "│     return '\ufffd[2J'" in shown
+
+
+@pytest.mark.parametrize("kind", [LineDisplay, LiveDisplay])
+def test_a_terminal_that_goes_away_ends_the_display_only(kind: type[LineDisplay] | type[LiveDisplay]) -> None:
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    display: Display = kind(Gone())
+    for _ in range(3):
+        display.step(VIEW)
+        display.message("x")
+        display.sample("a", "b")
+    display.close()
+    display.close()
+
+
+def test_a_stream_that_cannot_write_unicode() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    LineDisplay(stream).sample("größe", "\N{SNOWMAN}")
+    assert b"sample" in raw.getvalue()
+
+
+def test_the_display_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(open_display(io.StringIO()), LineDisplay)
+    assert isinstance(open_display(Terminal()), LiveDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_display(Terminal()), LineDisplay)
+
+
+def test_redraws_are_limited_but_the_last_step_is_always_shown() -> None:
+    stream = Terminal()
+    display = LiveDisplay(stream, clock=lambda: 100.0)
+    for step in range(1, 100):
+        display.step(replace(VIEW, step=step, total_steps=100))
+    display.step(replace(VIEW, step=100, total_steps=100))
+    shown = without_escapes(stream.getvalue())
+    assert "Step     2/100" not in shown
+    assert "100/100 (100.0%)" in screen(stream.getvalue())[0]
+
+
+def test_a_logged_step_costs_little() -> None:
+    now = iter(range(10**9))
+    display = LiveDisplay(Terminal(), clock=lambda: float(next(now)))
+    display.step(VIEW)
+    started = time.process_time()
+    for _ in range(50):
+        display.step(VIEW)
+    assert (time.process_time() - started) / 50 < 0.02
