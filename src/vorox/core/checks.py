@@ -141,15 +141,13 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation, held_out = config.eval, config.data.validation.held_out_fraction
-    validates = evaluation.every_steps is not None or evaluation.at_end
-    if validates and held_out == 0:
-        asked = "eval.every_steps" if evaluation.every_steps is not None else "eval.at_end"
+    asked = "eval.every_steps" if evaluation.every_steps is not None else "eval.prompts" if evaluation.prompts else ""
+    if asked and held_out == 0:
         yield Problem(
-            f"{asked} asks for validation, but data.validation.held_out_fraction=0 holds out nothing; "
-            "set eval.at_end=false and eval.every_steps=null, or hold out a part",
-            keys=("eval.every_steps", "eval.at_end", "data.validation.held_out_fraction"),
+            f"{asked} asks for validations, but data.validation.held_out_fraction=0 holds out nothing",
+            keys=(asked, "data.validation.held_out_fraction"),
         )
-    if evaluation.prompts and not validates:
+    if evaluation.prompts and evaluation.every_steps is None and not evaluation.at_end:
         yield Problem(
             "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false ask for "
             "none",
