@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import Unit
 from vorox.data.records import RowBlock
 
 
@@ -38,19 +37,16 @@ class FakeRows:
     ) -> None:
         self.name, self.content, self.row_tokens, self._max_segments = name, content, row_tokens, max_segments
         self.recipe = Recipe("fake", vocab_size, 0, row_tokens, {"name": name}, {})
-        self.units = [Unit(number, ()) for number in range(len(unit_rows))]
-        starts = np.concatenate([[0], np.cumsum(unit_rows)]).astype(np.int64)
-        self.unit_row_starts: npt.NDArray[np.int64] = starts[:-1]
-        self._ends = starts[1:]
-        self.num_rows = int(starts[-1])
+        self.unit_row_starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(unit_rows)]).astype(np.int64)
+        self.num_rows = int(self.unit_row_starts[-1])
         self._dtype = np.uint16 if token_bytes == 2 else np.uint32
         self.reads = 0
 
     def rows_in(self, unit_start: int, unit_end: int) -> int:
-        return int(self._ends[unit_end - 1] - self.unit_row_starts[unit_start]) if unit_end > unit_start else 0
+        return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
 
     def content_digest(self, unit_start: int, unit_end: int) -> str:
-        rows = self._ends[unit_start:unit_end] - self.unit_row_starts[unit_start:unit_end]
+        rows = np.diff(self.unit_row_starts[unit_start : unit_end + 1])
         return hashlib.sha256(f"{self.name} {self.content} {unit_start}".encode() + rows.tobytes()).hexdigest()
 
     def tokens(self, row: int) -> list[int]:

@@ -207,7 +207,7 @@ class Plan:
             for first, last, num_rows, digest in sorted(
                 {(s.unit_start, s.unit_end, s.num_rows, s.content_digest) for s in segments}
             ):
-                known = last <= len(reader.units)
+                known = last < len(reader.unit_row_starts)
                 if not known or (reader.rows_in(first, last), reader.content_digest(first, last)) != (num_rows, digest):
                     raise DataError(
                         f"the cache of source {source.name!r} changed: units {first} to {last} no longer hold the "
@@ -248,7 +248,7 @@ class Plan:
         epoch = segments[-1].epoch + segments[-1].num_epochs if segments else 0
         if num_draws <= start_draw:
             return None
-        num_units = len(reader.units)
+        num_units = len(reader.unit_row_starts) - 1
         num_rows = reader.rows_in(0, num_units)
         if num_rows == 0:
             raise DataError(f"source {source.name!r} has no rows", where=str(self.path), hint="give it text")

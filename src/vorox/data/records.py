@@ -8,7 +8,6 @@ Shape legend: N rows of the block, C stored tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import Unit
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -58,13 +56,8 @@ class RowReader(Protocol):
         ...
 
     @property
-    def units(self) -> Sequence[Unit]:
-        """The units that the rows come from; a row's number counts in unit order."""
-        ...
-
-    @property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
-        """First row of each unit."""
+        """First row of each unit, and the number of rows at the end; rows are numbered in unit order."""
         ...
 
     @property
