@@ -1,0 +1,118 @@
+"""Attention over the positions of a row: masks, rotary positions and the two ways to compute it.
+
+``sdpa`` is PyTorch's fused kernel, ``reference`` the formula written out. A mask exists only where causality alone
+does not describe who sees whom: rows of several documents, and tokens fed to a decoder that already holds some.
+
+Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vorox.core.records import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Who sees whom.
+
+    Attributes:
+        mask: True where a query may see a key, ``[B or 1, 1, T, S]``; ``None`` for all, or for plain causality.
+        is_causal: No mask, and a position sees itself and everything before it.
+    """
+
+    mask: Tensor | None
+    is_causal: bool
+
+
+CAUSAL = Visibility(None, True)
+EVERYTHING = Visibility(None, False)
+
+Attend = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
+"""(query_BNTH, key_BKSH, value_BKSH, visibility, dropout) -> mixed_BNTH."""
+
+
+def document_visibility(segment_ids_BT: Int32Array | None, device: torch.device) -> Visibility:
+    """Causal within documents. Plain causality if no row holds more than one; padding at its end sees anything.
+
+    Decided on the host, before anything reaches the device.
+    """
+    if segment_ids_BT is None:
+        return CAUSAL
+    if bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all()):
+        return CAUSAL
+    num_positions = segment_ids_BT.shape[1]
+    same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    mask_BTT = same_BTT & np.tril(np.ones((num_positions, num_positions), np.bool_))
+    return Visibility(torch.from_numpy(mask_BTT)[:, None].to(device, non_blocking=True), False)
+
+
+def continued_visibility(num_past: int, num_new: int, device: torch.device) -> Visibility:
+    """New tokens see everything before them and each other causally."""
+    if num_past == 0:
+        return CAUSAL
+    if num_new == 1:
+        return EVERYTHING
+    query_T1 = torch.arange(num_past, num_past + num_new, device=device)[:, None]
+    key_S = torch.arange(num_past + num_new, device=device)
+    return Visibility((key_S <= query_T1)[None, None], False)
+
+
+def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[positions, H / 2]``, in fp32 throughout, as Hugging Face computes them."""
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def sdpa(query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, visibility: Visibility, dropout: float) -> Tensor:
+    """PyTorch's fused attention."""
+    is_grouped = query_BNTH.shape[1] != key_BKSH.shape[1]
+    native = query_BNTH.device.type == "cpu" or (query_BNTH.is_cuda and visibility.mask is None)
+    if is_grouped and not native:
+        # Kernels that take a mask want as many key heads as query heads.
+        key_BKSH, value_BKSH = (_repeat_heads(x, query_BNTH.shape[1]) for x in (key_BKSH, value_BKSH))
+        is_grouped = False
+    return F.scaled_dot_product_attention(
+        query_BNTH,
+        key_BKSH,
+        value_BKSH,
+        attn_mask=visibility.mask,
+        dropout_p=dropout,
+        is_causal=visibility.is_causal,
+        enable_gqa=is_grouped,
+    )
+
+
+def reference(
+    query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, visibility: Visibility, dropout: float
+) -> Tensor:
+    """The formula, one step at a time."""
+    num_heads, num_queries, head_dim = query_BNTH.shape[1:]
+    num_keys = key_BKSH.shape[2]
+    key_BNSH, value_BNSH = _repeat_heads(key_BKSH, num_heads), _repeat_heads(value_BKSH, num_heads)
+    scores_BNTS = query_BNTH @ key_BNSH.transpose(-1, -2) / math.sqrt(head_dim)
+    mask = visibility.mask
+    if visibility.is_causal:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_BNTH.device).tril()
+    if mask is not None:
+        scores_BNTS = scores_BNTS.masked_fill(~mask, float("-inf"))
+    weights_BNTS = scores_BNTS.softmax(dim=-1).to(value_BNSH.dtype)
+    return F.dropout(weights_BNTS, dropout, training=dropout > 0) @ value_BNSH
+
+
+def _repeat_heads(x_BKSH: Tensor, num_heads: int) -> Tensor:
+    num_kv_heads = x_BKSH.shape[1]
+    return x_BKSH if num_kv_heads == num_heads else x_BKSH.repeat_interleave(num_heads // num_kv_heads, dim=1)
+
+
+ATTENTION: dict[str, Attend] = {"auto": sdpa, "sdpa": sdpa, "reference": reference}
+"""``model.attention_kernel`` to function."""

@@ -1,0 +1,60 @@
+"""Incremental decoding: keys and values of the tokens so far are kept, so a new token costs one position.
+
+Shape legend: B rows, T new positions, S positions so far, K key/value heads, H head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vorox.core.errors import ConfigError
+from vorox.core.records import Int32Array
+from vorox.models.spec import ModelSpec
+
+
+class KeyValueCache:
+    """Room for a fixed number of positions in every layer."""
+
+    def __init__(
+        self, spec: ModelSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (2, spec.num_layers, batch_size, spec.num_kv_heads, max_tokens, spec.head_dim)
+        self._stored = torch.zeros(shape, device=device, dtype=dtype)
+        self.num_tokens = 0
+
+    def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store those of new tokens and return all so far, ``[B, K, S, H]``."""
+        end = self.num_tokens + key_BKTH.shape[2]
+        keys_BKSH, values_BKSH = self._stored[0, layer], self._stored[1, layer]
+        keys_BKSH[:, :, self.num_tokens : end] = key_BKTH
+        values_BKSH[:, :, self.num_tokens : end] = value_BKTH
+        return keys_BKSH[:, :, :end].to(key_BKTH.dtype), values_BKSH[:, :, :end].to(value_BKTH.dtype)
+
+
+class TorchDecoder:
+    """One batch of sequences being continued.
+
+    Args:
+        cache: Empty.
+        max_tokens: Announced length.
+        forward: (tokens_BT, cache) -> logits of the last position ``[B, V]``.
+    """
+
+    def __init__(
+        self, cache: KeyValueCache, max_tokens: int, forward: Callable[[Int32Array, KeyValueCache], Tensor]
+    ) -> None:
+        self._cache, self._max_tokens, self._forward = cache, max_tokens, forward
+
+    def feed(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
+        end = self._cache.num_tokens + tokens_BT.shape[1]
+        if end > self._max_tokens:
+            raise ConfigError(f"{end} tokens were fed to a decoder for {self._max_tokens}", where="decoder")
+        logits_BV = self._forward(tokens_BT, self._cache)
+        self._cache.num_tokens = end
+        return logits_BV.float().cpu().numpy()

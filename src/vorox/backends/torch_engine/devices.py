@@ -1,0 +1,292 @@
+"""Where and in which numbers the engine computes: device, precision, threads, determinism, all decided before step 1.
+
+In: the configuration. Out: a frozen ``Compute``; process-wide switches of PyTorch are set here and nowhere else.
+Nothing falls back: what the machine cannot do is a ``ConfigError`` with the key. No decision depends on a timing, so
+the same machine always computes the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import ConfigError, DoesNotFitError
+from vorox.core.schema import RunConfig
+
+Products = Literal["blas", "onednn"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How this process computes.
+
+    Attributes:
+        device: Where parameters live.
+        dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
+        determinism: Level that is kept: D0, D1 or D2.
+        num_threads: Arithmetic threads on the CPU.
+        compiled: Whether the model is compiled.
+        products: Library of the fp32 matrix products of the uncompiled CPU model.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    determinism: str
+    num_threads: int
+    compiled: bool
+    products: Products
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the hand-derived backward passes of ``kernels.py`` are used: fp32 on the CPU, not compiled."""
+        return self.device.type == "cpu" and self.dtype == torch.float32 and not self.compiled
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The forward pass in the chosen precision."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
+    """Check the machine against the configuration and set PyTorch's process-wide switches.
+
+    Raises:
+        ConfigError: The machine or this engine cannot honour a setting.
+    """
+    if config.parallel.data_parallel_size > 1 or dist.process_count > 1:
+        raise ConfigError(
+            f"data_parallel_size = {max(config.parallel.data_parallel_size, dist.process_count)}, "
+            "but the torch engine trains on one device",
+            where="parallel.data_parallel_size",
+            hint="set it to 1 and start one process",
+        )
+    device = _select_device(config.runtime.device)
+    dtype = _select_dtype(config.precision.dtype, device)
+    determinism = config.runtime.determinism
+    if determinism == "auto":
+        determinism = "D2" if device.type == "cpu" else "D1"
+    if device.type == "cpu":
+        num_threads = config.runtime.num_threads or physical_cores()
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        _keep_freed_memory()
+    else:
+        num_threads = torch.get_num_threads()
+    _set_float32_products(config.precision.matmul, device)
+    _set_determinism(determinism, device, compiled=config.runtime.compile)
+    return Compute(
+        device=device,
+        dtype=dtype,
+        determinism=determinism,
+        num_threads=num_threads,
+        compiled=config.runtime.compile,
+        products=_select_products(device),
+    )
+
+
+def _select_device(name: str) -> torch.device:
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
+    if not available[name]:
+        present = ", ".join(kind for kind, exists in available.items() if exists)
+        raise ConfigError(
+            f"device = {name}, but PyTorch {torch.__version__} finds none; there is {present}",
+            where="runtime.device",
+            hint="set runtime.device=auto, or install the PyTorch build for that device",
+        )
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _select_dtype(name: str, device: torch.device) -> torch.dtype:
+    supported = True
+    if device.type == "cuda" and name == "bf16":
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "mps" and name != "fp32":
+        supported = torch.amp.autocast_mode.is_autocast_available("mps")
+    if not supported:
+        raise ConfigError(
+            f"dtype = {name} is not supported by {device_name(device)}",
+            where="precision.dtype",
+            hint="choose fp32" + (" or fp16" if device.type == "cuda" else ""),
+        )
+    return DTYPES[name]
+
+
+def _set_float32_products(choice: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        if choice == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
+            raise ConfigError(
+                f"matmul = tf32, but {device_name(device)} has no TensorFloat-32", where="precision.matmul"
+            )
+        torch.backends.cuda.matmul.fp32_precision = choice
+    elif choice == "tf32":
+        raise ConfigError(f"matmul = tf32 is for NVIDIA GPUs, not for {device.type}", where="precision.matmul")
+
+
+def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> None:
+    """CPU kernels that we use are deterministic for a fixed number of threads; accelerators have to be told."""
+    if device.type == "cpu":
+        return
+    if level != "D2":
+        torch.use_deterministic_algorithms(False)
+        return
+    if device.type == "mps":
+        raise ConfigError(
+            "determinism = D2 cannot be kept on mps", where="runtime.determinism", hint="use D1 or the CPU"
+        )
+    if compiled:
+        raise ConfigError(
+            "determinism = D2 cannot be kept by compiled CUDA kernels, which are chosen by timing",
+            where="runtime.determinism",
+            hint="set runtime.compile=false, or D1",
+        )
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS[0])
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_CUBLAS:
+        raise ConfigError(
+            "determinism = D2 needs CUBLAS_WORKSPACE_CONFIG before CUDA starts",
+            where="runtime.determinism",
+            hint=f"set the environment variable CUBLAS_WORKSPACE_CONFIG={DETERMINISTIC_CUBLAS[0]}",
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _select_products(device: torch.device) -> Products:
+    """MKL takes its AVX-512 paths on Intel only; on other x86 processors that have it, oneDNN is twice as fast."""
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if device.type == "cpu" and wide and torch.backends.mkl.is_available() and not _is_intel() and has_onednn_linear():
+        return "onednn"
+    return "blas"
+
+
+def has_onednn_linear() -> bool:
+    """Whether this build of PyTorch has the oneDNN product that takes plain fp32 tensors."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def _is_intel() -> bool:
+    if platform.system() == "Linux":
+        with contextlib.suppress(OSError):
+            return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return "AuthenticAMD" not in platform.processor()
+
+
+@cache
+def physical_cores() -> int:
+    """Physical cores that this process may use."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(cores, allowed))
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed: a step frees and takes the same activations again.
+
+    Without it every large tensor is unmapped and mapped anew, and touching its pages again costs several times the
+    arithmetic on them. The process keeps its peak size.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    trim_threshold, mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    libc.mallopt(mmap_max, 0)
+
+
+def device_name(device: torch.device) -> str:
+    """The product, for people and for the record."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu" and platform.system() == "Linux":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(compute: Compute) -> dict[str, str | int | bool]:
+    """What decides bit-equality besides the configuration."""
+    facts: dict[str, str | int | bool] = {
+        "engine": "torch",
+        "torch": torch.__version__,
+        "device": device_name(compute.device),
+        "device_kind": compute.device.type,
+        "dtype": str(compute.dtype).removeprefix("torch."),
+        "determinism": compute.determinism,
+        "compiled": compute.compiled,
+    }
+    if compute.device.type == "cpu":
+        facts |= {
+            "num_threads": compute.num_threads,
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "matrix_products": compute.products if compute.is_direct else "blas",
+        }
+    if compute.device.type == "cuda":
+        facts |= {
+            "cuda": torch.version.cuda or "",
+            "cudnn": torch.backends.cudnn.version() or 0,
+            "float32_products": torch.backends.cuda.matmul.fp32_precision,
+        }
+    return facts
+
+
+def memory_stats(device: torch.device) -> dict[str, float]:
+    """Bytes in use and at the peak; reads counters only."""
+    if device.type == "cuda":
+        return {
+            "device_memory_bytes": float(torch.cuda.memory_allocated(device)),
+            "device_memory_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+        }
+    if device.type == "mps":
+        return {"device_memory_bytes": float(torch.mps.current_allocated_memory())}
+    return {}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@contextlib.contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Turn the device's out-of-memory errors into one that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _does_not_fit(doing, error) from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise _does_not_fit(doing, error) from error
+
+
+def _does_not_fit(doing: str, error: Exception) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"out of memory while {doing}: {str(error).splitlines()[0]}",
+        where="train.micro_batch_sequences",
+        hint="lower train.micro_batch_sequences or set train.activation_checkpointing=block",
+    )

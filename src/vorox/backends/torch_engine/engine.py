@@ -1,0 +1,287 @@
+"""The PyTorch engine: one decoder in training on one device, behind the protocol of ``core/engine.py``.
+
+In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: numbers that are fetched when
+somebody wants them; until then the host never waits for the device. What happens inside is in the modules beside this
+one: ``model`` and ``loss`` compute, ``parameters`` stores, ``optim`` updates, ``checkpoint`` saves.
+
+Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
+
+Shape legend: A micro-batches, B rows, T positions, M = B x T, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vorox.backends.torch_engine import attention, checkpoint, compiling, devices, kernels
+from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.inputs import check_tokens, keyed_randomness, labels_to_device, to_device
+from vorox.backends.torch_engine.loss import HeadLoss, LossSums
+from vorox.backends.torch_engine.model import Decoder, Parts, Pass
+from vorox.backends.torch_engine.optim import Optimizer
+from vorox.backends.torch_engine.parameters import ParameterStore
+from vorox.backends.torch_engine.results import TorchStepResult
+from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
+from vorox.core.atomic import StagedDirectory
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import NamedArray
+from vorox.core.errors import ConfigError
+from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
+from vorox.core.schema import RunConfig
+from vorox.models.initial import initial_weights
+from vorox.models.spec import ModelSpec
+
+CAPABILITIES = frozenset(
+    {
+        "activation_checkpointing",
+        "activation_statistics",
+        "bf16",
+        "compile",
+        "document_mask",
+        "dropout",
+        "fp16",
+        "muon",
+        "taps",
+    }
+)
+
+
+def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
+    """Build the engine with freshly initialised weights.
+
+    Raises:
+        ConfigError: This machine or engine cannot honour a setting.
+    """
+    compute = devices.prepare(config, dist)
+    compiling.check(config, compute)
+    with devices.memory_errors("creating the model"):
+        return TorchEngine(config, spec, compute)
+
+
+class TorchEngine:
+    """See ``core.engine.Engine``.
+
+    Attributes:
+        taps: Where functions can watch or change the residual stream.
+        model: The modules.
+        store: Parameters and gradients.
+        optimizer: Update rule and its state.
+    """
+
+    name = "torch"
+    data_shard = DataShard()
+    capabilities = CAPABILITIES
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
+        self._config, self._spec, self.compute = config, spec, compute
+        self.taps = Taps(spec.num_layers, compiled=compute.compiled)
+        self._statistics = ActivationStatistics() if config.log.activation_statistics else None
+        self.store = ParameterStore(
+            spec,
+            muon=config.optimizer.name == "muon",
+            decay_embeddings=config.optimizer.decay_embeddings,
+            device=compute.device,
+        )
+        attend = attention.ATTENTION[config.model.attention_kernel]
+        self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
+        self._train_forward = compiling.compiled(self.model, compute) if compute.compiled else self.model
+        self._head = self.store.modules["embedding.weight" if spec.tie_embeddings else "head.weight"]
+        self._product = kernels.products(compute)
+        self._loss = HeadLoss(
+            config.loss, self._head, self._product, compute.dtype, count_correct=config.log.accuracy
+        )  # fmt: skip
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        if spec.positions == "rope":
+            table = attention.rotary_table(spec.head_dim, spec.max_positions_tokens, spec.rope_theta)
+            self._rotary = (table[0].to(compute.device), table[1].to(compute.device))
+        self.optimizer = Optimizer(config, self.store, compute)
+        checkpoint.set_parameters(self.store, initial_weights(spec, config.run.seed))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> TorchStepResult:
+        """Run forward, backward and update over all micro-batches of the step."""
+        check_tokens(batch, self._spec)
+        with devices.memory_errors("training"):
+            self.store.zero_gradients()
+            self.taps.measure(self._statistics)
+            sums = [self._train_micro_batch(batch, index) for index in range(batch.tokens_ABT.shape[0])]
+            self.taps.measure(None)
+            count = max(1, batch.num_target_tokens)
+            loss = torch.stack([part.cross_entropy for part in sums]).sum() / count
+            outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
+            return TorchStepResult(
+                {"loss": loss, "grad_norm": outcome.grad_norm, "finite": outcome.finite},
+                self._extras(sums, count),
+                self._statistics.take() if self._statistics is not None else None,
+            )
+
+    def _train_micro_batch(self, batch: Batch, index: int) -> LossSums:
+        labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
+        tokens_M, run = self._inputs(batch, index, is_training=True)
+        if self._statistics is not None:
+            self._statistics.micro_batch = index
+        scale: float | Tensor = 1.0 / max(1, batch.num_target_tokens)
+        if self.optimizer.is_scaled:
+            scale = self.optimizer.loss_scale * scale
+        with keyed_randomness(self._config.run.seed, batch.step, index, self.compute.device, active=run.dropout > 0):
+            with self.compute.autocast():
+                hidden_MD = self._train_forward(tokens_M, run)
+            sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale)
+            hidden_MD.backward(d_hidden_MD)
+        return sums
+
+    def _extras(self, sums: list[LossSums], count: int) -> dict[str, Tensor]:
+        extras: dict[str, Tensor] = {}
+        if self._config.log.accuracy:
+            extras["accuracy"] = torch.stack([part.num_correct for part in sums]).sum() / count
+        if self._config.loss.z_loss_weight:
+            squares = torch.stack([part.squared_log_partition for part in sums]).sum()
+            extras["z_loss"] = squares * (self._config.loss.z_loss_weight / count)
+        if self._config.log.parameter_norms:
+            norms = [torch.linalg.vector_norm(self.store.values[group]) for group in self.store.groups]
+            extras["parameter_norm"] = torch.linalg.vector_norm(torch.stack(norms))
+        if self.optimizer.is_scaled:
+            extras["loss_scale"] = self.optimizer.loss_scale.clone()
+        return extras
+
+    def _inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, Pass]:
+        segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
+        segments_BT = None if segments_ABT is None else segments_ABT[index]
+        positions_BT = None if positions_ABT is None else positions_ABT[index]
+        tokens_BT = batch.tokens_ABT[index]
+        run = self._pass(
+            tokens_BT.shape,
+            attention.document_visibility(segments_BT, self.compute.device),
+            positions_BT=positions_BT,
+            is_training=is_training,
+        )
+        return to_device(tokens_BT, self.compute.device).view(-1), run
+
+    def _pass(
+        self,
+        shape_BT: tuple[int, ...],
+        visibility: attention.Visibility,
+        *,
+        positions_BT: Int32Array | None = None,
+        num_past: int = 0,
+        is_training: bool = False,
+        cache: KeyValueCache | None = None,
+    ) -> Pass:
+        num_rows, num_positions = shape_BT
+        rotary: tuple[Tensor, Tensor] | None = None
+        positions: Tensor | None = None
+        here = slice(num_past, num_past + num_positions)
+        if positions_BT is not None:
+            positions = to_device(positions_BT, self.compute.device)
+        if self._rotary is not None:
+            tables = self._rotary
+            chosen = (table[here][None] if positions is None else table[positions] for table in tables)
+            cosines, sines = (table[:, :, None] for table in chosen)
+            rotary, positions = (cosines, sines), None
+        elif positions is None:
+            positions = torch.arange(here.start, here.stop, device=self.compute.device)[None]
+        return Pass(
+            shape_BT=(num_rows, num_positions),
+            visibility=visibility,
+            rotary=rotary,
+            positions=positions,
+            dropout=self._spec.dropout_fraction if is_training else 0.0,
+            cache=cache,
+            recompute_blocks=is_training and self._config.train.activation_checkpointing == "block",
+        )
+
+    # -- evaluation and decoding --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> EvalValues:
+        """Sum the loss of a batch without training on it."""
+        check_tokens(batch, self._spec)
+        loss_sum, num_correct = 0.0, 0
+        with devices.memory_errors("evaluating"):
+            for index in range(batch.tokens_ABT.shape[0]):
+                labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
+                tokens_M, run = self._inputs(batch, index, is_training=False)
+                with self.compute.autocast():
+                    hidden_MD = self.model(tokens_M, run)
+                sums = self._loss.evaluate(hidden_MD, labels)
+                loss_sum += float(sums.cross_entropy)
+                num_correct += int(sums.num_correct)
+        return EvalValues(loss_sum, batch.num_target_tokens, num_correct)
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        self._check_length(tokens_BT.shape[1])
+        run = self._pass(tokens_BT.shape, attention.CAUSAL)
+        with self.compute.autocast():
+            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), run)
+        return self._head_logits(hidden_MD).cpu().numpy().reshape(*tokens_BT.shape, -1)
+
+    def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder:
+        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
+        self._check_length(max_tokens)
+        cache = KeyValueCache(self._spec, batch_size, max_tokens, self.compute.device, self.compute.dtype)
+        return TorchDecoder(cache, max_tokens, self._decode)
+
+    @torch.no_grad()
+    def _decode(self, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
+        visibility = attention.continued_visibility(cache.num_tokens, tokens_BT.shape[1], self.compute.device)
+        run = self._pass(tokens_BT.shape, visibility, num_past=cache.num_tokens, cache=cache)
+        with self.compute.autocast():
+            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), run)
+        return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1])
+
+    def _head_logits(self, hidden_MD: Tensor) -> Tensor:
+        dtype = self.compute.dtype
+        return self._product(hidden_MD.to(dtype), self._head.to(dtype)).float()
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._spec.max_positions_tokens:
+            raise ConfigError(
+                f"{num_tokens:,} tokens are more than the {self._spec.max_positions_tokens:,} positions of the model",
+                where="model.max_positions_tokens",
+            )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: StagedDirectory) -> None:
+        """Write the complete training state of this process into a directory that the caller commits."""
+        checkpoint.save(directory, self._spec, self.store, self.optimizer)
+
+    def load(self, directory: Path) -> None:
+        """Replace the training state by one that ``save`` wrote and the caller has verified."""
+        checkpoint.load(directory, self._spec, self.store, self.optimizer)
+
+    def export_weights(self) -> Iterator[NamedArray]:
+        """Parameters under canonical names, fp32, in table order."""
+        for name, array in checkpoint.arrays(self.store, self.store.values):
+            yield name, array.copy()
+
+    def import_weights(self, weights: Iterable[NamedArray]) -> None:
+        """Replace all parameters. The optimizer starts afresh."""
+        checkpoint.set_parameters(self.store, weights)
+        self.optimizer.reset()
+
+    def fingerprint(self) -> str:
+        """Hash over parameters and optimizer state in name order, as hex."""
+        return checkpoint.fingerprint(self.store, self.optimizer)
+
+    def device_stats(self) -> Mapping[str, float]:
+        """Memory of the device, by metric registry name. Never synchronises."""
+        return devices.memory_stats(self.compute.device)
+
+    def environment(self) -> Mapping[str, str | int | bool]:
+        """What decides bit-equality besides the configuration."""
+        return devices.environment(self.compute)
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle (for timing)."""
+        devices.synchronize(self.compute.device)

@@ -1,0 +1,78 @@
+"""Numpy batches to tensors on the device, checked; and the randomness of a micro-batch, keyed.
+
+Shape legend: A micro-batches, B rows, T positions, M = B x T.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from vorox.backends.torch_engine.loss import Labels
+from vorox.core.atomic import canonical_json
+from vorox.core.errors import DataError
+from vorox.core.records import IGNORED_LABEL, Batch, Int32Array
+from vorox.models.spec import ModelSpec
+
+
+def check_tokens(batch: Batch, spec: ModelSpec) -> None:
+    """Refuse what would read outside a table, before it reaches a device that cannot say so.
+
+    Raises:
+        DataError: A token, label or position is out of range.
+    """
+    where = f"step {batch.step}"
+    if batch.tokens_ABT.shape[2] > spec.max_positions_tokens:
+        raise DataError(
+            f"rows have {batch.tokens_ABT.shape[2]:,} positions, the model {spec.max_positions_tokens:,}", where=where
+        )
+    tokens, labels = batch.tokens_ABT, batch.labels_ABT
+    if int(tokens.min()) < 0 or int(tokens.max()) >= spec.vocab_size:
+        raise DataError(
+            f"a token id ({int(tokens.max())} is the highest) is outside the vocabulary of {spec.vocab_size}",
+            where=where,
+        )
+    if int(labels.max()) >= spec.vocab_size or bool(((labels < 0) & (labels != IGNORED_LABEL)).any()):
+        raise DataError(f"a label is outside the vocabulary of {spec.vocab_size}", where=where)
+    positions = batch.position_ids_ABT
+    if positions is not None and (int(positions.min()) < 0 or int(positions.max()) >= spec.max_positions_tokens):
+        raise DataError(f"a position is outside the model's {spec.max_positions_tokens:,}", where=where)
+
+
+def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array_BT))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
+    """Targets as indices, and which positions have one."""
+    kept_BT = labels_BT != IGNORED_LABEL
+    if bool(kept_BT.all()):
+        return Labels(to_device(labels_BT, device).view(-1).long(), None)
+    index_M = to_device(np.where(kept_BT, labels_BT, 0).astype(np.int32), device).view(-1).long()
+    return Labels(index_M, to_device(kept_BT.astype(np.int32), device).view(-1).bool())
+
+
+@contextlib.contextmanager
+def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.device, *, active: bool) -> Iterator[None]:
+    """Draw inside from a stream that (seed, step, micro-batch) names, and leave the process's own streams alone."""
+    if not active:
+        yield
+        return
+    key = xxhash.xxh3_64_intdigest(canonical_json(["dropout", 1, seed, step, micro_batch])) >> 1
+    before = torch.mps.get_rng_state() if device.type == "mps" else None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(key)
+        try:
+            yield
+        finally:
+            if before is not None:
+                torch.mps.set_rng_state(before)

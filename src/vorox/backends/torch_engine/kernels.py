@@ -1,0 +1,208 @@
+"""Arithmetic of the model that exists twice: as plain PyTorch formulas, and hand-derived for fp32 on the CPU.
+
+The plain set leaves the backward pass to autograd; it is what gets compiled, runs on accelerators and under autocast.
+The direct set is for uncompiled fp32 on the CPU, where passes over memory and small operations decide: weight
+gradients go straight into the flat buffers (``parameters.py``), element-wise chains share buffers, and products take
+the fastest library (``Compute.products``). Tests hold both sets to each other and to float64.
+
+Shape legend: M rows (positions of a micro-batch), D width, F width of the MLP, O outputs, V vocabulary, T positions,
+H head width, X heads of queries, keys and values together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.devices import Compute
+
+Product = Callable[[Tensor, Tensor], Tensor]
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What the modules are built from.
+
+    Attributes:
+        embed: (tokens_M, weight_VD) -> x_MD.
+        linear: (x_MD, weight_OD, bias_O or None) -> y_MO.
+        rms_norm: (x_MD, weight_D, eps) -> y_MD.
+        gate: (gate_and_up_M2F, activation) -> hidden_MF.
+        rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; tables are
+            ``[B or 1, T, 1, H / 2]``.
+    """
+
+    embed: Callable[[Tensor, nn.Parameter], Tensor]
+    linear: Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
+    rms_norm: Callable[[Tensor, nn.Parameter, float], Tensor]
+    gate: Callable[[Tensor, str], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def select(compute: Compute) -> Kernels:
+    """The set for a device and precision."""
+    if not compute.is_direct:
+        return PLAIN
+    product = products(compute)
+    return Kernels(
+        embed=_Embed.apply,
+        linear=lambda x, weight, bias: _Linear.apply(x, weight, bias, product),
+        rms_norm=_RmsNorm.apply,
+        gate=_Gate.apply,
+        rotate=_Rotate.apply,
+    )
+
+
+def products(compute: Compute) -> Product:
+    """``a_MK, b_NK -> a @ b.T``; either argument may be a transposed view."""
+    if compute.products == "onednn":
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        return lambda a_MK, b_NK: linear(a_MK, b_NK, None, "none", [], "")
+    return lambda a_MK, b_NK: torch.mm(a_MK, b_NK.t())
+
+
+# -- plain ------------------------------------------------------------------------------------------------------------
+
+
+def _plain_embed(tokens_M: Tensor, weight_VD: nn.Parameter) -> Tensor:
+    return F.embedding(tokens_M, weight_VD)
+
+
+def _plain_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
+    return F.linear(x_MD, weight_OD, bias_O)
+
+
+def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
+    return F.rms_norm(x_MD, weight_D.shape, weight_D, eps)
+
+
+def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:
+    gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
+    return (F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF)) * up_MF
+
+
+def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
+    rotated_BTRH, rest = x_BTXH[:, :, :num_rotated], x_BTXH[:, :, num_rotated:]
+    first, second = rotated_BTRH.chunk(2, dim=-1)
+    turned_BTRH = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([turned_BTRH.to(x_BTXH.dtype), rest], dim=2)
+
+
+PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plain_rotate)
+
+
+def activate(x_MF: Tensor, activation: str) -> Tensor:
+    """The non-linearity of an MLP without gate."""
+    if activation == "gelu":
+        return F.gelu(x_MF)
+    if activation == "gelu_tanh":
+        return F.gelu(x_MF, approximate="tanh")
+    return F.relu(x_MF) if activation == "relu" else F.silu(x_MF)
+
+
+# -- direct -----------------------------------------------------------------------------------------------------------
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_M: Tensor, weight_VD: nn.Parameter) -> Tensor:
+        ctx.tokens_M, ctx.weight_VD = tokens_M, weight_VD
+        return F.embedding(tokens_M, weight_VD.detach())
+
+    @staticmethod
+    def backward(ctx: Any, d_x_MD: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.weight_VD.grad.index_add_(0, ctx.tokens_M, d_x_MD)
+        return None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, product: Product
+    ) -> Tensor:
+        ctx.save_for_backward(x_MD)
+        ctx.weight_OD, ctx.bias_O, ctx.product = weight_OD, bias_O, product
+        y_MO = product(x_MD, weight_OD.detach())
+        return y_MO if bias_O is None else y_MO.add_(bias_O.detach())
+
+    @staticmethod
+    def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x_MD,) = ctx.saved_tensors
+        ctx.weight_OD.grad.add_(ctx.product(d_y_MO.t(), x_MD.t()))
+        if ctx.bias_O is not None:
+            ctx.bias_O.grad.add_(d_y_MO.sum(0))
+        return ctx.product(d_y_MO, ctx.weight_OD.detach().t()), None, None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
+        weight = weight_D.detach()
+        norm_M1 = torch.linalg.vector_norm(x_MD, dim=-1, keepdim=True)
+        scale_M1 = norm_M1.square_().div_(x_MD.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_MD, scale_M1)
+        ctx.weight_D = weight_D
+        return (x_MD * scale_M1).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_MD, scale_M1 = ctx.saved_tensors
+        unit_MD = x_MD * scale_M1
+        ctx.weight_D.grad.add_((d_y_MD * unit_MD).sum(0))
+        d_unit_MD = d_y_MD * ctx.weight_D.detach()
+        projection_M1 = (d_unit_MD * unit_MD).mean(-1, keepdim=True)
+        return d_unit_MD.addcmul_(unit_MD, projection_M1, value=-1).mul_(scale_M1), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up_M2F: Tensor, activation: str) -> Tensor:
+        gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
+        active_MF = F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF)
+        ctx.save_for_backward(gate_and_up_M2F, active_MF)
+        ctx.activation = activation
+        return active_MF * up_MF
+
+    @staticmethod
+    def backward(ctx: Any, d_hidden_MF: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate_and_up_M2F, active_MF = ctx.saved_tensors
+        gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
+        d_both_M2F = torch.empty_like(gate_and_up_M2F)
+        d_gate_MF, d_up_MF = d_both_M2F.chunk(2, dim=-1)
+        torch.mul(d_hidden_MF, active_MF, out=d_up_MF)
+        d_active_MF = d_hidden_MF * up_MF
+        if ctx.activation == "swiglu":
+            _aten.silu_backward.grad_input(d_active_MF, gate_MF, grad_input=d_gate_MF)
+        else:
+            _aten.gelu_backward.grad_input(d_active_MF, gate_MF, grad_input=d_gate_MF)
+        return d_both_M2F, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
+        ctx.tables, ctx.num_rotated = (cosines, sines), num_rotated
+        return _turn(x_BTXH, cosines, sines, num_rotated, 1)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_BTXH: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cosines, sines = ctx.tables
+        return _turn(d_y_BTXH, cosines, sines, ctx.num_rotated, -1), None, None, None
+
+
+def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, direction: int) -> Tensor:
+    """Rotate the first heads by their angles (or back) and copy the others, into one new tensor."""
+    y_BTXH = torch.empty_like(x_BTXH, memory_format=torch.contiguous_format)
+    first, second = x_BTXH[:, :, :num_rotated].chunk(2, dim=-1)
+    new_first, new_second = y_BTXH[:, :, :num_rotated].chunk(2, dim=-1)
+    torch.mul(first, cosines, out=new_first).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=new_second).addcmul_(first, sines, value=direction)
+    if num_rotated < x_BTXH.shape[2]:
+        y_BTXH[:, :, num_rotated:].copy_(x_BTXH[:, :, num_rotated:])
+    return y_BTXH

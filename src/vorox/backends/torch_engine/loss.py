@@ -1,0 +1,165 @@
+"""Head and loss in one: cross entropy and its gradient, chunk by chunk, so that the full logits never stand.
+
+The gradient is computed where the logits are: for each chunk of positions the logits become probabilities, then the
+gradient, which at once is multiplied into the gradient of the hidden state and of the head. Nothing is kept for a
+backward pass and the head's product is not repeated. Sums are over trained positions; the caller divides by the global
+count through ``scale``.
+
+The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
+weight ``z``; the reported cross entropy is the plain ``nll``.
+
+Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.kernels import Product
+from vorox.core.schema import LossConfig
+
+CPU_CHUNK_BYTES = 4 << 20
+"""On the CPU, logits of a chunk stay within the caches, whatever larger chunk is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Targets of a micro-batch: ``index_M`` is 0 where there is none, ``kept_M`` is ``None`` when all are targets."""
+
+    index_M: Tensor
+    kept_M: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Sums over the targets, on the device.
+
+    Attributes:
+        cross_entropy: Nats.
+        squared_log_partition: What the z-loss weighs.
+        num_correct: Targets with the highest logit.
+    """
+
+    cross_entropy: Tensor
+    squared_log_partition: Tensor
+    num_correct: Tensor
+
+
+class HeadLoss:
+    """The loss of one model.
+
+    Args:
+        head: ``[V, D]``; its ``grad`` receives the gradient.
+        product: ``a @ b.T`` in fp32.
+        dtype: Arithmetic of the products.
+        count_correct: Whether training counts correct targets.
+    """
+
+    def __init__(
+        self, config: LossConfig, head: nn.Parameter, product: Product, dtype: torch.dtype, *, count_correct: bool
+    ) -> None:
+        self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
+        self._head, self._product, self._dtype, self._count_correct = head, product, dtype, count_correct
+        self._sum_dtype = torch.float32 if head.device.type == "mps" else torch.float64
+        self._chunk_positions = config.chunk_tokens
+        if head.device.type == "cpu":
+            self._chunk_positions = min(config.chunk_tokens, max(64, CPU_CHUNK_BYTES // (4 * head.shape[0])))
+
+    @torch.no_grad()
+    def evaluate(self, hidden_MD: Tensor, labels: Labels) -> LossSums:
+        """The sums alone, with correct targets counted."""
+        sums = _Sums(hidden_MD.device, self._sum_dtype)
+        head_VD = self._head.to(self._dtype)
+        for chunk, chunk_labels in self._chunks(hidden_MD.detach(), labels):
+            logits_CV = self._product(chunk.to(self._dtype), head_VD).float()
+            self._probabilities(logits_CV, chunk_labels, sums, count_correct=True)
+        return sums.result()
+
+    @torch.no_grad()
+    def train(self, hidden_MD: Tensor, labels: Labels, scale: float | Tensor) -> tuple[LossSums, Tensor]:
+        """The sums, and the gradient of ``scale`` x objective in the hidden state; that of the head is accumulated.
+
+        Args:
+            scale: One over the global number of targets, times the loss scale. May stay on the device.
+        """
+        sums = _Sums(hidden_MD.device, self._sum_dtype)
+        head_VD, half = self._head.to(self._dtype), self._dtype != torch.float32
+        d_hidden_MD = torch.empty_like(hidden_MD)
+        head_gradient = self._head.grad
+        assert head_gradient is not None
+        start = 0
+        for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
+            input_CD = hidden_CD.to(self._dtype)
+            logits_CV = self._product(input_CD, head_VD).float()
+            d_logits_CV = self._gradient(logits_CV, chunk_labels, sums)
+            if half or isinstance(scale, Tensor):
+                d_logits_CV.mul_(scale)
+            d_logits_CV = d_logits_CV.to(self._dtype)
+            d_head_VD = self._product(d_logits_CV.t(), input_CD.t())
+            if half or isinstance(scale, Tensor):
+                head_gradient.add_(d_head_VD)
+            else:
+                head_gradient.add_(d_head_VD, alpha=scale)
+            end = start + hidden_CD.shape[0]
+            d_hidden_MD[start:end] = self._product(d_logits_CV, head_VD.t())
+            start = end
+        if not half and not isinstance(scale, Tensor):
+            d_hidden_MD.mul_(scale)
+        return sums.result(), d_hidden_MD
+
+    def _chunks(self, hidden_MD: Tensor, labels: Labels) -> list[tuple[Tensor, Labels]]:
+        size = self._chunk_positions
+        hidden, index = hidden_MD.split(size), labels.index_M.split(size)
+        kept = labels.kept_M.split(size) if labels.kept_M is not None else (None,) * len(index)
+        return [(h, Labels(i, k)) for h, i, k in zip(hidden, index, kept, strict=True)]
+
+    def _gradient(self, logits_CV: Tensor, labels: Labels, sums: _Sums) -> Tensor:
+        probabilities_CV, log_partition_C = self._probabilities(
+            logits_CV, labels, sums, count_correct=self._count_correct
+        )
+        if self._z_weight:
+            probabilities_CV.mul_(log_partition_C.mul(2 * self._z_weight).add_(1)[:, None])
+        if self._smoothing:
+            probabilities_CV.sub_(self._smoothing / logits_CV.shape[1])
+        target_C1 = labels.index_M[:, None]
+        at_target_C1 = probabilities_CV.gather(1, target_C1)
+        probabilities_CV.scatter_(1, target_C1, at_target_C1.sub_(1 - self._smoothing))
+        if labels.kept_M is not None:
+            # Not a product with zero: what is not trained on must not matter even if it is not finite.
+            probabilities_CV.masked_fill_(~labels.kept_M[:, None], 0.0)
+        return probabilities_CV
+
+    def _probabilities(
+        self, logits_CV: Tensor, labels: Labels, sums: _Sums, *, count_correct: bool
+    ) -> tuple[Tensor, Tensor]:
+        highest_C = logits_CV.amax(dim=1)
+        target_C = logits_CV.gather(1, labels.index_M[:, None])[:, 0]
+        probabilities_CV = torch.softmax(logits_CV, dim=1)
+        # The likeliest token's probability is at least 1 / V, so its logarithm loses nothing.
+        log_partition_C = highest_C - probabilities_CV.amax(dim=1).log_()
+        sums.add(log_partition_C - target_C, labels.kept_M, "cross_entropy")
+        if self._z_weight:
+            sums.add(log_partition_C.square(), labels.kept_M, "squared_log_partition")
+        if count_correct:
+            sums.add((target_C >= highest_C).float(), labels.kept_M, "num_correct")
+        return probabilities_CV, log_partition_C
+
+
+class _Sums:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._totals = {
+            name: torch.zeros((), dtype=dtype, device=device)
+            for name in ("cross_entropy", "squared_log_partition", "num_correct")
+        }
+
+    def add(self, values_C: Tensor, kept_C: Tensor | None, name: str) -> None:
+        if kept_C is not None:
+            values_C = torch.where(kept_C, values_C, 0.0)
+        self._totals[name].add_(values_C.sum(dtype=self._dtype))
+
+    def result(self) -> LossSums:
+        return LossSums(**self._totals)

@@ -1,0 +1,145 @@
+"""Clipping, the finite check and the update, over whole flat buffers and without asking the device anything.
+
+A step is finite when its loss and gradient norm are. If it is not, no bit of parameters, moments or counters changes;
+only the loss scale of fp16 goes down. All of it is decided on the device, so the host never waits.
+
+State: first and second moments of the AdamW groups, Muon's momentum, the number of updates, and the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vorox.backends.torch_engine import muon
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.parameters import DECAYED, ORTHOGONAL, PLAIN, ParameterStore
+from vorox.core.schema import RunConfig
+
+GROWTH_INTERVAL_STEPS = 2000
+"""fp16: after so many finite steps in a row the loss scale doubles; a step that is not finite halves it."""
+SMALLEST_LOSS_SCALE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step measured, on the device: norm of the gradient before clipping, and 1 if all was finite, else 0."""
+
+    grad_norm: Tensor
+    finite: Tensor
+
+
+class Optimizer:
+    """The update rule and its state."""
+
+    def __init__(self, config: RunConfig, store: ParameterStore, compute: Compute) -> None:
+        self._config = config.optimizer
+        self._store = store
+        self._device = compute.device
+        self._has_fused = compute.device.type in {"cpu", "cuda"}
+        self._initial_loss_scale = config.precision.initial_loss_scale
+        self.is_scaled = compute.dtype == torch.float16
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was learned about the gradients."""
+        adaptive = (DECAYED, PLAIN)
+        self.exp_avg = self._store.new_buffers(adaptive)
+        self.exp_avg_sq = self._store.new_buffers(adaptive)
+        self.momentum = self._store.new_buffers((ORTHOGONAL,))
+        self.updates = torch.zeros((), device=self._device)
+        self.loss_scale = torch.tensor(self._initial_loss_scale if self.is_scaled else 1.0, device=self._device)
+        self.scale_age = torch.zeros((), device=self._device)
+
+    @property
+    def buffers(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Kind of state to its buffers, for checkpoints and fingerprints."""
+        kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "momentum": self.momentum}
+        return {kind: buffers for kind, buffers in kinds.items() if buffers}
+
+    @property
+    def counters(self) -> Mapping[str, Tensor]:
+        """The scalars of the state."""
+        scalars = {"updates": self.updates}
+        return scalars | {"loss_scale": self.loss_scale, "scale_age": self.scale_age} if self.is_scaled else scalars
+
+    @torch.no_grad()
+    def step(self, *, lr: float, weight_decay: float, loss: Tensor) -> Outcome:
+        """Update from the accumulated gradients.
+
+        Args:
+            lr: Learning rate of AdamW; Muon's follows it in proportion to the two peaks.
+            weight_decay: Of the decayed groups, per unit of learning rate.
+            loss: Must be finite too.
+        """
+        norms = [torch.linalg.vector_norm(self._store.gradients[group]) for group in self._store.groups]
+        scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
+        grad_norm = scaled_norm / self.loss_scale if self.is_scaled else scaled_norm
+        finite = torch.isfinite(scaled_norm) & torch.isfinite(loss)
+        divisor = self.loss_scale.clone()
+        if self._config.clip_norm is not None:
+            divisor *= ((grad_norm + 1e-6) / self._config.clip_norm).clamp(min=1.0)
+        self.updates += finite
+        for group in (DECAYED, PLAIN):
+            if group in self._store.values:
+                self._adamw(group, divisor, finite, lr=lr, weight_decay=weight_decay if group == DECAYED else 0.0)
+        if ORTHOGONAL in self._store.values:
+            muon.update(
+                self._store,
+                self.momentum[ORTHOGONAL],
+                divisor,
+                finite,
+                lr=self._config.muon_lr * lr / self._config.lr,
+                weight_decay=weight_decay,
+                momentum=self._config.muon_momentum,
+            )
+        if self.is_scaled:
+            self._adapt_loss_scale(finite)
+        return Outcome(grad_norm, finite)
+
+    def _adamw(self, group: str, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:
+        values, gradients = self._store.values[group], self._store.gradients[group]
+        exp_avg, exp_avg_sq, config = self.exp_avg[group], self.exp_avg_sq[group], self._config
+        if self._has_fused:
+            torch.ops.aten._fused_adamw_(
+                [values], [gradients], [exp_avg], [exp_avg_sq], [], [self.updates],
+                lr=lr, beta1=config.beta1, beta2=config.beta2, weight_decay=weight_decay, eps=config.eps,
+                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=1.0 - finite.float(),
+            )  # fmt: skip
+            return
+        vector_adamw(
+            values, gradients / divisor, exp_avg, exp_avg_sq, self.updates, finite,
+            lr=lr, betas=(config.beta1, config.beta2), weight_decay=weight_decay, eps=config.eps,
+        )  # fmt: skip
+
+    def _adapt_loss_scale(self, finite: Tensor) -> None:
+        age = torch.where(finite, self.scale_age + 1, torch.zeros_like(self.scale_age))
+        grown = age >= GROWTH_INTERVAL_STEPS
+        halved = (self.loss_scale / 2).clamp(min=SMALLEST_LOSS_SCALE)
+        self.loss_scale.copy_(torch.where(finite, torch.where(grown, self.loss_scale * 2, self.loss_scale), halved))
+        self.scale_age.copy_(torch.where(grown, torch.zeros_like(age), age))
+
+
+def vector_adamw(
+    values: Tensor,
+    gradients: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    updates: Tensor,
+    finite: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """AdamW written out, for devices without the fused kernel. ``updates`` counts this one already."""
+    first = exp_avg.lerp(gradients, 1 - betas[0])
+    second = (exp_avg_sq * betas[1]).addcmul_(gradients, gradients, value=1 - betas[1])
+    root = (second / (1 - betas[1] ** updates)).sqrt_().add_(eps)
+    changed = (values * (1 - lr * weight_decay)).sub_(first / (1 - betas[0] ** updates) / root * lr)
+    for old, new in ((values, changed), (exp_avg, first), (exp_avg_sq, second)):
+        old.copy_(torch.where(finite, new, old))

@@ -1,0 +1,117 @@
+"""The storage behind the model: every parameter and its gradient is a view of one of a few flat fp32 buffers.
+
+In: the parameter table. Out: parameters for the modules (some canonical ones fused, so that one product does the work
+of several) and canonical views of any buffer with the same layout: values, gradients, optimizer moments. A group is
+what the optimizer treats alike, so clipping and updating are a handful of vector operations over whole groups.
+
+Invariant: a canonical parameter is one contiguous range of its group; gaps between parameters (alignment) stay zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from vorox.models.spec import ModelSpec, ParameterSpec
+
+ALIGNMENT_ELEMENTS = 16
+"""Parameters start at multiples of 64 bytes, the width of a cache line and of the widest vectors."""
+
+DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
+"""Groups: AdamW with and without weight decay, and the matrices that Muon updates."""
+
+_FUSED = {
+    "attention.query": "attention.qkv",
+    "attention.key": "attention.qkv",
+    "attention.value": "attention.qkv",
+    "mlp.gate": "mlp.gate_up",
+    "mlp.up": "mlp.gate_up",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a canonical parameter lies: ``num_elements`` from ``start`` in the buffer of its group."""
+
+    parameter: ParameterSpec
+    group: str
+    start: int
+
+    def view(self, buffers: Mapping[str, Tensor]) -> Tensor:
+        end = self.start + self.parameter.num_elements
+        return buffers[self.group][self.start : end].view(self.parameter.shape)
+
+
+class ParameterStore:
+    """Values and gradients of all parameters.
+
+    Attributes:
+        values: Group to flat buffer.
+        gradients: Group to flat buffer, same layout; the parameters' ``grad`` are views of it.
+        places: Canonical name to its place, in table order.
+        modules: Name in the modules (fused) to parameter.
+    """
+
+    def __init__(self, spec: ModelSpec, *, muon: bool, decay_embeddings: bool, device: torch.device) -> None:
+        self.places: dict[str, Place] = {}
+        shapes: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+        sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0}
+        for fused_name, parts in _fused_parts(spec).items():
+            group = _group(parts[0], muon=muon, decay_embeddings=decay_embeddings)
+            start = sizes[group]
+            shapes[fused_name] = (group, start, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+            for part in parts:
+                self.places[part.name] = Place(part, group, sizes[group])
+                sizes[group] += part.num_elements
+            sizes[group] += -sizes[group] % ALIGNMENT_ELEMENTS
+        self.places = {parameter.name: self.places[parameter.name] for parameter in spec.parameters}
+        self.groups = tuple(group for group, size in sizes.items() if size)
+        self.values = {group: torch.zeros(sizes[group], device=device) for group in self.groups}
+        self.gradients = self.new_buffers(self.groups)
+        self.modules: dict[str, nn.Parameter] = {}
+        for name, (group, start, shape) in shapes.items():
+            end = start + prod(shape)
+            parameter = nn.Parameter(self.values[group][start:end].view(shape))
+            parameter.grad = self.gradients[group][start:end].view(shape)
+            self.modules[name] = parameter
+
+    def new_buffers(self, groups: tuple[str, ...]) -> dict[str, Tensor]:
+        """Zeroed buffers of the same layout."""
+        return {group: torch.zeros_like(self.values[group]) for group in groups if group in self.values}
+
+    def views(self, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Canonical views of buffers, in table order; parameters of other groups are left out."""
+        for name, place in self.places.items():
+            if place.group in buffers:
+                yield name, place.view(buffers)
+
+    def zero_gradients(self) -> None:
+        for buffer in self.gradients.values():
+            buffer.zero_()
+
+
+def _fused_parts(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
+    parts: dict[str, list[ParameterSpec]] = {}
+    for parameter in spec.parameters:
+        parts.setdefault(module_name(parameter.name, gated=spec.is_gated), []).append(parameter)
+    return parts
+
+
+def module_name(name: str, *, gated: bool) -> str:
+    """The parameter of the modules that holds a canonical one."""
+    stem, _, kind = name.rpartition(".")
+    for part, fused in _FUSED.items():
+        if stem.endswith("." + part) and (gated or not part.startswith("mlp")):
+            return f"{stem.removesuffix(part)}{fused}.{kind}"
+    return name
+
+
+def _group(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> str:
+    if muon and parameter.kind == "matrix":
+        return ORTHOGONAL
+    exempt = parameter.kind == "embedding" and not decay_embeddings
+    return DECAYED if parameter.decay and not exempt else PLAIN

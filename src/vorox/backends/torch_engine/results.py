@@ -1,0 +1,54 @@
+"""The numbers of a step, on their way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vorox.core.records import StepValues
+
+
+class TorchStepResult:
+    """A step that may still be running. One copy to the host is started at once; ``fetch`` waits for it.
+
+    Args:
+        measured: loss, grad_norm and finite.
+        extras: Further metrics by name.
+        statistics: Names and values that are already stacked.
+    """
+
+    def __init__(
+        self,
+        measured: Mapping[str, Tensor],
+        extras: Mapping[str, Tensor],
+        statistics: tuple[list[str], Tensor | None] | None,
+    ) -> None:
+        scalars = [*measured.values(), *extras.values()]
+        device = scalars[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        values = torch.stack([scalar.detach().to(dtype) for scalar in scalars])
+        self._extra_names = list(extras)
+        if statistics is not None and statistics[1] is not None:
+            self._extra_names += statistics[0]
+            values = torch.cat([values, statistics[1].to(dtype)])
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            host = torch.empty(values.shape, dtype=dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+            values = host
+        self._values = values
+        self._fetched: StepValues | None = None
+
+    def fetch(self) -> StepValues:
+        """Wait for the step and return its numbers."""
+        if self._fetched is None:
+            if self._done is not None:
+                self._done.synchronize()
+            loss, grad_norm, finite, *extras = self._values.tolist()
+            names = zip(self._extra_names, extras, strict=True)
+            self._fetched = StepValues(loss, grad_norm, bool(finite), dict(names))
+        return self._fetched
