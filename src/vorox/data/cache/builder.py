@@ -23,7 +23,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
 from vorox.data.cache.assemble import Encoder, chunk_contents, read_text, unit_statistics
-from vorox.data.cache.format import Chunk, ChunkOrigin, ChunkRecord, encode_chunk
+from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import (
     SNAPSHOT_INTERVAL_ENTRIES,
     Manifest,

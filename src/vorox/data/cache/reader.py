@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import REMEDY, SEGMENT_BYTES, Chunk
+from vorox.data.cache.chunk import REMEDY, Chunk
+from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.inventory import read_files, read_units
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe

@@ -1,0 +1,231 @@
+"""A chunk file mapped into memory: rows, segments and documents by number, each checked when it is read.
+
+Opening checks header, footer, block index and segments; reading a row checks its block; reading documents checks
+them; ``verify`` checks every byte and that what the file says of itself is true. Invariant: nothing is handed out that
+is not what was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lz4.block  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vorox.core.errors import DataError
+from vorox.data.cache.format import (
+    CODECS,
+    DOCUMENT,
+    FOOTER,
+    FOOTER_MAGIC,
+    HEADER,
+    HEADER_BYTES,
+    LARGEST_UINT32,
+    MAGIC,
+    SEGMENT_BYTES,
+    VERSION,
+    ChunkContent,
+    ChunkHeader,
+    ChunkOrigin,
+    ChunkRecord,
+    content_digest,
+)
+
+_lz4: Any = lz4.block  # has no types
+_decompress: Callable[[memoryview, int], bytes] = _lz4.decompress
+_xxh3 = xxhash.xxh3_64_intdigest
+
+REMEDY = "`vorox data build --repair` with the same configuration rebuilds what is damaged"
+
+
+def damaged(path: Path, what: str) -> DataError:
+    return DataError(f"damaged chunk: {what}", where=str(path), hint=REMEDY)
+
+
+class Chunk:
+    """An open chunk file. Reading takes no lock and changes nothing, so any number of threads may.
+
+    What was handed out keeps the mapping alive; dropping the last reference unmaps it.
+    """
+
+    __slots__ = (
+        "_block_bytes", "_block_ends", "_block_rows", "_documents_checked", "_index", "_last_block_bytes", "_payload",
+        "_row_bytes", "_row_ptr", "_segments", "_view", "header", "last_used", "path",
+    )  # fmt: skip
+
+    def __init__(self, path: Path, view: memoryview) -> None:
+        self.path = path
+        self.last_used = 0
+        self._view = view
+        self._documents_checked = False
+        self.header = header = self._checked_header()
+        self._row_bytes = header.row_tokens * header.token_bytes
+        self._block_rows = header.rows_per_block
+        self._block_bytes = self._block_rows * self._row_bytes
+        self._last_block_bytes = ((header.num_rows - 1) % self._block_rows + 1) * self._row_bytes
+        self._payload = self._section(header.payload_offset, header.payload_bytes)
+        index = self._section(header.block_index_offset, header.block_index_bytes)
+        segments = self._section(header.segments_offset, header.segments_bytes)
+        self._expect("block index", _xxh3(index), header.block_index_xxh3)
+        self._expect("segments", _xxh3(segments), header.segments_xxh3)
+        self._index = index.cast("I")
+        stored_bytes = np.frombuffer(index, "<u4")[::2]
+        block_ends = np.zeros(len(stored_bytes) + 1, np.uint64)
+        np.cumsum(stored_bytes, out=block_ends[1:])
+        if header.payload_bytes < 1 << 32:
+            block_ends = block_ends.astype(np.uint32)  # half the memory of a chunk that is open
+        self._block_ends = block_ends.data
+        self._expect("payload length", int(block_ends[-1]), header.payload_bytes)
+        row_ptr_bytes = 4 * (header.num_rows + 1)
+        self._row_ptr = segments[:row_ptr_bytes].cast("I")
+        self._segments = segments[row_ptr_bytes:]
+        self._expect("segments", len(self._segments), SEGMENT_BYTES * self._row_ptr[-1])
+
+    @classmethod
+    def open(cls, path: Path) -> Chunk:
+        """Map a file and check its header, footer, block index and segments.
+
+        Raises:
+            DataError: It is missing, cut short, or damaged in one of these places.
+        """
+        try:
+            with path.open("rb") as file:
+                size_bytes = file.seek(0, 2)
+                if size_bytes < HEADER_BYTES + FOOTER.size:
+                    raise damaged(path, f"the file has only {size_bytes} bytes")
+                # Without trackfd every mapping would keep a file descriptor, of which there are few.
+                extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+                mapped = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ, **extra)
+        except OSError as error:
+            raise DataError(f"cannot open a chunk: {error.strerror}", where=str(path), hint=REMEDY) from error
+        return cls(path, memoryview(mapped))
+
+    def _section(self, offset: int, size_bytes: int) -> memoryview:
+        return self._view[offset : offset + size_bytes]
+
+    def _expect(self, what: str, found: object, expected: object) -> None:
+        if found != expected:
+            raise damaged(self.path, f"the {what} should be {expected} and is {found}")
+
+    def _checked_header(self) -> ChunkHeader:
+        view = self._view
+        header = ChunkHeader(*HEADER.unpack_from(view))
+        self._expect("signature", header.magic, MAGIC)
+        self._expect("header's CRC-32", zlib.crc32(view[: HEADER_BYTES - 4]), header.crc32)
+        footer = view[len(view) - FOOTER.size :]
+        file_bytes, _, footer_magic, footer_crc32, zero = FOOTER.unpack(footer)
+        self._expect("end", (footer_magic, zero), (FOOTER_MAGIC, 0))
+        self._expect("footer's CRC-32", zlib.crc32(footer[:24]), footer_crc32)
+        self._expect("file length", len(view), file_bytes)
+        understood = header.version == VERSION and header.codec in CODECS.values()
+        if not understood or header.flags or header.byte_shuffle or header.reserved:
+            raise DataError(
+                f"a chunk of version {header.version} with codec {header.codec} and flags {header.flags}, "
+                "which this version does not read",
+                where=str(self.path),
+                hint="read it with the version that wrote it, or build the cache again",
+            )
+        return header
+
+    @property
+    def origin(self) -> ChunkOrigin:
+        header = self.header
+        return ChunkOrigin(header.unit, header.part, header.num_parts, header.recipe, header.source_set)
+
+    def block(self, block: int) -> memoryview | bytes:
+        """The rows of one block as bytes, checked.
+
+        Raises:
+            DataError: The stored bytes are not what was written.
+        """
+        start, end = self._block_ends[block], self._block_ends[block + 1]
+        stored = self._payload[start:end]
+        if _xxh3(stored) & LARGEST_UINT32 != self._index[2 * block + 1]:
+            first = block * self.header.rows_per_block
+            raise damaged(self.path, f"block {block}, from row {first} of the chunk, does not match its checksum")
+        raw_bytes = self._last_block_bytes if end == self._payload.nbytes else self._block_bytes
+        return stored if end - start == raw_bytes else _decompress(stored, raw_bytes)
+
+    def row(self, row: int) -> memoryview | bytes:
+        """The tokens of one row as bytes, checked."""
+        if self._block_rows == 1:
+            return self.block(row)
+        block, row_in_block = divmod(row, self._block_rows)
+        start = row_in_block * self._row_bytes
+        return self.block(block)[start : start + self._row_bytes]
+
+    def segments(self, row: int) -> memoryview:
+        """The segments of one row as they are stored: ``SEGMENT_BYTES`` each."""
+        return self._segments[SEGMENT_BYTES * self._row_ptr[row] : SEGMENT_BYTES * self._row_ptr[row + 1]]
+
+    def documents(self) -> npt.NDArray[np.void]:
+        """The ``DOCUMENT`` records, checked at the first call."""
+        section = self._section(self.header.documents_offset, self.header.documents_bytes)
+        if not self._documents_checked:
+            self._expect("documents", _xxh3(section), self.header.documents_xxh3)
+            self._documents_checked = True
+        return np.frombuffer(section, DOCUMENT)
+
+    def content(self) -> ChunkContent:
+        """Everything in the chunk, every block checked."""
+        header = self.header
+        num_blocks = len(self._block_ends) - 1
+        payload = b"".join([self.block(block) for block in range(num_blocks)])
+        tokens = np.frombuffer(payload, f"<u{header.token_bytes}")
+        self._expect("tokens of all blocks", tokens.size, header.num_rows * header.row_tokens)
+        return ChunkContent(
+            tokens.reshape(header.num_rows, header.row_tokens),
+            np.frombuffer(self._row_ptr, "<u4"),
+            np.frombuffer(self._segments, "<u4").reshape(-1, 3),
+            self.documents(),
+        )
+
+    def verify(self) -> ChunkContent:
+        """Check every byte of the file, and that what it says of itself is true; returns what is in it.
+
+        Raises:
+            DataError: Something is not as it was written.
+        """
+        view, header = self._view, self.header
+        file_xxh3 = FOOTER.unpack(view[len(view) - FOOTER.size :])[1]
+        self._expect("hash of the file", _xxh3(view[: len(view) - FOOTER.size]), file_xxh3)
+        content = self.content()
+        self._expect("content", content_digest(content, header.unit, header.part).hex(), header.content.hex())
+        segments_S3 = content.segments_S3.astype(np.int64)
+        row_ptr = content.row_ptr.astype(np.int64)
+        tokens_R = np.diff(np.append(0, np.cumsum(segments_S3[:, 2]))[row_ptr])
+        well_formed = (
+            row_ptr[0] == 0
+            and bool((np.diff(row_ptr) > 0).all())
+            and bool((segments_S3[:, 2] > 0).all())
+            and bool((tokens_R <= header.row_tokens).all())
+            and bool((segments_S3[:, 0] < header.num_documents).all())
+            and len(content.documents_D) == header.num_documents
+            and int(tokens_R.sum()) == header.num_tokens
+            and header.num_tokens + header.num_padding_tokens == content.tokens_RC.size
+        )
+        self._expect("structure", "sound" if well_formed else "contradictory", "sound")
+        return content
+
+    def record(self) -> ChunkRecord:
+        """What the manifest should say of this file; hashes all of it."""
+        header = self.header
+        return ChunkRecord(
+            unit=header.unit,
+            part=header.part,
+            rows=header.num_rows,
+            tokens=header.num_tokens,
+            padding_tokens=header.num_padding_tokens,
+            documents=header.num_documents,
+            size_bytes=len(self._view),
+            content=header.content.hex(),
+            file_sha256=hashlib.sha256(self._view).hexdigest(),
+        )
