@@ -82,3 +82,12 @@ def test_flush_makes_durable(tmp_path: Path) -> None:
     with atomic.observe(lambda operation: seen.append(operation.kind)):
         assert file.flush(sync=True) is None
     assert "fsync" in seen
+
+
+@pytest.mark.parametrize("last_bytes", range(0, 45))
+def test_the_end_of_a_file(tmp_path: Path, last_bytes: int) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n":1}\n{"n":2}\n{"n":3}\n{"n":4}\n')  # lines of 8 bytes
+    assert [record["n"] for record in read_lines(path, last_bytes=last_bytes)] == [1, 2, 3, 4][
+        max(0, 4 - last_bytes // 8) :
+    ]

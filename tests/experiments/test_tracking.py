@@ -17,7 +17,7 @@ from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
 from vorox.experiments.sinks import TensorBoardSink
-from vorox.experiments.tracking import Tracker, read_metrics
+from vorox.experiments.tracking import Tracker, last_values, read_metrics
 
 
 def open_tracker(directory: Path, attempt: int = 1, resume_step: int = 0) -> Tracker:
@@ -209,3 +209,16 @@ def test_a_missing_tensorboard_is_refused_before_step_1(tmp_path: Path, monkeypa
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"log\.tensorboard.*vorox\[tensorboard\]"):
         TensorBoardSink(tmp_path, resume_step=0)
+
+
+def test_the_newest_values_are_found_without_reading_everything(tmp_path: Path) -> None:
+    tracker = open_tracker(tmp_path)
+    tracker.log(1, {"eval/loss": 9.0})
+    for step in range(1, 3001):
+        tracker.log(step, {"loss": float(step)})
+    assert (tmp_path / "metrics.jsonl").stat().st_size > 1 << 17
+    assert last_values(tmp_path, ["loss"]) == {"loss": (3000, 3000.0)}
+    assert last_values(tmp_path, ["loss", "eval/loss", "accuracy"]) == {"loss": (3000, 3000.0), "eval/loss": (1, 9.0)}
+    open_tracker(tmp_path, attempt=2, resume_step=100).log(101, {"accuracy": 0.5})
+    assert last_values(tmp_path, ["loss"]) == {"loss": (100, 100.0)}
+    assert last_values(tmp_path / "none", ["loss"]) == {}

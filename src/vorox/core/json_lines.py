@@ -69,11 +69,19 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode("ascii")
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete record of a file, in order. Torn and damaged lines are skipped; no file is no records."""
+def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Every complete record of a file, in order. Torn and damaged lines are skipped; no file is no records.
+
+    Args:
+        path: The file.
+        last_bytes: Read only so much of its end.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
+        if last_bytes is not None and (start := path.stat().st_size - last_bytes) > 0:
+            file.seek(start - 1)
+            file.readline()  # the rest of a line whose beginning is left out
         for line in file:
             try:
                 value = json.loads(line) if line.endswith(b"\n") else None

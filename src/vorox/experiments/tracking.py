@@ -119,10 +119,15 @@ class Tracker:
                 self._log.event("sink_failed", text, level="warning", sink=sink.name)
 
 
-def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
-    """All values that count, by step and name, steps ascending. A run without metrics has none."""
+def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[int, dict[str, float]]:
+    """All values that count, by step and name, steps ascending. A run without metrics has none.
+
+    Args:
+        run_directory: The run.
+        last_bytes: Read only so much of the end of the file.
+    """
     steps: dict[int, dict[str, tuple[int, float]]] = {}
-    for record in read_lines(run_directory / METRICS_NAME):
+    for record in read_lines(run_directory / METRICS_NAME, last_bytes=last_bytes):
         attempt = record.get("attempt")
         if type(attempt) is not int:
             continue
@@ -132,6 +137,18 @@ def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
         elif type(step) is int and isinstance(values, dict):
             _merge(steps.setdefault(step, {}), attempt, values)
     return {step: {name: value for name, (_, value) in steps[step].items()} for step in sorted(steps)}
+
+
+def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[int, float]]:
+    """The newest value of each metric that has one, with its step. Reads no more of the file than it needs."""
+    found: dict[str, tuple[int, float]] = {}
+    path = run_directory / METRICS_NAME
+    for last_bytes in (1 << 16, 1 << 21, None):
+        for step, values in read_metrics(run_directory, last_bytes=last_bytes).items():
+            found.update((name, (step, values[name])) for name in names if name in values)
+        if len(found) == len(set(names)) or not path.exists() or path.stat().st_size <= (last_bytes or 0):
+            break
+    return found
 
 
 def _merge(known: dict[str, tuple[int, float]], attempt: int, values: Mapping[str, Any]) -> None:
