@@ -6,20 +6,28 @@ begins. So the clock decides once, in the open, and the run itself is as replaya
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
+from vorox.data.dataset import Corpus
+from vorox.data.loader import first_cursor
+from vorox.data.plan import Plan
+from vorox.training import feed
 
 WARMUP_STEPS = 2
 MIN_TIMED_STEPS = 3
 MAX_TIMED_STEPS = 20
 TIMED_SECONDS = 2.0
+MAX_EVALUATION_BATCHES = 2
 MARGIN_FRACTION = 0.04
 """Share of the time that is kept back for saves, logging and a machine that gets slower when it gets warm."""
 
@@ -37,6 +45,9 @@ class Costs:
     startup_seconds: float
     step_seconds: float
     evaluation_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.step_seconds:.3f} s a step, {self.evaluation_seconds:.1f} s a validation"
 
 
 def measure(
@@ -78,6 +89,24 @@ def measure(
             engine.eval_step(batch)
         evaluation_seconds = (clock() - started) / len(evaluation_batches) * num_evaluation_batches
     return Costs(max(0.0, sum(first) - WARMUP_STEPS * step_seconds), step_seconds, evaluation_seconds)
+
+
+def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
+    """Costs of a run on real batches, under a plan that is thrown away as well."""
+    num_steps = WARMUP_STEPS + MAX_TIMED_STEPS
+    start = feed.plan_start(config, corpus)
+    endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
+    with tempfile.TemporaryDirectory(prefix="vorox-budget-") as directory:
+        plan = Plan.create(Path(directory) / "plan.jsonl", endless, corpus.train)
+        plan.extend_to(num_steps * config.train.global_batch_sequences, corpus.train)
+        cursor = first_cursor(plan, config.run.seed)
+        validation = feed.validation_set(config, corpus)
+        held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
+        num_batches = 0
+        if held_out:
+            num_batches = -(-feed.num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
+        with feed.training_batches(config, corpus, plan, engine.data_shard, cursor) as batches:
+            return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
 
 
 def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:

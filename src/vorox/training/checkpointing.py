@@ -225,9 +225,7 @@ class Checkpointer:
         self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
         self._log, self._clock = log, clock
         self._control = run_directory / "control" / "save"
-        self.saved_step, self.saved_at = saved_step, clock()
-        self.save_seconds = 0.0
-        """Time spent in all saves so far."""
+        self._saved_step, self._saved_at = saved_step, clock()
         atomic.make_directory(run_directory / DIRECTORY_NAME)
         for left in atomic.sweep_temporary(run_directory / DIRECTORY_NAME):
             log.event("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
@@ -235,12 +233,12 @@ class Checkpointer:
     def due(self, progress: Progress) -> bool:
         """Whether to save now: the step, the time since the last save, the end, or somebody asked."""
         config = self._config
-        if progress.step == self.saved_step:
+        if progress.step == self._saved_step:
             self._control.unlink(missing_ok=True)
             return False
         return (
             (config.every_steps is not None and progress.step % config.every_steps == 0)
-            or (config.every_seconds is not None and self._clock() - self.saved_at >= config.every_seconds)
+            or (config.every_seconds is not None and self._clock() - self._saved_at >= config.every_seconds)
             or (config.at_end and progress.step >= self._horizon.total_steps)
             or self._control.exists()
         )
@@ -257,9 +255,8 @@ class Checkpointer:
             CheckpointError: It could not be written; every older one is as it was.
         """
         path = checkpoint_path(self._run_directory, progress.step)
-        if progress.step == self.saved_step:
+        if progress.step == self._saved_step:
             return path
-        started = self._clock()
         if path.exists():
             aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
             self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
@@ -274,11 +271,14 @@ class Checkpointer:
                 directory.commit(self._metadata(engine, progress))
         except OSError as error:
             raise self._failure(engine, progress.step, error) from error
-        self.saved_step, self.saved_at = progress.step, self._clock()
+        self._saved_step, self._saved_at = progress.step, self._clock()
         self._control.unlink(missing_ok=True)
         self._retain(path)
-        self.save_seconds += self._clock() - started
         return path
+
+    def seconds_since_save(self) -> float:
+        """Age of the newest checkpoint of this process, or of the process."""
+        return self._clock() - self._saved_at
 
     def safe(self) -> str:
         """What is on disk by now, for people."""

@@ -70,8 +70,8 @@ def train(run: Run, progress: Progress) -> Progress:
 
 def _save(run: Run, progress: Progress) -> Progress:
     progress = run.ledger.settle(progress)
-    with run.observer.saving(progress):
-        run.checkpointer.save(run.engine, progress, run.ledger)
+    with run.observer.saving(progress) as report:
+        report(run.checkpointer.save(run.engine, progress, run.ledger))
     return progress
 
 
@@ -80,5 +80,5 @@ def _validate(run: Run, progress: Progress) -> Progress:
     with run.observer.validating(progress) as report:
         found = run.evaluations.run(run.engine, progress, run.stop)
         if found is not None:
-            report(found, run.engine)
+            report(found)
     return run.evaluations.best(progress)

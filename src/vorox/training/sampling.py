@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
+from vorox.data.tokenizer import Tokenizer
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -81,10 +82,24 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: Samplin
         fed += 1
 
 
+def complete(
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], settings: SamplingSettings
+) -> list[tuple[str, str]]:
+    """Continue texts: pairs of prompt and completion. An empty text continues the end of another one."""
+    completions = generate(engine, encode_prompts(tokenizer, prompts), settings)
+    return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions, strict=True)]
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """Ids of some texts, at least one each."""
+    encoded = tokenizer.encode_batch(prompts) if prompts else []
+    return [ids.tolist() or [tokenizer.end_of_text_id] for ids in encoded]
+
+
 def check_prompt(prompt: Sequence[int], settings: SamplingSettings, *, where: str) -> None:
     """Refuse what cannot be continued as asked."""
     if not prompt:
-        raise ConfigError("the prompt has no token", where=where, hint="give at least one character")
+        raise ConfigError("the prompt has no token", where=where, hint="give at least one token")
     if not all(0 <= token < settings.vocab_size for token in prompt):
         raise ConfigError(f"a token id is outside the vocabulary of {settings.vocab_size:,}", where=where)
     if len(prompt) + settings.max_new_tokens > settings.max_positions_tokens:

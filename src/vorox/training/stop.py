@@ -1,16 +1,21 @@
-"""Being asked to stop: SIGTERM and SIGINT become a flag that the loop looks at between two steps.
+"""Being asked to stop: what SIGTERM and SIGINT do to a run.
 
-The first signal lets the step finish, the state be saved and the run end with exit code 75. A second SIGINT ends the
-process at once, as a kill would; whatever was being written stays invisible.
+While data and engine are prepared, a signal ends the run at once: everything built so far stays. Inside ``deferred``,
+between the first and the last step, it becomes a flag that the loop looks at after each step; the state is saved and
+the run ends with exit code 75. A second SIGINT ends the process as a kill would; what was being written stays unseen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Generator
 from types import FrameType, TracebackType
+
+from vorox.core.errors import Preempted
 
 INTERRUPTED_EXIT_CODE = 130
 
@@ -24,15 +29,31 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = ""
+        self._deferred = False
         self._previous: dict[signal.Signals, object] = {}
+
+    @contextlib.contextmanager
+    def deferred(self) -> Generator[None]:
+        """While inside, a signal only sets ``requested``."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested and number == signal.SIGINT:
             os.write(2, b"\nInterrupted again: leaving at once, without saving.\n")
             os._exit(INTERRUPTED_EXIT_CODE)
-        self.requested = self.requested or name
-        if sys.stderr.isatty():
+        first, self.requested = not self.requested, self.requested or name
+        if first and not self._deferred:
+            raise Preempted(
+                f"{name}: stopped while preparing",
+                saved="what was built of the cache, and every checkpoint of before",
+                hint="run the same command again to go on",
+            )
+        if first and sys.stderr.isatty():
             os.write(2, f"\n{name}: finishing the step and saving; Ctrl-C again leaves at once.\n".encode())
 
     def __enter__(self) -> StopRequest:

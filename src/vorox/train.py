@@ -1,0 +1,123 @@
+"""The story of a run: configuration, run directory, data, engine, resume, loop.
+
+Everything is built here, in this order, and handed on explicitly. What comes out is a run directory whose every step
+can be replayed, whatever happened on the way. The command line calls ``train`` and prints; nothing here prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vorox import backends
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.log import RunLog
+from vorox.core.records import Progress
+from vorox.core.run_context import RunContext
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import PrepareProgress, prepare
+from vorox.models.spec import model_spec
+from vorox.runtime.throughput import Reading
+from vorox.training import budget, loop
+from vorox.training.display import Display, NoDisplay
+from vorox.training.session import Setting, begin, open_log, open_session
+from vorox.training.stop import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        run_directory: The run.
+        progress: Where it stands.
+        eval_losses: Validation loss by step.
+        fingerprint: Of the engine's final state.
+        speed: Speed and use of time of this process.
+    """
+
+    run_directory: Path
+    progress: Progress
+    eval_losses: dict[int, float]
+    fingerprint: str
+    speed: Reading
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume_from: Literal["auto", "never"] | Path = "auto",
+    minutes: float | None = None,
+    display: Display | None = None,
+    on_progress: PrepareProgress | None = None,
+    argv: Sequence[str] | None = None,
+) -> Outcome:
+    """Train to the end of the schedule, from wherever the run stands.
+
+    Args:
+        config: What to train.
+        resume_from: ``auto``: the latest run of this very configuration, or a new one; ``never``: a new one. A path:
+            that run, or one checkpoint of it.
+        minutes: Replaces the length of the run by what fits into this time.
+        display: Shows the run to a person.
+        on_progress: Told how the preparation of the data goes.
+        argv: The command, for the record.
+
+    Raises:
+        VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
+    """
+    display, dist = display or NoDisplay(), DistributedContext()
+    with StopRequest() as stop:
+        if minutes is not None:
+            config = _fit(config, budget.check_minutes(minutes), display, on_progress)
+        with _open_run(config, resume_from, argv, dist) as run, open_log(run, display, dist) as log:
+            setting = make_setting(config, dist, log, on_progress)
+            state, plan = begin(setting, run, _checkpoint(resume_from))
+            run.note(environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps)
+            with open_session(setting, run, state, plan, display, stop) as (parts, progress), stop.deferred():
+                progress = loop.train(parts, progress)
+                speed = parts.observer.finish(progress)
+            log.event("finished", f"Finished after {progress.step:,} steps", step=progress.step, chain=progress.chain)
+            losses = dict(parts.evaluations.losses)
+            return Outcome(run.directory, progress, losses, setting.engine.fingerprint(), speed)
+
+
+def make_setting(
+    config: RunConfig, dist: DistributedContext, log: RunLog, on_progress: PrepareProgress | None, *, build: bool = True
+) -> Setting:
+    """Corpus, model and engine of a configuration."""
+    corpus = prepare(config, on_progress=on_progress, build=build)
+    spec = model_spec(
+        config.model,
+        tokenizer_vocab_size=corpus.tokenizer.vocab_size,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+    )
+    return Setting(config, corpus, spec, backends.load(config.backend).create(config, spec, dist), log)
+
+
+def _open_run(
+    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
+) -> RunContext:
+    if isinstance(resume_from, Path):
+        directory = resume_from if _checkpoint(resume_from) is None else resume_from.parent.parent
+        return RunContext.open(directory, config, argv=argv, distributed=dist)
+    enter = RunContext.create if resume_from == "never" else RunContext.open_or_create
+    return enter(config, argv=argv, distributed=dist)
+
+
+def _checkpoint(resume_from: str | Path) -> Path | None:
+    """The checkpoint that a path names, if it names one and not a run."""
+    return resume_from if isinstance(resume_from, Path) and resume_from.parent.name == "checkpoints" else None
+
+
+def _fit(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
+    """The configuration with the number of steps that a throwaway engine says fit into some seconds from now."""
+    began, log = time.perf_counter(), RunLog(None, echo=display.message)
+    setting = make_setting(budget.with_num_steps(config, 1), DistributedContext(), log, on_progress)
+    costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
+    num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
+    log.info(f"{num_steps:,} steps fit into what is left of {seconds / 60:g} minutes ({costs})")
+    return budget.with_num_steps(config, num_steps)

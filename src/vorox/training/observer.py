@@ -1,0 +1,208 @@
+"""What a run tells the world: metrics, progress and events. Reads everything, decides nothing.
+
+In: settled steps, saves and validations, in the order in which they happen. Out: a line of metrics and a view for the
+display per logged step, and events for what is rare. With every observation switched off, the run has the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vorox.core.engine import Engine
+from vorox.core.log import RunLog
+from vorox.core.records import Progress, StepValues
+from vorox.experiments.tracking import Tracker
+from vorox.runtime.memory import HostMemory
+from vorox.runtime.throughput import Reading, Throughput, eta_seconds
+from vorox.training.display import Display, StepView
+from vorox.training.evaluate import Evaluation
+from vorox.training.ledger import StartedStep
+from vorox.training.schedule import Horizon
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What the loader says of itself.
+
+    Attributes:
+        wait_seconds: How long the loop has waited for batches in all.
+        depth: Batches that are ready.
+        capacity: Batches that are kept ready at most.
+    """
+
+    wait_seconds: Callable[[], float]
+    depth: Callable[[], int]
+    capacity: int
+
+
+Complete = Callable[[Engine], Sequence[tuple[str, str]]]
+"""Continues the configured prompts: pairs of prompt and completion."""
+
+
+class Observer:
+    """Everything that looks at one running process.
+
+    Args:
+        log: Takes events.
+        tracker: Takes metrics.
+        display: Shows steps and samples.
+        throughput: Measures.
+        horizon: Length of the run.
+        every_steps: Steps between two logged ones; the first and the last are logged too.
+        rows_per_epoch: Rows of one pass over all sources.
+        vocab_size: Of the tokenizer; ln of it is where the loss of an untrained model starts.
+        engine: Its device numbers are read.
+        queue: The loader's numbers.
+        complete: Continues the fixed prompts.
+        seconds_since_save: Age of the newest checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: RunLog,
+        tracker: Tracker,
+        display: Display,
+        throughput: Throughput,
+        horizon: Horizon,
+        every_steps: int,
+        rows_per_epoch: int,
+        vocab_size: int,
+        engine: Engine,
+        queue: Queue,
+        complete: Complete,
+        seconds_since_save: Callable[[], float],
+    ) -> None:
+        self._log, self._tracker, self._display = log, tracker, display
+        self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
+        self._rows_per_epoch, self._vocab_size = rows_per_epoch, vocab_size
+        self._engine, self._queue, self._complete = engine, queue, complete
+        self._memory = HostMemory()
+        self._seconds_since_save = seconds_since_save
+        self._impossible_said = False
+
+    def step(self, step: StartedStep, values: StepValues) -> None:
+        """A settled step."""
+        progress = step.progress
+        self._throughput.count(self._horizon.tokens_per_step, waited_seconds=self._queue.wait_seconds())
+        self._tracker.observe({**values.extra, "nonfinite_steps": float(not values.finite)})
+        if progress.step == 1:
+            entropy = math.log(self._vocab_size)
+            text = f"Loss of step 1: {values.loss:.3f}; a model that knows nothing has ln(vocabulary) = {entropy:.3f}"
+            self._log.event("first_step", text, loss=values.loss, ln_vocabulary=entropy)
+        if not values.finite:
+            text = f"Step {progress.step:,} was skipped: loss {values.loss}, gradient norm {values.grad_norm}"
+            self._log.event("nonfinite_step", text, level="warning", step=progress.step)
+        last = progress.step == self._horizon.total_steps
+        if progress.step == 1 or last or progress.step % self._every_steps == 0:
+            self._log_step(step, values)
+
+    def _log_step(self, step: StartedStep, values: StepValues) -> None:
+        reading = self._throughput.read()
+        if reading.impossible and not self._impossible_said:
+            self._impossible_said = True
+            self._log.event("impossible_speed", reading.impossible, level="warning")
+        progress, memory = step.progress, self._memory.read()
+        device = dict(self._engine.device_stats())
+        epoch = progress.cursor.position / self._rows_per_epoch
+        age = self._seconds_since_save()
+        numbers = {
+            "loss": values.loss,
+            "perplexity": math.exp(values.loss) if values.loss < 700 else math.inf,
+            "grad_norm": values.grad_norm,
+            "learning_rate": step.lr,
+            "weight_decay": step.weight_decay,
+            "tokens_total": float(progress.num_tokens),
+            "epoch": epoch,
+            "queue_depth": float(self._queue.depth()),
+            "seconds_since_save": age,
+            **reading.metrics(),
+            **memory,
+            **device,
+        }
+        self._tracker.log(progress.step, numbers)
+        self._display.step(self._view(step, values, reading, epoch, age, {**memory, **device}))
+
+    def _view(
+        self,
+        step: StartedStep,
+        values: StepValues,
+        reading: Reading,
+        epoch: float,
+        age: float,
+        memory: Mapping[str, float],
+    ) -> StepView:
+        total_steps = self._horizon.total_steps
+        used = {"host": memory.get("memory/host_bytes"), "device": memory.get("memory/device_bytes")}
+        return StepView(
+            step=step.progress.step,
+            total_steps=total_steps,
+            loss=values.loss,
+            num_tokens=step.progress.num_tokens,
+            total_tokens=total_steps * self._horizon.tokens_per_step,
+            learning_rate=step.lr,
+            grad_norm=values.grad_norm,
+            epoch=epoch,
+            tokens_per_second=reading.tokens_per_second,
+            mfu_fraction=reading.mfu_fraction,
+            ceiling_fraction=reading.ceiling_fraction,
+            eta_seconds=eta_seconds(self._throughput.total(), total_steps - step.progress.step),
+            time_fractions=reading.time_fractions,
+            memory_bytes={name: value for name, value in used.items() if value is not None},
+            queue_depth=self._queue.depth(),
+            queue_capacity=self._queue.capacity,
+            seconds_since_save=age,
+        )
+
+    @contextlib.contextmanager
+    def saving(self, progress: Progress) -> Generator[Callable[[Path], None]]:
+        """While inside, time counts as saving. Call what it gives with the checkpoint."""
+
+        def report(path: Path) -> None:
+            seconds = time.perf_counter() - started
+            self._tracker.observe({"checkpoint_seconds": seconds})
+            text = f"Saved {path.name} in {seconds:.2f} s"
+            self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain)
+
+        started = time.perf_counter()
+        with self._throughput.pause("save"):
+            self._tracker.flush()
+            yield report
+
+    @contextlib.contextmanager
+    def validating(self, progress: Progress) -> Generator[Callable[[Evaluation], None]]:
+        """While inside, time counts as validation. Call what it gives with the result."""
+
+        def report(found: Evaluation) -> None:
+            bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+            text = (
+                f"Validation at step {progress.step:,}: loss {found.loss:.4f}{bits}, "
+                f"accuracy {found.accuracy:.1%} of {found.num_target_tokens:,} tokens"
+            )
+            self._log.event("validation", text, step=progress.step, loss=found.loss)
+            for prompt, completion in self._complete(self._engine):
+                self._display.sample(prompt, completion)
+                self._log.quiet(f"Sample at step {progress.step:,}: {prompt!r} -> {completion!r}")
+            numbers: dict[str, float | None] = {
+                "eval/loss": found.loss,
+                "eval/perplexity": found.perplexity,
+                "eval/bits_per_byte": found.bits_per_byte,
+                "eval/accuracy": found.accuracy,
+                "eval/tokens": float(found.num_target_tokens),
+                "eval_seconds": time.perf_counter() - started,
+            }
+            self._tracker.log(progress.step, {name: value for name, value in numbers.items() if value is not None})
+
+        started = time.perf_counter()
+        with self._throughput.pause("eval"):
+            yield report
+
+    def finish(self, progress: Progress) -> Reading:
+        """Write what is left; returns the speed of the whole process."""
+        self._tracker.log(progress.step, {})
+        return self._throughput.total()

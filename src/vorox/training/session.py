@@ -1,0 +1,206 @@
+"""Everything that the loop needs, opened for one process and closed after it.
+
+In: an open run directory, its configuration, the corpus and a fresh engine. Out: the state that the run stands in
+(fresh, or exactly where it stopped) and the parts of the loop. Nothing of the run changes before configuration,
+environment and plan have been compared with what is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vorox.core.config import config_digest
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Engine
+from vorox.core.errors import VoroxError
+from vorox.core.log import RunLog
+from vorox.core.records import Progress
+from vorox.core.run_context import RunContext, recorded_config
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import Corpus
+from vorox.data.loader import BatchStream, first_cursor
+from vorox.data.plan import Plan
+from vorox.experiments.tracking import Tracker
+from vorox.models.huggingface import huggingface_files
+from vorox.models.spec import ModelSpec
+from vorox.runtime.throughput import Throughput
+from vorox.training import feed, resume, sampling
+from vorox.training.chain import ReplayChain
+from vorox.training.checkpointing import Checkpointer, RunState, checkpoint_path
+from vorox.training.display import Display
+from vorox.training.evaluate import Evaluations
+from vorox.training.ledger import Ledger
+from vorox.training.loop import Run
+from vorox.training.observer import Observer, Queue
+from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.training.stop import StopRequest
+
+_LENGTH_KEYS = ("train.num_steps", "train.num_tokens", "train.num_epochs", "schedule.warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run is made from: the same for training and for replay."""
+
+    config: RunConfig
+    corpus: Corpus
+    spec: ModelSpec
+    engine: Engine
+    log: RunLog
+
+
+def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[RunState, Plan]:
+    """Where the run stands, with the engine standing there too, and the plan of its data.
+
+    Args:
+        setting: What the run is made from.
+        run: The open run; its recorded configuration is replaced once everything agrees.
+        checkpoint: Start from this one instead of the newest.
+
+    Raises:
+        ConfigError: The configuration asks for another run than the recorded one.
+        CheckpointError: No checkpoint is valid, or it is of another model or plan.
+        DataError: The caches are no longer what the plan was made for.
+    """
+    directory, config, corpus, log = run.directory, setting.config, setting.corpus, setting.log
+    recorded = recorded_config(directory)
+    changes = resume.check_config(recorded, config)
+    state = resume.restore(directory, setting.engine, spec=setting.spec.to_json(), log=log, checkpoint=checkpoint)
+    length = horizon(config, num_train_rows=num_train_rows(corpus), full_dataset_tokens=corpus.estimated_tokens)
+    if state is not None and not any(change.key.startswith(_LENGTH_KEYS) for change in changes):
+        length = state.horizon  # fixed when the run began, whatever the caches hold by now
+    plan = feed.open_plan(run.plan_path, config, corpus, length.total_steps)
+    if state is None:
+        state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
+    else:
+        resume.check_plan(plan, state.progress.cursor)
+        log.event("resumed", f"Resuming after step {state.progress.step:,}", step=state.progress.step)
+    if length.warning is not None:
+        log.event("long_warmup", length.warning, level="warning")
+    if changes:
+        listed = "; ".join(map(str, changes))
+        log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
+        resume.record_config_change(directory, recorded, config, state.progress.step)
+        run.record_config()
+    return replace(state, horizon=length), plan
+
+
+def num_train_rows(corpus: Corpus) -> int:
+    """Rows of one pass over all sources."""
+    return sum(reader.num_rows for reader in corpus.train)
+
+
+@contextlib.contextmanager
+def open_log(run: RunContext, display: Display, distributed: DistributedContext) -> Generator[RunLog]:
+    """The log of this attempt, which also takes what libraries say and the error that ends the run."""
+    log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, echo=display.message)
+    try:
+        with log.capture():
+            yield log
+    except BaseException as error:
+        log.exception(error)
+        raise
+    finally:
+        log.close()
+
+
+@contextlib.contextmanager
+def open_session(
+    setting: Setting, run: RunContext, state: RunState, plan: Plan, display: Display, stop: StopRequest
+) -> Generator[tuple[Run, Progress]]:
+    """The parts of the loop, and where it starts."""
+    config, corpus, engine = setting.config, setting.corpus, setting.engine
+    progress, total_steps = state.progress, state.horizon.total_steps
+    validation = feed.validation_set(config, corpus)
+    byte_lengths = corpus.tokenizer.token_byte_lengths()
+    evaluations = Evaluations(
+        run.directory, config.eval, total_steps, progress, batches=validation, token_byte_lengths=byte_lengths
+    )
+    checkpointer = Checkpointer(
+        run.directory,
+        config.checkpoint,
+        state.horizon,
+        describe=_description(setting),
+        companions={
+            **huggingface_files(setting.spec, end_of_text_id=corpus.tokenizer.end_of_text_id),
+            **corpus.tokenizer.files(),
+        },
+        eval_losses=evaluations.losses,
+        saved_step=progress.step if checkpoint_path(run.directory, progress.step).exists() else None,
+        log=setting.log,
+    )
+    corpus.tokenizer.save(run.tokenizer_directory)
+    tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
+    with (
+        contextlib.closing(tracker),
+        feed.training_batches(config, corpus, plan, engine.data_shard, progress.cursor) as batches,
+    ):
+        observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer)
+        ledger = Ledger(
+            ReplayChain(run.directory, progress),
+            max_nonfinite_steps=config.train.max_nonfinite_steps,
+            nonfinite_in_a_row=state.nonfinite_in_a_row,
+            on_step=observer.step,
+        )
+        schedule = Schedule.of(config.schedule, config.optimizer, state.horizon)
+        parts = Run(engine, batches, schedule, ledger, checkpointer, evaluations, observer, stop)
+        try:
+            yield parts, evaluations.best(progress)
+        except VoroxError as error:
+            error.saved = error.saved or checkpointer.safe()
+            raise
+
+
+def _description(setting: Setting) -> dict[str, Any]:
+    """What every manifest says about the run."""
+    return {
+        "backend": setting.config.backend,
+        "spec": setting.spec.to_json(),
+        "config_digest": config_digest(setting.config),
+        "tokenizer": setting.corpus.tokenizer.fingerprint,
+        "environment": resume.environment(setting.engine),
+    }
+
+
+def _observer(
+    setting: Setting,
+    tracker: Tracker,
+    display: Display,
+    length: Horizon,
+    batches: BatchStream,
+    checkpointer: Checkpointer,
+) -> Observer:
+    config, tokenizer = setting.config, setting.corpus.tokenizer
+    settings = sampling.SamplingSettings(
+        max_new_tokens=config.eval.sample_tokens,
+        temperature=config.eval.sample_temperature,
+        top_k=config.eval.sample_top_k,
+        seed=config.run.seed,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=tokenizer.end_of_text_id,
+        max_positions_tokens=setting.spec.max_positions_tokens,
+    )
+    for prompt, ids in zip(config.eval.prompts, sampling.encode_prompts(tokenizer, config.eval.prompts), strict=True):
+        sampling.check_prompt(ids, settings, where=f"eval.prompts: {prompt!r}")
+    return Observer(
+        log=setting.log,
+        tracker=tracker,
+        display=display,
+        throughput=Throughput(),
+        horizon=length,
+        every_steps=config.log.every_steps,
+        rows_per_epoch=num_train_rows(setting.corpus),
+        vocab_size=tokenizer.vocab_size,
+        engine=setting.engine,
+        queue=Queue(
+            wait_seconds=lambda: batches.wait_seconds,
+            depth=lambda: batches.queue_depth,
+            capacity=config.data.loader.prefetch_batches if config.data.loader.num_threads else 0,
+        ),
+        complete=lambda engine: sampling.complete(engine, tokenizer, config.eval.prompts, settings),
+        seconds_since_save=checkpointer.seconds_since_save,
+    )
