@@ -96,7 +96,8 @@ def export(
         source: A run, of which the latest valid checkpoint is taken, or one checkpoint.
         target: Directory to make. It may hold this very export already, or be empty.
         dtype: Type of the stored weights, rounded to nearest even.
-        engine: Asks for the check. An engine of the run's model that computes in fp32; its state is replaced.
+        engine: Asks for the check. An engine of the run's model that computes in fp32, with any optimizer; its weights
+            are replaced.
         texts: What the check encodes and scores besides random tokens.
 
     Raises:
@@ -204,9 +205,9 @@ def compare(
 
     Args:
         directory: The export.
-        checkpoint: Where it came from; the engine loads it.
+        checkpoint: Where it came from.
         spec: The model.
-        engine: Computes in fp32; its state is replaced.
+        engine: Of this model, computing in fp32, with any optimizer; its weights are replaced.
         texts: Texts to encode and score.
 
     Raises:
@@ -222,7 +223,8 @@ def compare(
     transformers.logging.disable_progress_bar()
     ids = _same_ids(transformers, directory, texts)
     rows = [*_random_rows(spec), *(np.array([row], np.int32) for row in _real_rows(spec, ids))]
-    engine.load(checkpoint)
+    # Weights only: the engine need not have the optimizer and precision of the run to say what the model computes.
+    engine.import_weights(from_huggingface(spec, WeightsFile(checkpoint / WEIGHTS_NAME)))
     trained = [engine.logits(row) for row in rows]
     weights = WeightsFile(directory / WEIGHTS_NAME)
     engine.import_weights(from_huggingface(spec, weights))
