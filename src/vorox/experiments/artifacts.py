@@ -1,0 +1,336 @@
+"""What runs leave on disk: listing, inspecting, verifying and removing runs and checkpoints.
+
+Reads need no lock and disturb no one; a removal first takes the run's lock, so nothing of a living run goes. Only what
+a run writes is ever removed: a directory that holds anything else is refused, symbolic links are not followed, and
+what is half removed is never taken for whole (manifest first for checkpoints, a hidden name first for runs).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vorox.core import atomic
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.json_lines import read_lines
+from vorox.core.lock import FileLock, lock_holder
+from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.core.yaml_reader import read_mapping
+from vorox.experiments.tracking import last_values
+
+CHECKPOINTS_NAME = "checkpoints"
+RUN_FILES = (
+    "LOCK",
+    "chain.jsonl",
+    "checkpoints",
+    "config*.yaml",
+    "control",
+    "evaluations.jsonl",
+    "events*.jsonl",
+    "export",
+    "failure.json",
+    "log*.txt",
+    "metrics.jsonl",
+    "plan.jsonl",
+    "run.json",
+    "tensorboard",
+    "tokenizer",
+)
+"""Names that a run gives to what it writes into its directory."""
+
+_CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<aside>corrupt|replaced)-\d+)?")
+
+RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
+CheckpointState = Literal["unverified", "valid", "corrupt", "set aside"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint directory.
+
+    Attributes:
+        name: Of the directory.
+        path: Where it is.
+        step: Steps finished.
+        state: ``set aside`` ones were renamed because they were corrupt or replaced; nobody reads them.
+        size_bytes: By the manifest, or what lies there if there is none.
+        saved_at: When the manifest was written, seconds since the epoch.
+        metadata: Of the manifest: fingerprint, chain, evaluation and more; empty if it cannot be read.
+        problem: What is wrong with it.
+    """
+
+    name: str
+    path: Path
+    step: int
+    state: CheckpointState
+    size_bytes: int
+    saved_at: float | None
+    metadata: dict[str, Any]
+    problem: str = ""
+
+    @property
+    def eval_loss(self) -> float | None:
+        evaluation = self.metadata.get("eval")
+        return float(evaluation["loss"]) if isinstance(evaluation, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run at a glance.
+
+    Attributes:
+        run_id: Name of the directory.
+        directory: Where it is.
+        state: ``running`` while a process holds the lock, otherwise how the last attempt ended.
+        holder: Which process holds the lock.
+        step: Steps finished, as far as any file tells.
+        total_steps: Length of the run, if known.
+        loss: Newest training loss.
+        eval_loss: Newest validation loss.
+        checkpoint_step: Step of the newest checkpoint.
+        size_bytes: Of everything in the directory.
+        attempts: How often the run was begun or resumed.
+        created_at: When it was begun first, as an ISO time.
+        changed_at: When a file of it last changed, seconds since the epoch.
+        failure: Contents of ``failure.json``.
+    """
+
+    run_id: str
+    directory: Path
+    state: RunState
+    holder: str | None
+    step: int
+    total_steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    checkpoint_step: int | None
+    size_bytes: int
+    attempts: int
+    created_at: str | None
+    changed_at: float
+    failure: dict[str, Any] | None
+
+
+def list_runs(root: Path) -> list[RunSummary]:
+    """Every run below a root, by name."""
+    return [inspect_run(directory) for directory in run_directories(root)]
+
+
+def inspect_run(directory: Path) -> RunSummary:
+    """What a run's files say. Works on runs that are damaged, unfinished or running."""
+    attempts = run_attempts(directory)
+    holder = lock_holder(directory / "LOCK")
+    values = last_values(directory, ("loss", "eval/loss"))
+    found = _checkpoint_directories(directory)
+    steps = [step for step, aside, _ in found if not aside]
+    size_bytes, changed_at = _measure(directory)
+    return RunSummary(
+        run_id=directory.resolve().name,
+        directory=directory,
+        state=_state(attempts, holder),
+        holder=holder,
+        step=max(_last_chain_step(directory), *steps, *(step for step, _ in values.values()), 0),
+        total_steps=_total_steps(directory, [path for _, aside, path in found if not aside]),
+        loss=values["loss"][1] if "loss" in values else None,
+        eval_loss=values["eval/loss"][1] if "eval/loss" in values else None,
+        checkpoint_step=max(steps, default=None),
+        size_bytes=size_bytes,
+        attempts=len(attempts),
+        created_at=str(attempts[0].get("started_at")) if attempts else None,
+        changed_at=changed_at,
+        failure=_read_json(directory / "failure.json"),
+    )
+
+
+def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
+    if holder is not None:
+        return "running"
+    match attempts[-1].get("outcome") if attempts else None:
+        case "finished" | "stopped" | "preempted" | "interrupted" | "failed" as outcome:
+            return outcome
+        case "running" | "killed":
+            return "killed"  # the record says running, but nobody holds the lock
+        case _:
+            return "unknown"
+
+
+def _last_chain_step(directory: Path) -> int:
+    step = 0
+    for record in read_lines(directory / "chain.jsonl", last_bytes=1 << 13):
+        value = record.get("step", record.get("resume"))
+        step = value if type(value) is int else step
+    return step
+
+
+def _total_steps(directory: Path, checkpoints: Sequence[Path]) -> int | None:
+    try:
+        value: Any = read_mapping((directory / "config.yaml").read_text(encoding="utf-8"), "config.yaml").value
+        num_steps = value["train"]["num_steps"]
+        if type(num_steps) is int:
+            return num_steps
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        pass  # a length in tokens or epochs, or no readable configuration: the state of a checkpoint knows
+    for path in reversed(checkpoints):
+        state = _read_json(path / "state.json") or {}
+        total_steps = (state.get("horizon") or {}).get("total_steps")
+        if type(total_steps) is int:
+            return total_steps
+    return None
+
+
+def _measure(directory: Path) -> tuple[int, float]:
+    """Bytes of everything in a directory, and when any of it last changed."""
+    size_bytes, changed_at = 0, 0.0
+    for path in directory.rglob("*"):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue  # removed meanwhile
+        size_bytes += status.st_size if not path.is_dir() else 0
+        changed_at = max(changed_at, status.st_mtime)
+    return size_bytes, changed_at
+
+
+def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
+    """(step, why it was set aside or empty, path), by step."""
+    parent = run_directory / CHECKPOINTS_NAME
+    found: list[tuple[int, str, Path]] = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((int(match["step"]), match["aside"] or "", path))
+    return sorted(found)
+
+
+def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[CheckpointSummary]:
+    """Checkpoints of a run by step, those set aside included.
+
+    Args:
+        run_directory: The run.
+        verify: Read and check every byte.
+    """
+    summaries = [_summary(step, aside, path) for step, aside, path in _checkpoint_directories(run_directory)]
+    return [verified(summary) for summary in summaries] if verify else summaries
+
+
+def _summary(step: int, aside: str, path: Path) -> CheckpointSummary:
+    state: CheckpointState = "set aside" if aside else "unverified"
+    problem = {"corrupt": "was found corrupt", "replaced": "was written again by a later attempt"}.get(aside, "")
+    try:
+        manifest = atomic.read_manifest(path)
+        size_bytes = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
+        saved_at = (path / atomic.MANIFEST_NAME).stat().st_mtime
+        return CheckpointSummary(path.name, path, step, state, size_bytes, saved_at, manifest["metadata"], problem)
+    except (CheckpointError, OSError) as error:
+        size_bytes, _ = _measure(path)
+        state = state if aside else "corrupt"
+        return CheckpointSummary(path.name, path, step, state, size_bytes, None, {}, problem or str(error))
+
+
+def verified(summary: CheckpointSummary) -> CheckpointSummary:
+    """The summary with ``valid`` or ``corrupt`` as its state, every byte read. Those set aside stay what they are."""
+    if summary.state == "set aside":
+        return summary
+    try:
+        metadata = atomic.verify_directory(summary.path)
+    except (CheckpointError, OSError) as error:
+        return replace(summary, state="corrupt", problem=str(error))
+    if metadata.get("step") != summary.step:
+        return replace(summary, state="corrupt", problem=f"this is the checkpoint of step {metadata.get('step')}")
+    return replace(summary, state="valid")
+
+
+def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool = False) -> list[CheckpointSummary]:
+    """Remove checkpoints of a run that no process trains.
+
+    Args:
+        run_directory: The run.
+        names: Steps or directory names.
+        force: Also if no valid checkpoint would be left.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ConfigError: The run is in use, or there is no such checkpoint.
+        CheckpointError: No valid checkpoint would be left.
+    """
+    with _locked(run_directory):
+        known = list_checkpoints(run_directory)
+        leaving = {_find(known, name, run_directory).name for name in names}
+        chosen = [summary for summary in known if summary.name in leaving]
+        staying = [summary for summary in known if summary.name not in leaving and summary.state != "set aside"]
+        readable = any(summary.state == "unverified" for summary in chosen)
+        if readable and not force and not any(verified(summary).state == "valid" for summary in reversed(staying)):
+            raise CheckpointError(
+                "no valid checkpoint would be left",
+                where=str(run_directory / CHECKPOINTS_NAME),
+                hint="add --force to lose the state of the run",
+                saved="nothing was removed",
+            )
+        for summary in chosen:
+            atomic.remove_directory(summary.path)
+    return chosen
+
+
+def _find(known: Sequence[CheckpointSummary], name: str, run_directory: Path) -> CheckpointSummary:
+    digits = name.replace(",", "").replace("_", "")
+    for summary in known:
+        is_step = digits.isdecimal() and int(digits) == summary.step and summary.state != "set aside"
+        if summary.name == name or is_step:
+            return summary
+    there = ", ".join(summary.name for summary in known) or "none"
+    raise ConfigError(f"there is no checkpoint {name}; there are: {there}", where=str(run_directory))
+
+
+def remove_run(directory: Path) -> int:
+    """Remove a run that no process trains; returns the bytes that are free now.
+
+    Raises:
+        ConfigError: It is no run, is in use, or holds files that a run does not write.
+    """
+    if directory.is_symlink():
+        raise ConfigError("this is a link, not a run", where=str(directory), hint="name the directory it points to")
+    directory = directory.resolve()
+    record = _read_json(directory / "run.json") or {}
+    if not str(record.get("format", "")).startswith("vorox-run/"):
+        raise ConfigError("this directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
+    with _locked(directory):
+        foreign = [
+            path.name
+            for path in sorted(directory.iterdir())
+            if not any(fnmatch.fnmatchcase(path.name, known) for known in (*RUN_FILES, f"{atomic.TEMPORARY_PREFIX}*"))
+        ]
+        if foreign:
+            raise ConfigError(
+                f"the directory holds what no run writes: {', '.join(foreign)}",
+                where=str(directory),
+                hint="move it elsewhere, then remove the run",
+                saved="nothing was removed",
+            )
+        size_bytes, _ = _measure(directory)
+        atomic.sweep_temporary(directory.parent)  # what an interrupted removal left
+        hidden = atomic.temporary_name(directory)
+        atomic.rename(directory, hidden)
+        for name in ("run.json", "config.yaml"):  # without them it is a run to nobody
+            atomic.remove_file(hidden / name)
+        shutil.rmtree(hidden)
+    return size_bytes
+
+
+def _locked(run_directory: Path) -> FileLock:
+    return FileLock(run_directory / "LOCK", blocking=False, purpose=f"the run {run_directory.name}")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,239 @@
+"""Runs and checkpoints as files: what is seen of them, and what may be removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vorox.core import atomic
+from vorox.core.atomic import StagedDirectory
+from vorox.core.config import load_config
+from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted
+from vorox.core.lock import FileLock
+from vorox.core.log import RunLog
+from vorox.core.run_context import RunContext
+from vorox.core.schema import LogConfig, RunConfig
+from vorox.experiments.artifacts import inspect_run, list_checkpoints, list_runs, remove_checkpoints, remove_run
+from vorox.experiments.tracking import Tracker
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config("quickstart", [f"run.directory={tmp_path}/runs", "train.num_steps=40"])
+
+
+def open_run(config: RunConfig) -> RunContext:
+    return RunContext.open_or_create(config, argv=["vorox", "train", "quickstart"])
+
+
+def add_checkpoint(directory: Path, step: int, eval_loss: float | None = None, name: str | None = None) -> Path:
+    with StagedDirectory(directory / "checkpoints" / (name or f"step-{step:08d}")) as staged:
+        staged.write("model.safetensors", bytes(1000))
+        staged.write("state.json", json.dumps({"horizon": {"total_steps": 77}}).encode())
+        evaluation = None if eval_loss is None else {"step": step, "loss": eval_loss}
+        return staged.commit({"step": step, "fingerprint": "f" * 16, "chain": "c" * 32, "eval": evaluation})
+
+
+def add_metrics(run: RunContext, steps: range, resume_step: int = 0) -> None:
+    tracker = Tracker.open(
+        run.directory, LogConfig(), attempt=run.attempt, resume_step=resume_step, log=RunLog(run.directory)
+    )
+    for step in steps:
+        tracker.log(step, {"loss": 10 - step / 10})
+    tracker.log(steps[-1], {"eval/loss": 5.5})
+    tracker.close()
+
+
+def test_a_finished_run(config: RunConfig) -> None:
+    with open_run(config) as run:
+        add_metrics(run, range(10, 41, 10))
+        add_checkpoint(run.directory, 20)
+        add_checkpoint(run.directory, 40, 5.5)
+    summary = inspect_run(run.directory)
+    assert (summary.state, summary.step, summary.total_steps) == ("finished", 40, 40)
+    assert (summary.loss, summary.eval_loss, summary.checkpoint_step) == (6.0, 5.5, 40)
+    assert summary.holder is None
+    assert summary.failure is None
+    assert summary.attempts == 1
+    real = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
+    assert summary.size_bytes == real
+    assert list_runs(Path(config.run.directory)) == [summary]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (Preempted("SIGTERM"), "preempted"),
+        (DataError("the cache is gone", where="x"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (ZeroDivisionError("bug"), "failed"),
+    ],
+)
+def test_how_a_run_ended(config: RunConfig, error: BaseException, state: str) -> None:
+    with pytest.raises(type(error)), open_run(config) as run:
+        raise error
+    summary = inspect_run(run.directory)
+    assert summary.state == state
+    assert (summary.failure is not None) == (state == "failed")
+
+
+def test_a_running_one_and_a_killed_one(config: RunConfig) -> None:
+    run = open_run(config)
+    summary = inspect_run(run.directory)
+    assert summary.state == "running"
+    assert summary.holder is not None
+    assert str(os.getpid()) in summary.holder
+    with pytest.raises(ConfigError, match="in use"):
+        remove_run(run.directory)
+    assert run._lock is not None
+    run._lock.release()  # as if the process had died
+    assert inspect_run(run.directory).state == "killed"
+
+
+def test_a_run_that_only_began(config: RunConfig, tmp_path: Path) -> None:
+    with open_run(config) as run:
+        pass
+    summary = inspect_run(run.directory)
+    assert (summary.step, summary.loss, summary.eval_loss, summary.checkpoint_step) == (0, None, None, None)
+    (run.directory / "config.yaml").unlink()
+    assert inspect_run(run.directory).total_steps is None
+    add_checkpoint(run.directory, 8)
+    assert inspect_run(run.directory).total_steps == 77, "the state of a checkpoint knows"
+    (run.directory / "run.json").write_text("{")
+    assert inspect_run(run.directory).state == "unknown"
+
+
+def test_the_chain_knows_steps_that_were_not_logged(config: RunConfig) -> None:
+    with open_run(config) as run:
+        lines = [json.dumps({"step": step, "batch": "b" * 500}) for step in range(1, 38)]
+        (run.directory / "chain.jsonl").write_text("\n".join(lines) + '\n{"step": 38')
+    assert inspect_run(run.directory).step == 37
+
+
+def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
+    with open_run(config) as run:
+        for step in (10, 20, 30):
+            add_checkpoint(run.directory, step, 6.0 if step == 20 else None)
+        add_checkpoint(run.directory, 5, name="step-00000005.corrupt-1")
+        add_checkpoint(run.directory, 10, name="step-00000040")
+        (run.directory / "checkpoints" / "step-00000050").mkdir()
+        (run.directory / "checkpoints" / "notes.txt").write_text("mine")
+    broken = run.directory / "checkpoints" / "step-00000030" / "model.safetensors"
+    broken.write_bytes(bytes(999) + b"\x01")
+    quick = {summary.name: summary for summary in list_checkpoints(run.directory)}
+    assert [summary.state for summary in quick.values()] == [
+        "set aside", "unverified", "unverified", "unverified", "unverified", "corrupt",
+    ]  # fmt: skip
+    assert quick["step-00000020"].eval_loss == 6.0
+    assert quick["step-00000010"].eval_loss is None
+    assert quick["step-00000010"].size_bytes == 1000 + len('{"horizon": {"total_steps": 77}}')
+    states = {
+        summary.step: (summary.state, summary.problem) for summary in list_checkpoints(run.directory, verify=True)
+    }
+    assert states[10][0] == states[20][0] == "valid"
+    assert states[30][0] == "corrupt"
+    assert "model.safetensors" in states[30][1]
+    assert states[40] == ("corrupt", "this is the checkpoint of step 10")
+    assert "manifest" in states[50][1]
+
+
+def test_removing_checkpoints(config: RunConfig) -> None:
+    with open_run(config) as run:
+        for step in (10, 20, 1_000):
+            add_checkpoint(run.directory, step)
+        add_checkpoint(run.directory, 5, name="step-00000005.replaced-1")
+        with pytest.raises(ConfigError, match="in use"):
+            remove_checkpoints(run.directory, ["10"])
+    removed = remove_checkpoints(run.directory, ["10", "step-00000010", "step-00000005.replaced-1"])
+    assert [summary.step for summary in removed] == [5, 10]
+    with pytest.raises(ConfigError, match="there is no checkpoint 30; there are: step-00000020, step-00001000"):
+        remove_checkpoints(run.directory, ["30"])
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
+        remove_checkpoints(run.directory, ["../../other"])
+    remove_checkpoints(run.directory, ["1,000"])
+    with pytest.raises(CheckpointError, match="no valid checkpoint would be left"):
+        remove_checkpoints(run.directory, ["20"])
+    assert [summary.step for summary in list_checkpoints(run.directory)] == [20]
+    remove_checkpoints(run.directory, ["20"], force=True)
+    assert list_checkpoints(run.directory) == []
+
+
+def test_the_last_valid_checkpoint_is_kept_when_the_others_are_corrupt(config: RunConfig) -> None:
+    with open_run(config) as run:
+        for step in (10, 20):
+            add_checkpoint(run.directory, step)
+    (run.directory / "checkpoints" / "step-00000020" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no valid checkpoint would be left"):
+        remove_checkpoints(run.directory, ["10"])
+    (run.directory / "checkpoints" / "step-00000020" / atomic.MANIFEST_NAME).unlink()
+    assert [summary.step for summary in remove_checkpoints(run.directory, ["20"])] == [20], "a corrupt one may go"
+
+
+def test_removing_a_run(config: RunConfig, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    with open_run(config) as run:
+        add_metrics(run, range(1, 5))
+        add_checkpoint(run.directory, 4)
+        (run.directory / "checkpoints" / "link").symlink_to(outside)
+    size_bytes = inspect_run(run.directory).size_bytes
+    assert remove_run(run.directory) == size_bytes
+    assert not run.directory.exists()
+    assert list(run.directory.parent.iterdir()) == []
+    assert (outside / "precious").read_text() == "x", "links are not followed"
+
+
+def refused(change: Callable[[Path], Path], match: str) -> Callable[[RunConfig], None]:
+    def test(config: RunConfig) -> None:
+        with open_run(config) as run:
+            add_checkpoint(run.directory, 4)
+        target = change(run.directory)
+        before = sorted(str(path) for path in run.directory.parent.rglob("*"))
+        with pytest.raises(ConfigError, match=match):
+            remove_run(target)
+        assert sorted(str(path) for path in run.directory.parent.rglob("*")) == before
+
+    return test
+
+
+def add_foreign(directory: Path) -> Path:
+    (directory / "thesis.tex").write_text("x")
+    return directory
+
+
+def add_link(directory: Path) -> Path:
+    link = directory.with_name("link")
+    link.symlink_to(directory)
+    return link
+
+
+def drop_record(directory: Path) -> Path:
+    (directory / "run.json").unlink()
+    return directory
+
+
+test_foreign_files_are_not_removed = refused(add_foreign, "thesis.tex")
+test_a_link_is_not_removed = refused(add_link, "link")
+test_a_folder_with_a_config_is_no_run = refused(drop_record, "no run.json")
+test_the_folder_of_all_runs_is_no_run = refused(lambda directory: directory.parent, "no run.json")
+
+
+def test_an_interrupted_removal_leaves_no_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_run(config) as run:
+        add_checkpoint(run.directory, 4)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_run(run.directory)
+    assert list_runs(run.directory.parent) == []
+    with FileLock(run.directory.parent / "probe", blocking=False):
+        pass
