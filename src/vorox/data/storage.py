@@ -9,6 +9,7 @@ was listed: a file that changed since then is an error, never other data.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import io
@@ -52,8 +53,13 @@ class StoredFile:
 def local_path(uri: str) -> Path:
     """The path behind a uri of this machine."""
     if uri.startswith(STANDARD_LIBRARY):
-        return Path(sysconfig.get_path("stdlib")) / uri.removeprefix(STANDARD_LIBRARY)
+        return _standard_library() / uri.removeprefix(STANDARD_LIBRARY)
     return Path(uri)
+
+
+@functools.cache
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def _failure(error: OSError, uri: str) -> DataError:
@@ -112,7 +118,7 @@ def list_files(
         for path in chosen:
             uri = str(path)
             if location.startswith(STANDARD_LIBRARY):
-                uri = STANDARD_LIBRARY + path.relative_to(local_path(STANDARD_LIBRARY)).as_posix()
+                uri = STANDARD_LIBRARY + path.relative_to(_standard_library()).as_posix()
             files.append(_describe(uri, path.stat()))
     except OSError as error:
         raise _failure(error, str(error.filename or root)) from error

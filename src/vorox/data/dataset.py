@@ -1,0 +1,294 @@
+"""From a configuration to a corpus: sources listed, tokenizer ready, caches complete, everything checked.
+
+``prepare`` is the one way in. What exists is opened, what is missing is built, by one process at a time; two runs that
+want the same cache share it. Invariants: a corpus is a function of the configuration and of the text; a cache's
+directory is named by its recipe and by the content of its files, so that text that changed on disk gets another cache
+and a run that resumes finds its old one or is told that it is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from vorox.core.atomic import canonical_json, make_directory
+from vorox.core.checks import exact_weight
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema import RunConfig
+from vorox.core.schema.data import DataConfig
+from vorox.data.cache.builder import build as build_cache
+from vorox.data.cache.inventory import read_units
+from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.recipe import RECIPE_NAME, Recipe
+from vorox.data.cache.report import BuildProgress, BuildReport
+from vorox.data.documents import Unit
+from vorox.data.sources import Source, cut_units, list_source, read_unit
+from vorox.data.splits import Split
+from vorox.data.storage import ContentVersions
+from vorox.data.tokenizer import Tokenizer
+from vorox.data.tokenizer_store import tokenizer_for
+
+PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
+"""Called with (phase, done, total, rates). Phases: ``list NAME`` and ``tokenizer``, counted in bytes of text;
+``build NAME train`` and ``build NAME validation``, counted in units of work, with the rates ``text_mb_per_second`` and
+``tokens_per_second``; ``wait NAME train`` while another process builds that cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSource:
+    """One source, ready to read.
+
+    Attributes:
+        source: Its files.
+        train: Its packed training rows.
+        validation: Its packed held-out rows; ``None`` when nothing is held out.
+        train_report: What is in the training cache.
+        validation_report: What is in the validation cache.
+    """
+
+    source: Source
+    train: CacheReader
+    validation: CacheReader | None
+    train_report: BuildReport
+    validation_report: BuildReport | None
+
+    @property
+    def name(self) -> str:
+        return self.source.config.name
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All the text of a run.
+
+    Attributes:
+        config: The section ``data``.
+        tokenizer: Text to tokens.
+        sources: In the order of the configuration.
+        weights: Exact share of each source in the training rows; they sum to 1.
+        root: Root of the caches.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    sources: tuple[CorpusSource, ...]
+    weights: tuple[Fraction, ...]
+    root: Path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def train(self) -> tuple[CacheReader, ...]:
+        """Training rows of each source."""
+        return tuple(source.train for source in self.sources)
+
+    @property
+    def validation(self) -> tuple[CacheReader, ...]:
+        """Held-out rows of each source; empty when nothing is held out."""
+        return tuple(source.validation for source in self.sources if source.validation is not None)
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Tokens of one pass over all training text: what ``schedule.warmup_fraction`` is a fraction of."""
+        return sum(source.train_report.tokens for source in self.sources)
+
+    @property
+    def reports(self) -> dict[str, BuildReport]:
+        """What each cache holds, by its directory's first words: ``NAME train``, ``NAME validation``."""
+        found: dict[str, BuildReport] = {}
+        for source in self.sources:
+            found[f"{source.name} train"] = source.train_report
+            if source.validation_report is not None:
+                found[f"{source.name} validation"] = source.validation_report
+        return found
+
+
+def cache_root(data: DataConfig) -> Path:
+    """Root of all caches: ``data.cache.directory``, else ``$VOROX_CACHE``, else ``~/.cache/vorox``."""
+    return Path(data.cache.directory or os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser().absolute()
+
+
+def prepare(config: RunConfig, *, on_progress: PrepareProgress | None = None, build: bool = True) -> Corpus:
+    """Make everything that training reads.
+
+    Args:
+        config: The whole configuration; the sections ``data`` and ``tokenizer`` count.
+        on_progress: Told what is being done.
+        build: Build what is missing. Off: refuse instead.
+
+    Raises:
+        ConfigError: The configuration contradicts itself, or holds out nothing where it should.
+        DataError: Text is missing, unreadable or broken, a cache is damaged, or something is missing and ``build``
+            is off.
+    """
+    report = on_progress or _silent
+    data = config.data
+    weights = exact_weights(data)
+    root = cache_root(data)
+    if build:
+        _check_writable(root)
+    sources = [_list(data, index, root, report) for index in range(len(data.sources))]
+    tokenizer = tokenizer_for(
+        config.tokenizer, data, sources, weights, root=root, build=build,
+        on_progress=lambda done, total: report("tokenizer", done, total, {}),
+    )  # fmt: skip
+    preparation = _Preparation(data, tokenizer, root, report, build)
+    return Corpus(data, tokenizer, tuple(preparation.open_source(source) for source in sources), weights, root)
+
+
+def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
+    """The share of each source, exact.
+
+    Raises:
+        ConfigError: Two sources have one name, or a weight is not a positive number.
+    """
+    names = [source.name for source in data.sources]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(
+                f"two sources are called {name!r}", where=f"data.sources.{index}.name", hint="give each its own name"
+            )
+    weights: list[Fraction] = []
+    for index, source in enumerate(data.sources):
+        try:
+            weights.append(exact_weight(source.weight))
+        except ValueError as error:
+            raise ConfigError(str(error), where=f"data.sources.{index}.weight") from error
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def _silent(phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
+    del phase, done, total, rates
+
+
+def _check_writable(root: Path) -> None:
+    try:
+        make_directory(root)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory cannot be made: {error.strerror}", where=str(root),
+            hint="set data.cache.directory or $VOROX_CACHE to a place that can be written",
+        ) from error  # fmt: skip
+
+
+def _list(data: DataConfig, index: int, root: Path, report: PrepareProgress) -> Source:
+    config = data.sources[index]
+    definition = canonical_json([config.format, list(config.paths)])
+    versions = ContentVersions(root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json")
+    return list_source(
+        config, key=f"data.sources.{index}", versions=versions,
+        on_progress=lambda done, total: report(f"list {config.name}", done, total, {}),
+    )  # fmt: skip
+
+
+def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
+    """What the rows of one split of a source are a function of, besides its files."""
+    held_out = data.validation.held_out_fraction
+    rule = data.validation.split if held_out else "none"
+    return Recipe(
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=tokenizer.end_of_text_id,
+        row_tokens=data.sequence_length_tokens + 1,
+        source={**source.definition, "unit_bytes": data.cache.unit_bytes},
+        split={"name": split, "held_out": rule, "held_out_fraction": str(Fraction(str(held_out)))},
+        packing=data.packing,
+        chunk_rows=data.cache.chunk_rows,
+    )
+
+
+def cache_directory(root: Path, source: Source, split: Split, recipe: Recipe) -> Path:
+    """Where a cache lies: named by source, split, recipe and content, so that none of them can change under a run."""
+    return root / f"{source.config.name}-{split}-{recipe.digest[:12]}-{source.digest[:8]}"
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """What all caches of one ``prepare`` have in common."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    root: Path
+    report: PrepareProgress
+    build: bool
+
+    def open_source(self, source: Source) -> CorpusSource:
+        train, train_report = self._open_split(source, "train")
+        if self.data.validation.held_out_fraction == 0:
+            return CorpusSource(source, train, None, train_report, None)
+        validation, validation_report = self._open_split(source, "validation")
+        return CorpusSource(source, train, validation, train_report, validation_report)
+
+    def _open_split(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
+        rule, config = self.data.validation, source.config
+        recipe = recipe_for(self.data, source, split, self.tokenizer)
+        directory = cache_directory(self.root, source, split, recipe)
+        units = _recorded_units(directory)
+        if units is None:
+            if not self.build:
+                raise DataError(
+                    f"the {split} cache of source {config.name!r} is not built", where=str(directory),
+                    hint="run `vorox data build` with the same configuration first",
+                )  # fmt: skip
+            units = cut_units(source, split, rule, self.data.cache.unit_bytes)
+            if not _has_records(source, units, split, self.data):
+                raise _empty_split(self.data, source, split)
+        report = build_cache(
+            directory, recipe, source.files, units, lambda unit: read_unit(source, unit, split, rule), self.tokenizer,
+            codec=self.data.cache.codec, block_rows=self.data.cache.block_rows,
+            bad_record_fraction=config.bad_record_fraction, on_progress=self._watch(f"{config.name} {split}"),
+        )  # fmt: skip
+        return CacheReader.open(directory, recipe), report
+
+    def _watch(self, name: str) -> Callable[[BuildProgress], None]:
+        started = time.perf_counter()
+
+        def on_progress(progress: BuildProgress) -> None:
+            seconds = max(time.perf_counter() - started, 1e-9)
+            rates = {
+                "text_mb_per_second": progress.text_bytes / 1e6 / seconds,
+                "tokens_per_second": progress.tokens / seconds,
+            }
+            phase = f"wait {name}" if progress.waiting_for else f"build {name}"
+            self.report(phase, progress.units_done, progress.units, rates)
+
+        return on_progress
+
+
+def _recorded_units(directory: Path) -> Sequence[Unit] | None:
+    """The units of a complete cache: large files need not be cut again to find that nothing is missing."""
+    if not (directory / RECIPE_NAME).exists():
+        return None
+    manifest = Manifest.open(directory)
+    if manifest.planned_units == 0 or len(manifest.missing_units()):
+        return None
+    return read_units(directory)[: manifest.planned_units]
+
+
+def _has_records(source: Source, units: Sequence[Unit], split: Split, data: DataConfig) -> bool:
+    return any(True for unit in units for _ in read_unit(source, unit, split, data.validation))
+
+
+def _empty_split(data: DataConfig, source: Source, split: Split) -> ConfigError:
+    rule, files = data.validation, len(source.files)
+    what = {"file": "files", "document": "documents", "tail": "tails"}[rule.split]
+    share = f"data.validation.held_out_fraction={rule.held_out_fraction:g} of the {what}"
+    name = f"source {source.config.name!r} ({files:,} file{'s' if files > 1 else ''}, {source.size_bytes:,} bytes)"
+    if split == "train":
+        problem = f"holding out {share} leaves no text of {name} to train on"
+    else:
+        problem = f"{share} holds out nothing of {name}"
+    return ConfigError(
+        problem,
+        where="data.validation",
+        hint="set data.validation.split=tail to hold out the end of every file, change the fraction, "
+        "or set data.validation.held_out_fraction=0 to train without validation",
+    )

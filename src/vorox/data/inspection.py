@@ -1,0 +1,258 @@
+"""Looking at a corpus: what is in it, how well it is packed, whether it is what it says.
+
+A prepared ``Corpus`` goes in; samples with their origin, statistics and verdicts come out. Nothing is changed.
+Invariant: every number is counted from the stored rows, not repeated from what the build reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.data.baseline import CompressorBaseline, xz_baseline
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.report import BuildReport
+from vorox.data.dataset import Corpus, CorpusSource
+from vorox.data.documents import BadRecord, UnitSpan
+from vorox.data.formats import read_records
+from vorox.data.records import TokenArray
+from vorox.data.splits import SPLITS, Split
+from vorox.data.storage import content_hash
+
+_BLOCK_ROWS = 1024
+_TRACED_ROWS = 8
+
+VerifyProgress = Callable[[str, int, int], None]
+"""Called with (what is being checked, done, total)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSegment:
+    """A fragment of a document in a row.
+
+    Attributes:
+        uri: File that it comes from.
+        byte_offset: First byte of the document's record in that file.
+        byte_length: Bytes of the record.
+        document_token_offset: Tokens of the document that lie before the fragment.
+        num_tokens: Its tokens.
+        text: They, decoded.
+    """
+
+    uri: str
+    byte_offset: int
+    byte_length: int
+    document_token_offset: int
+    num_tokens: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One packed row with the origin of each of its segments."""
+
+    source: str
+    split: Split
+    row: int
+    padding_tokens: int
+    segments: tuple[SampleSegment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What one cache holds.
+
+    Attributes:
+        source: Name of the source.
+        split: Which part of it.
+        report: Sizes, as committed.
+        rows_counted: Rows that the figures below were counted over, evenly spread.
+        utilisation_fraction: Share of their positions that holds a token.
+        bytes_per_token: UTF-8 bytes of text per token of text.
+        largest_token_id: Highest id that occurs.
+        distinct_tokens: Ids that occur.
+        unknown_fraction: Share of tokens that stand for text the vocabulary lacks.
+    """
+
+    source: str
+    split: Split
+    report: BuildReport
+    rows_counted: int
+    utilisation_fraction: float
+    bytes_per_token: float
+    largest_token_id: int
+    distinct_tokens: int
+    unknown_fraction: float
+
+
+def _caches(corpus: Corpus) -> Iterator[tuple[CorpusSource, Split, CacheReader, BuildReport]]:
+    for source in corpus.sources:
+        pairs = zip(
+            SPLITS,
+            (source.train, source.validation),
+            (source.train_report, source.validation_report),
+            strict=True,
+        )
+        for split, reader, report in pairs:
+            if reader is not None and report is not None:
+                yield source, split, reader, report
+
+
+def _spread(reader: CacheReader, count: int) -> npt.NDArray[np.int64]:
+    """``count`` rows at even distances, all of them if there are fewer."""
+    count = min(count, reader.num_rows)
+    return (np.arange(count, dtype=np.int64) * 2 + 1) * reader.num_rows // (2 * count)
+
+
+def _segments(reader: CacheReader, row: int) -> tuple[TokenArray, list[tuple[int, int]]]:
+    """The tokens of a row, and where each segment lies in it."""
+    block = reader.read_rows(np.array([row], dtype=np.int64))
+    ends = np.cumsum(block.segment_lengths, dtype=np.int64)
+    return block.tokens_NC[0], list(zip((ends - block.segment_lengths).tolist(), ends.tolist(), strict=True))
+
+
+def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[SampleRow]:
+    """Evenly spread rows of every source, decoded, with the documents that they come from."""
+    samples: list[SampleRow] = []
+    for source, part, reader, _ in _caches(corpus):
+        for row in _spread(reader, num_rows).tolist() if part == split else ():
+            tokens, places = _segments(reader, row)
+            documents = reader.documents_of(row)
+            segments = tuple(
+                SampleSegment(
+                    document.uri,
+                    document.byte_offset,
+                    document.byte_length,
+                    document.document_token_offset,
+                    document.length,
+                    corpus.tokenizer.decode(tokens[start:end]),
+                )
+                for document, (start, end) in zip(documents, places, strict=True)
+            )
+            padding = reader.row_tokens - (places[-1][1] if places else 0)
+            samples.append(SampleRow(source.name, part, row, padding, segments))
+    return samples
+
+
+def stats(corpus: Corpus, *, max_rows: int = 1 << 17) -> list[CacheStatistics]:
+    """Statistics of every cache, counted over at most ``max_rows`` evenly spread rows each."""
+    return [_count(corpus, *cache, max_rows) for cache in _caches(corpus)]
+
+
+def _count(
+    corpus: Corpus, source: CorpusSource, split: Split, reader: CacheReader, report: BuildReport, max_rows: int
+) -> CacheStatistics:
+    tokenizer = corpus.tokenizer
+    rows = _spread(reader, max_rows)
+    counts = np.zeros(1 << (8 * reader.token_bytes) if reader.token_bytes == 2 else tokenizer.vocab_size, np.int64)
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        block = reader.read_rows(rows[start : start + _BLOCK_ROWS])
+        ends = np.append(np.int64(0), np.cumsum(block.segment_lengths, dtype=np.int64))
+        real_N = ends[block.row_ptr[1:]] - ends[block.row_ptr[:-1]]
+        kept = block.tokens_NC[np.arange(block.row_tokens)[None, :] < real_N[:, None]]
+        counts += np.bincount(kept, minlength=len(counts))
+    stored = int(counts.sum())
+    of_text = stored - int(counts[tokenizer.end_of_text_id])
+    lengths = np.zeros(len(counts), np.int64)
+    lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
+    unknown = 0 if tokenizer.unknown_id is None else int(counts[tokenizer.unknown_id])
+    return CacheStatistics(
+        source=source.name,
+        split=split,
+        report=report,
+        rows_counted=len(rows),
+        utilisation_fraction=stored / (len(rows) * reader.row_tokens),
+        bytes_per_token=int(counts @ lengths) / max(of_text, 1),
+        largest_token_id=int(np.flatnonzero(counts).max(initial=0)),
+        distinct_tokens=int(np.count_nonzero(counts)),
+        unknown_fraction=unknown / max(of_text, 1),
+    )
+
+
+def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None:
+    """Check everything that the corpus rests on.
+
+    Every byte of every chunk against its hashes, every source file against its recorded content, and a few rows of
+    each cache all the way back: their documents are read and tokenized again and must give the very tokens stored.
+
+    Raises:
+        DataError: Naming all that is damaged.
+    """
+    report = on_progress or _silent
+    problems: list[DataError] = []
+
+    def attempt(check: Callable[[], None]) -> None:
+        try:
+            check()
+        except DataError as error:
+            problems.append(error)
+
+    for source in corpus.sources:
+        attempt(lambda source=source: _verify_files(source, report))
+    for source, split, reader, _ in _caches(corpus):
+        name = f"{source.name} {split}"
+        attempt(lambda reader=reader, name=name: reader.verify(lambda done, total: report(name, done, total)))
+        attempt(lambda source=source, reader=reader: _trace(corpus, source, reader))
+    if len(problems) > 1:
+        raise DataError(
+            f"{len(problems)} checks failed: " + "; ".join(problem.what for problem in problems),
+            where=", ".join(dict.fromkeys(problem.where for problem in problems)),
+            hint="; ".join(dict.fromkeys(problem.hint for problem in problems)),
+        )
+    if problems:
+        raise problems[0]
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
+    files = source.source.files
+    for index, (stored, file) in enumerate(zip(source.source.stored, files, strict=True), 1):
+        if content_hash(stored) != file.version:
+            raise DataError(
+                "the file's content is not what its recorded hash says", where=file.uri,
+                hint="restore the file; or remove the folder `versions` of the cache root and build from it as it is",
+            )  # fmt: skip
+        report(f"{source.name} files", index, len(files))
+
+
+def _trace(corpus: Corpus, source: CorpusSource, reader: CacheReader) -> None:
+    by_uri = {stored.uri: stored for stored in source.source.stored}
+    for row in _spread(reader, _TRACED_ROWS).tolist():
+        tokens, places = _segments(reader, row)
+        for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
+            stop = document.byte_offset + document.byte_length
+            span = UnitSpan(0, document.byte_offset, stop, 0)
+            (record,) = read_records(source.source.config, by_uri[document.uri], span, lambda _: True)
+            place = f"{document.uri}, byte {document.byte_offset}"
+            if isinstance(record, BadRecord):
+                raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
+            ids = [*corpus.tokenizer.encode(record.text).tolist(), corpus.tokenizer.end_of_text_id]
+            first = document.document_token_offset
+            if ids[first : first + document.length] != tokens[start:end].tolist():
+                raise DataError(
+                    f"row {row} of the cache does not hold the tokens of this document", where=place,
+                    hint="the tokenizer's library or the file changed; build into another data.cache.directory",
+                )  # fmt: skip
+
+
+def xz_bits_per_byte(corpus: Corpus) -> float | None:
+    """Bits per byte of xz on the validation text: ``None`` when nothing is held out."""
+    baseline = xz_of(corpus)
+    return None if baseline is None else baseline.bits_per_byte
+
+
+def xz_of(corpus: Corpus) -> CompressorBaseline | None:
+    """What xz makes of the validation text of all sources, remembered under the root of the caches."""
+    return xz_baseline(
+        [source.source for source in corpus.sources],
+        corpus.config.validation,
+        unit_bytes=corpus.config.cache.unit_bytes,
+        memory=corpus.root / "baselines",
+    )
