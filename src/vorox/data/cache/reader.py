@@ -173,7 +173,7 @@ class CacheReader:
         Raises:
             DataError: A chunk is missing or damaged; names file and row.
         """
-        chunk_N, row_N = self._addresses(rows)
+        chunk_N, row_N = self.addresses(rows)
         tokens: list[memoryview | bytes] = []
         segments: list[memoryview] = []
         open_chunks, now = self._open_chunks, next(self._clock)
@@ -199,7 +199,7 @@ class CacheReader:
         Raises:
             DataError: The chunk is missing or damaged.
         """
-        (chunk_index,), (row_in_chunk,) = self._addresses(np.array([row]))
+        (chunk_index,), (row_in_chunk,) = self.addresses(np.array([row]))
         chunk = self._open_chunks.get(int(chunk_index)) or self._open(int(chunk_index))
         documents_D = chunk.documents()
         segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
@@ -211,7 +211,7 @@ class CacheReader:
             spans.append(DocumentSpan(uri, *place, token_offset, length))
         return spans
 
-    def _addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Chunk, by its place in the manifest, and row in it."""
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
