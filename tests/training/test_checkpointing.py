@@ -99,7 +99,7 @@ def test_holds_the_state_and_says_what_it_is(tmp_path: Path) -> None:
     assert checkpoint == (path, read_manifest(path)["metadata"])
     assert checkpoint.metadata == {
         "kind": "test", "step": 10, "num_tokens": 640, "fingerprint": run.engine.fingerprint(), "chain": "chain-10",
-        "plan_digest": "plan", "plan_events": 3, "eval": {"step": 9, "loss": 2.5},
+        "plan_digest": "plan", "plan_events": 3, "horizon": HORIZON.to_json(), "eval": {"step": 9, "loss": 2.5},
     }  # fmt: skip
     assert loaded(path) == run.engine.fingerprint()
     state = read_state(path)

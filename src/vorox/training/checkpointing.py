@@ -292,6 +292,7 @@ class Checkpointer:
         return {
             **self._describe,
             "step": progress.step,
+            "horizon": self._horizon.to_json(),
             "num_tokens": progress.num_tokens,
             "fingerprint": engine.fingerprint(),
             "chain": progress.chain,

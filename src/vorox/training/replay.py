@@ -1,0 +1,253 @@
+"""Replay: do steps of a run again and hold every number against the chain.
+
+In: a run directory (nothing in it is changed), today's caches and engine. Out: a ``ReplayReport``: bit-exact, or the
+first step and quantity that differ. It starts from the newest valid checkpoint at or before the first state asked for,
+or from the initial weights. States are counted by finished steps: from state A to state B are the steps A+1 to B.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vorox.core.atomic import read_manifest
+from vorox.core.config import config_digest
+from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.records import Progress
+from vorox.core.schema import RunConfig
+from vorox.data.loader import first_cursor
+from vorox.data.plan import Plan
+from vorox.training import feed, resume
+from vorox.training.chain import CHAIN_NAME, ChainEntry, number, read_chain
+from vorox.training.checkpointing import Checkpoint, RunState, latest_valid, read_state, step_directories
+from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.training.session import Setting, num_train_rows
+
+PLAN_NAME = "plan.jsonl"
+
+OnStep = Callable[[int, int], None]
+"""Called with the steps that were compared so far, and all that will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayDifference:
+    """The first thing that was not as recorded.
+
+    Attributes:
+        step: Step, from 1.
+        quantity: ``batch``, ``loss``, ``grad_norm``, ``chain`` or ``state``.
+        recorded: What the run recorded, for people.
+        found: What replaying gave.
+    """
+
+    step: int
+    quantity: str
+    recorded: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"step {self.step:,}: {self.quantity} was {self.recorded}, is {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    Attributes:
+        start_step: State that it started from.
+        last_step: State that it reached, or would have reached.
+        num_steps: Steps that were bit-exact.
+        num_states: Checkpoints on the way whose whole state was bit-exact too.
+        difference: What stopped it; ``None`` if everything was as recorded.
+        environment: What is different about engine and machine, for people.
+    """
+
+    start_step: int
+    last_step: int
+    num_steps: int
+    num_states: int
+    difference: ReplayDifference | None
+    environment: tuple[str, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"bit-exact, {self.num_steps:,} steps"
+        text = f"differs after {self.num_steps:,} bit-exact steps; {self.difference}"
+        return text + (f" (the environment changed: {'; '.join(self.environment)})" if self.environment else "")
+
+
+def replay(
+    run_directory: Path,
+    make_setting: Callable[[RunConfig], Setting],
+    *,
+    first_step: int = 0,
+    last_step: int | None = None,
+    on_step: OnStep | None = None,
+) -> ReplayReport:
+    """Do the steps between two states again.
+
+    Args:
+        run_directory: The run. It may be running; nothing is written into it.
+        make_setting: Opens corpus, model and engine of a configuration, without building any cache.
+        first_step: State to start from, in finished steps.
+        last_step: State to end with; ``None`` is the last one recorded.
+        on_step: Told after every step.
+
+    Raises:
+        ConfigError: The range is not recorded, or the configuration changed within it.
+        CheckpointError: No checkpoint to start from is valid, or it is not of this run's plan.
+        DataError: A cache, the plan or the chain is not what the run recorded.
+    """
+    recorded = read_chain(run_directory)
+    last_step = max(recorded) if last_step is None else last_step
+    config, changed_at = resume.config_in_force(run_directory, first_step)
+    _check_range(recorded, first_step, last_step, changed_at, run_directory)
+    checkpoint = latest_valid(run_directory, at_or_before=first_step)
+    if checkpoint is not None and checkpoint.metadata["config_digest"] != config_digest(config):
+        raise ConfigError(
+            f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
+            where=str(run_directory / "config.yaml"),
+            hint="restore the run's config.yaml from a copy, or start from a later state",
+        )
+    setting = make_setting(config)
+    with tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch:
+        plan = _copy_of_plan(run_directory, Path(scratch), setting)
+        state = _start(run_directory, setting, plan, checkpoint)
+        return _compare(run_directory, setting, plan, state, last_step, recorded, on_step or _silent)
+
+
+def _check_range(
+    recorded: Mapping[int, ChainEntry], first_step: int, last_step: int, changed_at: int | None, run_directory: Path
+) -> None:
+    where = str(run_directory / CHAIN_NAME)
+    if not 0 <= first_step < last_step <= max(recorded):
+        raise ConfigError(
+            f"the states {first_step:,} to {last_step:,} are no range of this run, which recorded {max(recorded):,} "
+            "steps",
+            where=where,
+            hint=f"from 0 to {max(recorded):,} would be all of it",
+        )
+    if changed_at is not None and changed_at < last_step:
+        raise ConfigError(
+            f"the configuration of this run was changed at step {changed_at:,}, between {first_step:,} and "
+            f"{last_step:,}",
+            where=str(run_directory / "configs"),
+            hint=f"replay to {changed_at:,}, then from there",
+        )
+
+
+def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
+    """The run's plan, checked against configuration and caches; a copy, because a live run may extend its own."""
+    original = run_directory / PLAN_NAME
+    if not original.exists():
+        raise DataError("the run has no plan", where=str(original), hint="restore the file from a copy")
+    copy = scratch / PLAN_NAME
+    copy.write_bytes(original.read_bytes())
+    return Plan.open_or_create(copy, feed.plan_start(setting.config, setting.corpus), setting.corpus.train)
+
+
+def _start(run_directory: Path, setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> RunState:
+    """The state to start from, with the engine in it."""
+    if checkpoint is None:
+        progress = Progress(0, 0, first_cursor(plan, setting.config.run.seed))
+        return RunState(progress, _recorded_horizon(run_directory, setting))
+    resume.load(setting.engine, checkpoint, setting.spec.to_json())
+    state = read_state(checkpoint.path)
+    resume.check_plan(plan, state.progress.cursor)
+    return state
+
+
+def _recorded_horizon(run_directory: Path, setting: Setting) -> Horizon:
+    """The length that the run began with; without any checkpoint, what its configuration comes to today."""
+    digest = config_digest(setting.config)
+    for metadata in _manifests(run_directory).values():
+        if metadata["config_digest"] == digest:
+            return Horizon.from_json(metadata["horizon"])
+    corpus = setting.corpus
+    rows = num_train_rows(corpus)
+    return horizon(setting.config, num_train_rows=rows, full_dataset_tokens=corpus.estimated_tokens)
+
+
+def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
+    """Metadata of every checkpoint whose manifest is intact, by step."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for step, path in step_directories(run_directory).items():
+        with contextlib.suppress(CheckpointError):
+            found[step] = read_manifest(path)["metadata"]
+    return found
+
+
+def _compare(
+    run_directory: Path,
+    setting: Setting,
+    plan: Plan,
+    state: RunState,
+    last_step: int,
+    recorded: Mapping[int, ChainEntry],
+    on_step: OnStep,
+) -> ReplayReport:
+    config, engine, progress = setting.config, setting.engine, state.progress
+    manifests, start = _manifests(run_directory), progress.step
+    environments = [metadata["environment"] for metadata in manifests.values()]
+    changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
+    head, num_states = progress.chain, 0
+    if start and recorded[start].chain != head:
+        raise DataError(
+            f"the chain says {recorded[start].chain} at step {start:,}, the checkpoint {head}",
+            where=str(run_directory / CHAIN_NAME),
+            hint="one of the two was changed; restore it from a copy",
+        )
+    schedule = Schedule.of(config.schedule, config.optimizer, state.horizon)
+
+    def report(step: int, difference: ReplayDifference | None) -> ReplayReport:
+        exact = step - start - (difference is not None)
+        return ReplayReport(start, last_step, exact, num_states, difference, tuple(changes))
+
+    with feed.training_batches(config, setting.corpus, plan, engine.data_shard, progress.cursor) as batches:
+        for step in range(start + 1, last_step + 1):
+            batch = next(batches)
+            lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
+            entry = ChainEntry.of(head, batch, engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch())
+            difference = first_difference(recorded[step], entry)
+            if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:
+                difference = _state_difference(step, manifests[step]["fingerprint"], engine.fingerprint())
+                num_states += difference is None
+            if difference is not None:
+                return report(step, difference)
+            head = entry.chain
+            on_step(step - start, last_step - start)
+    return report(last_step, None)
+
+
+def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifference | None:
+    """The first quantity of a step that differs, in the order in which a step comes to be."""
+    step = recorded.step
+    if recorded.batch != found.batch:
+        return ReplayDifference(step, "batch", recorded.batch, found.batch)
+    if recorded.loss != found.loss:
+        return ReplayDifference(step, "loss", _exactly(recorded.loss), _exactly(found.loss))
+    if recorded.grad_norm != found.grad_norm:
+        return ReplayDifference(step, "grad_norm", _exactly(recorded.grad_norm), _exactly(found.grad_norm))
+    if recorded.chain != found.chain:
+        return ReplayDifference(step, "chain", recorded.chain, found.chain)
+    return None
+
+
+def _state_difference(step: int, recorded: str, found: str) -> ReplayDifference | None:
+    return None if recorded == found else ReplayDifference(step, "state", recorded, found)
+
+
+def _exactly(bits: str) -> str:
+    return f"{number(bits)!r} ({bits})"
+
+
+def _silent(done: int, total: int) -> None:
+    del done, total

@@ -1,0 +1,73 @@
+"""Whole runs in a fraction of a second: real text, tokenizer, cache, plan and loader under the numpy engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vorox.train
+from numpy_engine import NumpyEngine
+from vorox.core.config import load_config
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.schema import RunConfig
+from vorox.models.spec import ModelSpec
+
+TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
+TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
+WORDS = sorted({*TEXT.split()})
+
+
+def write_text(directory: Path, *, documents: int = 60, seed: int = 0) -> Path:
+    """A folder of small texts, as jsonl, always the same."""
+    chooser = random.Random(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = ['{"text": "' + " ".join(chooser.choices(WORDS, k=chooser.randint(5, 60))) + '"}' for _ in range(documents)]
+    (directory / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return directory
+
+
+def configuration(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A run of 12 steps with a save every 4 and a validation every 6, everything below ``directory``."""
+    if not (directory / "text").exists():
+        write_text(directory / "text")
+    settings = {
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2},
+        "data": {
+            "sources": [{"name": "text", "format": "jsonl", "paths": [str(directory / "text")]}],
+            "sequence_length_tokens": 16,
+            "cache": {"directory": str(directory / "cache"), "chunk_rows": 16, "unit_bytes": 2000},
+            "validation": {"held_out_fraction": 0.1},
+        },
+        "tokenizer": {"kind": "byte"},
+        "optimizer": {"lr": 0.01},
+        "schedule": {"warmup_steps": 3},
+        "train": {"num_steps": 12, "global_batch_sequences": 4, "micro_batch_sequences": 2},
+        "checkpoint": {"every_steps": 4},
+        "eval": {"every_steps": 6, "num_sequences": 5},
+        "log": {"every_steps": 2},
+        "runtime": {"device": "cpu", "num_threads": 1},
+        "run": {"directory": str(directory / "runs"), "name": "tiny"},
+    }
+    file = directory / "tiny.yaml"
+    file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    return load_config(file, overrides)
+
+
+class NumpyBackend:
+    """Stands in for a backend's module."""
+
+    def create(self, config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> NumpyEngine:
+        return NumpyEngine(spec.vocab_size, seed=config.run.seed, width=4)
+
+
+def use_numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vorox.train.backends, "load", lambda name: NumpyBackend())
+
+
+def run(config: RunConfig, **arguments: Any) -> vorox.train.Outcome:
+    return vorox.train.train(config, argv=["test"], **arguments)

@@ -1,0 +1,437 @@
+"""Whole runs with the numpy engine: interrupted anywhere, by anything, they end as the straight run does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numpy_engine import NumpyEngine, NumpyResult
+from tiny_runs import configuration, run, use_numpy_engine
+from vorox.core import atomic
+from vorox.core.atomic import FileOperation
+from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError, Preempted
+from vorox.core.json_lines import read_lines
+from vorox.core.lock import FileLock
+from vorox.core.records import StepValues
+from vorox.core.run_context import recorded_config
+from vorox.experiments.tracking import read_metrics
+from vorox.train import Outcome
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import checkpoint_path, latest_valid, request_save, step_directories
+from vorox.training.display import NoDisplay
+from vorox.training.history import read_history
+
+STEPS = 12
+
+
+class Killed(BaseException):
+    """Ends a run in the middle, as far as that is possible without ending the process."""
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nobody cuts the power here
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the uninterrupted run comes to."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_numpy_engine(patch)
+        return result(run(configuration(tmp_path_factory.mktemp("straight"))))
+
+
+def result(outcome: Outcome) -> dict[str, Any]:
+    directory = outcome.run_directory
+    return {
+        "progress": {k: v for k, v in outcome.progress.to_json().items() if k != "cursor"},
+        "position": outcome.progress.cursor.position,
+        "fingerprint": outcome.fingerprint,
+        "eval_losses": outcome.eval_losses,
+        "chain": [entry.chain for entry in read_chain(directory).values()],
+        "losses": {step: values["loss"] for step, values in read_metrics(directory).items()},
+        "steps": list(step_directories(directory))[-1],
+    }
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Do something in the middle of a step (from 1), once."""
+    original, done = NumpyEngine.train_step, []
+
+    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> NumpyResult:
+        if batch.step + 1 == step and not done:
+            done.append(step)
+            action()
+        return original(self, batch, **kwargs)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def kill() -> None:
+    raise Killed
+
+
+def events(directory: Path, kind: str) -> list[str]:
+    return [event["message"] for event in read_lines(directory / "events.jsonl") if event["kind"] == kind]
+
+
+def test_the_straight_run_does_what_was_asked(straight: dict[str, Any]) -> None:
+    assert straight["progress"]["step"] == STEPS
+    assert straight["progress"]["num_tokens"] == STEPS * 4 * 16
+    assert straight["position"] == STEPS * 4
+    assert list(straight["eval_losses"]) == [6, 12]
+    assert straight["progress"]["best_eval_loss"] == min(straight["eval_losses"].values())
+    assert list(straight["losses"]) == [1, 2, 4, 6, 8, 10, 12]
+    assert straight["losses"][1] == pytest.approx(np.log(257), abs=0.05)
+    assert straight["losses"][12] < straight["losses"][1]
+    assert len(straight["chain"]) == STEPS
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_killed_in_any_step_and_resumed(
+    step: int, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    at_step(monkeypatch, step, kill)
+    with pytest.raises(Killed):
+        run(config)
+    assert result(run(config)) == straight
+
+
+def test_killed_again_and_again(straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    for step in (3, 6, 5, 9, 11, 12):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, kill)
+            with pytest.raises(Killed):
+                run(config)
+    assert result(run(config)) == straight
+
+
+@pytest.mark.parametrize(("threads", "prefetch"), [(0, 0), (1, 1), (1, 7), (4, 1), (4, 7)])
+def test_reading_ahead_changes_nothing(threads: int, prefetch: int, straight: dict[str, Any], tmp_path: Path) -> None:
+    loader = [f"data.loader.num_threads={threads}"]
+    if threads:
+        loader.append(f"data.loader.prefetch_batches={prefetch}")
+    assert result(run(configuration(tmp_path, loader))) == straight
+
+
+def test_saving_validating_and_logging_change_nothing(straight: dict[str, Any], tmp_path: Path) -> None:
+    other = ["checkpoint.every_steps=1", "eval.every_steps=null", "log.every_steps=1", "checkpoint.keep_last=9"]
+    found = result(run(configuration(tmp_path, [*other, "eval.num_sequences=null"])))
+    assert found["chain"] == straight["chain"]
+    assert found["fingerprint"] == straight["fingerprint"]
+    assert list(found["eval_losses"]) == [12]
+
+
+def test_a_finished_run_stays_as_it_is(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    run(config)
+    at_step(monkeypatch, 1, kill)
+    assert result(run(config)) == straight
+
+
+@pytest.mark.parametrize("step", [1, 5, 8, 12])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_75(
+    step: int, number: int, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    before = signal.getsignal(number)
+    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Preempted) as stopped:
+        run(config)
+    assert stopped.value.exit_code == 75
+    assert stopped.value.saved == f"training state up to step {step:,} is safe in step-{step:08d}"
+    assert signal.getsignal(number) is before
+    found = latest_valid(next((tmp_path / "runs").iterdir()))
+    assert found is not None
+    assert found.step == step, "the step was finished, and nothing was lost"
+    assert result(run(config)) == straight
+
+
+def test_a_signal_during_validation_is_not_waited_for(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    original, seen = NumpyEngine.eval_step, []
+
+    def eval_step(self: NumpyEngine, batch: Any) -> Any:
+        seen.append(batch.step)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    monkeypatch.setattr(NumpyEngine, "eval_step", eval_step)
+    with pytest.raises(Preempted):
+        run(config)
+    assert seen == [0]
+    monkeypatch.setattr(NumpyEngine, "eval_step", original)
+    assert result(run(config)) == straight
+
+
+def test_killed_between_a_save_and_its_validation(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path, ["checkpoint.every_steps=6"])
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyEngine, "eval_step", lambda self, batch: kill())
+        with pytest.raises(Killed):
+            run(config)
+    directory = next((tmp_path / "runs").iterdir())
+    assert list(step_directories(directory)) == [6], "saved before it was validated"
+    found = result(run(config))
+    assert {**found, "losses": 0} == {**straight, "losses": 0}
+
+
+def test_save_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, ["checkpoint.every_steps=null", "checkpoint.keep_last=5"])
+    at_step(monkeypatch, 5, lambda: request_save(next((tmp_path / "runs").iterdir())))
+    assert list(step_directories(run(config).run_directory)) == [5, 12]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_corrupt_newest_checkpoint_costs_some_steps_and_is_said(
+    damage: str, straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    at_step(monkeypatch, 11, kill)
+    with pytest.raises(Killed):
+        run(config)
+    directory = next((tmp_path / "runs").iterdir())
+    file = checkpoint_path(directory, 8) / ("MANIFEST.json" if damage == "manifest" else "state.bin")
+    whole = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-1] if damage == "truncate" else whole[:99] + bytes([whole[99] ^ 16]) + whole[100:])
+    messages: list[str] = []
+
+    class Display(NoDisplay):
+        def message(self, text: str, level: str = "info") -> None:
+            messages.append(f"{level}: {text}")
+
+    assert result(run(config, display=Display())) == straight
+    said = events(directory, "checkpoint_corrupt")
+    assert len(said) == 1
+    assert "step-00000008" in said[0]
+    assert "falling back to the one before" in said[0]
+    assert f"warning: {said[0]}" in messages
+    assert events(directory, "resumed")[-1] == "Resuming after step 4"
+    assert (directory / "checkpoints" / "step-00000008.corrupt-1" / "REASON.txt").exists()
+
+
+def test_no_valid_checkpoint_is_an_error(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    directory = run(config).run_directory
+    for path in step_directories(directory).values():
+        (path / "state.bin").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no checkpoint of this run is valid") as refused:
+            run(config)
+        assert refused.value.exit_code == 5
+
+
+def test_disk_full_during_a_save(straight: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+
+    def no_room(operation: FileOperation) -> None:
+        if operation.kind == "write" and "step-00000008" in str(operation.path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
+
+    with atomic.observe(no_room), pytest.raises(CheckpointError, match="no room for the checkpoint of step 8") as full:
+        run(config)
+    assert full.value.exit_code == 5
+    assert full.value.saved == "training state up to step 4 is safe in step-00000004"
+    assert result(run(config)) == straight
+
+
+def test_disk_full_for_the_chain_stops_before_a_checkpoint_without_proof(
+    straight: dict[str, Any], tmp_path: Path
+) -> None:
+    config = configuration(tmp_path)
+
+    def no_room(operation: FileOperation) -> None:
+        if operation.kind == "write" and operation.path.name == "chain.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
+
+    with atomic.observe(no_room), pytest.raises(CheckpointError, match="no room for the checkpoint of step 4"):
+        run(config)
+    assert result(run(config)) == straight
+
+
+def test_disk_full_for_observations_stops_nothing(straight: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+
+    def no_room(operation: FileOperation) -> None:
+        if operation.kind == "write" and operation.path.name in {"metrics.jsonl", "events.jsonl", "log.txt"}:
+            raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
+
+    with atomic.observe(no_room):
+        found = result(run(config))
+    assert {**found, "losses": 0} == {**straight, "losses": 0}
+
+
+def test_another_process_is_refused(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    directory = run(config).run_directory
+    with FileLock(directory / "LOCK"), pytest.raises(ConfigError, match="is in use by"):
+        run(config)
+
+
+def test_resume_refuses_another_model_or_other_data(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    directory = run(config).run_directory
+    files = {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    other = recorded_config(
+        directory, ["model.num_layers=2", "data.sequence_length_tokens=8", "run.seed=7", "train.num_steps=20"]
+    )
+    with pytest.raises(ConfigError, match="3 differences") as refused:
+        run(other, resume_from=directory)
+    for text in ("model.num_layers: 1 -> 2", "data.sequence_length_tokens: 16 -> 8", "run.seed: 1234 -> 7"):
+        assert text in str(refused.value)
+    observations = {"run.json", "failure.json", "LOCK", "log.txt", "events.jsonl"}
+    for path, content in files.items():
+        assert path.name in observations or path.read_bytes() == content, f"{path} was changed by a refused resume"
+
+
+def test_resume_with_another_length_and_pace(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    longer = recorded_config(directory, ["train.num_steps=16", "optimizer.lr=0.001", "log.every_steps=1"])
+    outcome = run(longer, resume_from=directory)
+    assert outcome.run_directory == directory
+    assert outcome.progress.step == 16
+    assert events(directory, "config_changed") == [
+        "The configuration differs from the recorded one: optimizer.lr: 0.01 -> 0.001; train.num_steps: 12 -> 16; "
+        "log.every_steps: 2 -> 1"
+    ]
+    assert recorded_config(directory) == longer
+    rates = {step: values["learning_rate"] for step, values in read_metrics(directory).items()}
+    assert rates[16] == pytest.approx(0.0001)
+
+
+def test_resume_from_an_older_checkpoint_abandons_what_came_after(straight: dict[str, Any], tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    directory = run(config).run_directory
+    found = result(run(config, resume_from=checkpoint_path(directory, 8)))
+    assert found == straight
+    assert (directory / "checkpoints" / "step-00000012.replaced-1").is_dir()
+    assert list(step_directories(directory)) == [8, 12]
+
+
+def test_a_changed_environment_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    with monkeypatch.context() as patch:
+        at_step(patch, 9, kill)
+        with pytest.raises(Killed):
+            run(config)
+    monkeypatch.setattr(NumpyEngine, "environment", lambda self: {"engine": "numpy", "numpy": "9.9", "blas": "new"})
+    directory = run(config).run_directory
+    said = events(directory, "environment_changed")
+    assert len(said) == 1
+    assert "bit-exactness is void from step 8 on" in said[0]
+    assert "numpy was" in said[0]
+    assert "blas was absent, is new" in said[0]
+
+
+def test_the_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    directory = run(config).run_directory
+    (directory / "plan.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="another data plan"):
+        run(recorded_config(directory, ["train.num_steps=999"]), resume_from=directory)
+
+
+def test_a_changed_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    at_step(monkeypatch, 6, kill)
+    with pytest.raises(Killed):
+        run(config)
+    (tmp_path / "text" / "text.jsonl").write_text('{"text": "something else"}\n' * 200)
+    with pytest.raises(DataError, match="no longer"):
+        run(config)
+
+
+class Nonfinite:
+    """Makes some steps non-finite."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+        original = NumpyEngine.train_step
+
+        def train_step(engine: NumpyEngine, batch: Any, **kwargs: float) -> NumpyResult:
+            if batch.step + 1 in steps:
+                return NumpyResult(StepValues(float("nan"), float("inf"), False, {}))
+            return original(engine, batch, **kwargs)
+
+        monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def test_nonfinite_steps_are_skipped_counted_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Nonfinite(monkeypatch, {2, 5, 6, 8, 9, 10})
+    config = configuration(tmp_path, ["train.max_nonfinite_steps=2", "log.every_steps=1"])
+    with pytest.raises(NumericalError, match="3 times in a row") as stopped:
+        run(config)
+    assert stopped.value.exit_code == 7
+    assert stopped.value.where == "step 10"
+    assert stopped.value.saved == "training state up to step 8 is safe in step-00000008"
+    directory = next((tmp_path / "runs").iterdir())
+    assert len(events(directory, "nonfinite_step")) == 6
+    metrics = read_metrics(directory)
+    assert [step for step, values in metrics.items() if values.get("nonfinite_steps")] == [2, 5, 6, 8, 9, 10]
+    with pytest.raises(NumericalError, match="3 times in a row"):  # the count survives the resume at step 8
+        run(config)
+    assert latest_valid(directory) is not None
+
+
+def test_none_is_tolerated_if_none_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Nonfinite(monkeypatch, {3})
+    with pytest.raises(NumericalError, match="1 times in a row"):
+        run(configuration(tmp_path, ["train.max_nonfinite_steps=0"]))
+
+
+def test_samples_and_prompts(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Display(NoDisplay):
+        def sample(self, prompt: str, completion: str) -> None:
+            seen.append((prompt, completion))
+
+    prompts = ["eval.prompts=['the step', 'a']", "eval.sample_tokens=5"]
+    run(configuration(tmp_path, prompts), display=Display())
+    assert [prompt for prompt, _ in seen] == ["the step", "a"] * 2
+    with pytest.raises(ConfigError, match="more than the 16 positions"):
+        run(configuration(tmp_path, ["eval.prompts=['the step of the run']", "eval.sample_tokens=9"]))
+    nothing = ["data.validation.held_out_fraction=0", "eval.every_steps=null"]
+    assert run(configuration(tmp_path, nothing)).eval_losses == {}
+    with pytest.raises(ConfigError, match=r"eval\.prompts asks for validations"):
+        run(configuration(tmp_path, [*nothing, "eval.prompts=['a']"]))
+
+
+def test_minutes_become_steps_of_the_recorded_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, ["train.num_steps=100000", "log.every_steps=1000"])
+    monkeypatch.setattr("vorox.training.budget.steps_within", lambda seconds, costs, config: 7)
+    outcome = run(config, minutes=0.05)
+    assert outcome.progress.step == 7
+    assert recorded_config(outcome.run_directory).train.num_steps == 7
+    with pytest.raises(ConfigError, match="no time to train"):
+        run(config, minutes=-1)
+
+
+def test_evaluations_are_on_record(straight: dict[str, Any], tmp_path: Path) -> None:
+    outcome = run(configuration(tmp_path))
+    found = read_history(outcome.run_directory / "evaluations.jsonl")
+    assert {step: record["loss"] for step, record in found.items()} == straight["eval_losses"]
+    record = found[12]
+    bits = record["loss"] * record["num_target_tokens"] / np.log(2)
+    assert record["bits_per_byte"] == pytest.approx(bits / record["num_target_bytes"])
+    assert record["num_target_bytes"] <= record["num_target_tokens"], "a byte per target, none for the end of the text"
