@@ -17,15 +17,14 @@ import peers
 from peers import Step, Workload
 
 
-def ours(workload: Workload, *, family: str, compiled: bool = False) -> tuple[Step, float]:
-    """Our engine's step on random tokens, and its FLOPs per token."""
+def ours(workload: Workload, *, family: str, compiled: bool = False) -> Step:
+    """Our engine's step on random tokens."""
     import numpy as np
 
     from vorox import backends
     from vorox.core.config import load_config
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.records import Batch, DataCursor
-    from vorox.models.flops import flops_per_token
     from vorox.models.spec import model_spec
 
     config = load_config(
@@ -37,7 +36,7 @@ def ours(workload: Workload, *, family: str, compiled: bool = False) -> tuple[St
             "model.num_kv_heads=null",
             f"model.hidden_size={workload.hidden_size}",
             *(
-                ["model.attention_bias=false", "model.mlp_bias=false", "model.norm_bias=false"]
+                ["model.attention_bias=false", "model.mlp_bias=false", "model.norm_bias=false", "model.activation=gelu"]
                 if family == "gpt2"
                 else []
             ),
@@ -73,7 +72,7 @@ def ours(workload: Workload, *, family: str, compiled: bool = False) -> tuple[St
         engine.train_step(batch, lr=workload.lr, weight_decay=0.1).fetch()
         state["step"] += 1
 
-    return step, flops_per_token(spec, workload.sequence_length_tokens)
+    return step
 
 
 def repeat(step: Step, workload: Workload, steps: int):
@@ -88,10 +87,10 @@ def repeat(step: Step, workload: Workload, steps: int):
 def compare_steps(workload: Workload, *, rounds: int, steps: int, compile_too: bool) -> None:
     contenders = {}
     for family in ("gpt2", "llama"):
-        step, _ = ours(workload, family=family)
+        step = ours(workload, family=family)
         contenders[f"vorox {family}"] = repeat(step, workload, steps)
     if compile_too:
-        step, _ = ours(workload, family="gpt2", compiled=True)
+        step = ours(workload, family="gpt2", compiled=True)
         contenders["vorox gpt2, compiled"] = repeat(step, workload, steps)
     builders = {
         "nanoGPT": lambda: peers.nanogpt(workload),
