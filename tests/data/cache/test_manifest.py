@@ -157,7 +157,7 @@ def test_source_set_depends_on_content_and_not_on_place():
 
 
 @given(st.permutations(range(6)), st.lists(st.booleans(), min_size=6, max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_commit_order_changes_nothing(tmp_path_factory, order, snapshots):
     parts = [[7], [], [8, 3], [8, 8, 1], [2], [8]]
     directory = tmp_path_factory.mktemp("cache")

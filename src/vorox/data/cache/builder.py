@@ -137,6 +137,9 @@ class _Build:
     manifest: Manifest = field(default_factory=Manifest.empty)
     units_built: int = 0
     units_adopted: int = 0
+    writing: int | None = None
+    """The unit whose chunks are being written."""
+    writing_bytes: int = 0
     pending_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -276,12 +279,14 @@ class _Build:
                 f"building unit {unit.unit_id} again gives other rows than were recorded", where=str(self.directory),
                 hint="the source or the tokenizer's library changed: build into another data.cache.directory",
             )  # fmt: skip
-        self.pending_bytes = sum(record.size_bytes for record in records)
+        self.writing = unit.unit_id
+        self.writing_bytes = self.pending_bytes = sum(record.size_bytes for record in records)
         for data, record in encoded:
             path = chunk_path(self.directory, record.unit, record.part)
             make_directory(path.parent)
             write_file(path, data)
             self.pending_bytes -= record.size_bytes
+        self.writing, self.writing_bytes = None, 0
         return records, text.statistics(unit.unit_id)
 
     def _agrees_with_committed(self, unit: Unit, records: Sequence[ChunkRecord]) -> bool:
@@ -325,13 +330,10 @@ class _Build:
             ) from error  # fmt: skip
 
     def _needed_bytes(self) -> int:
-        """Chunks not yet written, those of units not yet read by what the others came to."""
-        done = set(self.manifest.units["unit"].tolist())
+        """Chunks not yet written; those of units not yet read by what the others came to."""
+        known = {*self.manifest.units["unit"].tolist(), self.writing}
         text_bytes = [sum(span.end_byte - span.start_byte for span in unit.spans) for unit in self.units]
-        done_bytes = sum(size for unit, size in enumerate(text_bytes) if unit in done)
-        written = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64))
-        rate = written / done_bytes if done_bytes else _FIRST_GUESS_CACHE_PER_TEXT_BYTE
-        missing = [size for unit, size in enumerate(text_bytes) if unit not in done]
-        if self.pending_bytes:  # they are those of the first
-            missing = missing[1:]
-        return self.pending_bytes + round(rate * sum(missing))
+        known_text_bytes = sum(size for unit, size in enumerate(text_bytes) if unit in known)
+        known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self.writing_bytes
+        rate = known_bytes / known_text_bytes if known_text_bytes else _FIRST_GUESS_CACHE_PER_TEXT_BYTE
+        return self.pending_bytes + round(rate * (sum(text_bytes) - known_text_bytes))
