@@ -1,0 +1,67 @@
+"""The command line ``vorox``: one module per noun, parsing and printing only.
+
+In: words. Out: an exit code, after calling functions of the rooms below. The modules of the commands import nothing
+but typer until a command runs, so that ``vorox --help`` is there in a blink and loads no framework.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import vorox
+from vorox.cli import checkpoints, config, data, runs
+from vorox.cli.export import export
+from vorox.cli.generate import generate
+from vorox.cli.replay import replay
+
+app = typer.Typer(
+    name="vorox",
+    help="Train language models in runs that can be replayed and audited.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vorox {vorox.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version
+
+
+app.add_typer(data.app)
+app.add_typer(runs.app)
+app.add_typer(checkpoints.app)
+app.command()(replay)
+app.command()(generate)
+app.command()(export)
+app.add_typer(config.app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=words, prog_name="vorox")
+    except SystemExit as end:  # typer ends every command so
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from vorox.cli.failure import report_failure
+
+        return report_failure(error, words)
+    return 0

@@ -1,0 +1,153 @@
+"""``vorox checkpoints``: list, verify, remove and ask for checkpoints. Parsing and printing only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vorox.cli import quantities
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
+
+if TYPE_CHECKING:
+    from vorox.experiments.artifacts import CheckpointSummary
+
+app = typer.Typer(
+    name="checkpoints", help="List, verify, remove and ask for checkpoints.", no_args_is_help=True, add_completion=False
+)
+
+_POLL_SECONDS = 0.2
+
+
+@app.command("list")
+def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run by their manifests; `verify` reads every byte."""
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import list_checkpoints
+
+    _print(list_checkpoints(find_run(root, run)), as_json)
+
+
+@app.command()
+def verify(
+    run: RunName,
+    step: Annotated[int | None, typer.Option("--step", help="Only this one.")] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of the checkpoints and hold it to the manifests; exit code 5 if one is corrupt."""
+    from vorox.core.errors import CheckpointError, ConfigError
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import list_checkpoints, verified
+
+    directory = find_run(root, run)
+    known = [entry for entry in list_checkpoints(directory) if step is None or entry.step == step]
+    if not known:
+        what = "there is no checkpoint" + ("" if step is None else f" of step {step:,}")
+        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {directory.name}")
+    found = [verified(entry) for entry in known]
+    _print(found, as_json)
+    corrupt = [entry for entry in found if entry.state == "corrupt"]
+    if corrupt:
+        valid = [entry.step for entry in found if entry.state == "valid"]
+        raise CheckpointError(
+            f"{len(corrupt)} of {len(found)} checkpoints are corrupt: {', '.join(entry.name for entry in corrupt)}",
+            where=str(directory),
+            hint="resuming falls back to the newest valid one" if valid else "restore one from a copy",
+            saved=f"step {max(valid):,} is valid" if valid else "",
+        )
+
+
+@app.command()
+def remove(
+    run: RunName,
+    names: Annotated[list[str], typer.Argument(metavar="STEP ...", help="Steps, or names of directories.")],
+    force: Annotated[bool, typer.Option("--force", help="Even if no valid checkpoint is left.")] = False,
+    root: Root = DEFAULT_ROOT,
+    yes: Yes = False,
+) -> None:
+    """Remove checkpoints of a run that is not running. The last valid one stays, unless --force."""
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import remove_checkpoints
+
+    directory = find_run(root, run)
+    confirm(f"Remove checkpoints {', '.join(names)} of {directory.name}?", yes=yes)
+    removed = remove_checkpoints(directory, names, force=force)
+    size_bytes = sum(entry.size_bytes for entry in removed)
+    typer.echo(f"Removed {', '.join(entry.name for entry in removed)}: {quantities.size(size_bytes)} are free.")
+
+
+@app.command()
+def save(
+    run: RunName,
+    wait_seconds: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for it; 0 only asks.")] = 60.0,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the process that trains a run for a checkpoint after its current step, and wait for it."""
+    from vorox.core.errors import ConfigError, StalledError
+    from vorox.core.lock import lock_holder
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import list_checkpoints
+    from vorox.training.checkpointing import request_save
+
+    directory = find_run(root, run)
+    holder = lock_holder(directory / "LOCK")
+    if holder is None:
+        raise ConfigError(
+            f"the run {directory.name} is not running, there is nothing to save",
+            where=str(directory),
+            hint=f"see vorox checkpoints list {directory.name}",
+        )
+    before = {entry.name for entry in list_checkpoints(directory)}
+    request_save(directory)
+    asked = directory / "control" / "save"
+    deadline = time.monotonic() + wait_seconds
+    while wait_seconds and asked.exists():
+        if lock_holder(directory / "LOCK") is None:
+            asked.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{directory.name} ended before it saved", where=str(directory), hint="see vorox runs show"
+            )
+        if time.monotonic() > deadline:
+            raise StalledError(
+                f"no checkpoint after {quantities.duration(wait_seconds)}; the request stands",
+                where=f"{directory}, {holder}",
+                hint="wait longer with --wait, or see what the run is doing: vorox runs show",
+            )
+        time.sleep(_POLL_SECONDS)
+    if not wait_seconds:
+        typer.echo(f"Asked {holder}.", err=as_json)
+        return
+    new = [entry for entry in list_checkpoints(directory) if entry.name not in before]
+    _print(new or list_checkpoints(directory)[-1:], as_json)
+
+
+def _print(found: list[CheckpointSummary], as_json: bool) -> None:
+    if as_json:
+        print_json([_json(entry) for entry in found])
+        return
+    rows = [
+        [
+            entry.name,
+            entry.state,
+            quantities.number(entry.eval_loss, 4),
+            quantities.size(entry.size_bytes),
+            quantities.UNKNOWN if entry.saved_at is None else quantities.duration(time.time() - entry.saved_at),
+            str(entry.metadata.get("fingerprint", quantities.UNKNOWN))[:16],
+            entry.problem,
+        ]
+        for entry in found
+    ]
+    if rows:
+        print_table(["CHECKPOINT", "STATE", "EVAL", "SIZE", "AGE", "FINGERPRINT", ""], rows, right="EVAL SIZE AGE")
+    else:
+        typer.echo("No checkpoint.")
+
+
+def _json(entry: CheckpointSummary) -> dict[str, Any]:
+    path: Path = entry.path
+    return {**asdict(entry), "path": str(path), "eval_loss": entry.eval_loss}

@@ -1,0 +1,110 @@
+"""How a command ends badly: four lines for people, an exit code for programs, a traceback in a file.
+
+In: the exception that ended the command. Out: its exit code, after four lines on standard error: what, where, what is
+saved, what to do. An error that we did not foresee leaves its traceback in a file, because a page of frames is no
+message. Nothing is shown or written that ``redact`` has not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vorox.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    NumericalError,
+    Preempted,
+    StalledError,
+    VoroxError,
+)
+from vorox.core.redaction import redact, redact_arguments
+
+_KINDS: tuple[tuple[type[VoroxError], str], ...] = (
+    (ConfigError, "configuration"),
+    (DoesNotFitError, "does not fit"),
+    (DataError, "data"),
+    (CheckpointError, "checkpoint"),
+    (StalledError, "stalled"),
+    (NumericalError, "numerical"),
+    (Preempted, "stopped"),
+)
+
+
+def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
+    """Print an exception as four lines and return the exit code.
+
+    Args:
+        error: What ended the command.
+        arguments: The command line, without the program's name.
+    """
+    code = error.exit_code if isinstance(error, VoroxError) else 1
+    lines = failure_lines(error, arguments)
+    red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
+    sys.stderr.write(f"{red}{lines[0]}{reset}\n" + "\n".join(lines[1:]) + "\n")
+    return code
+
+
+def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
+    """What, where, saved, do."""
+    known = error if isinstance(error, VoroxError) else _foreseen(error)
+    command = " ".join(["vorox", *redact_arguments(arguments)])
+    if known is None:
+        path = _write_traceback(error, command)
+        known = VoroxError(
+            f"{type(error).__name__}: {error}",
+            where=_last_frame(error),
+            hint=f"the traceback is in {path}; please report it" if path else "please report this",
+        )
+    kind = next((name for of, name in _KINDS if isinstance(known, of)), "crash")
+    again = "correct it and run the same command again" if isinstance(known, ConfigError) else "-"
+    mark = "-" if isinstance(known, Preempted) else "x"
+    return [
+        f"{mark} {kind}: {redact(known.what)}  [exit {known.exit_code}]",
+        f"  where   {redact(known.where) or command}",
+        f"  saved   {redact(known.saved) or '-'}",
+        f"  do      {redact(known.hint) or again}",
+    ]
+
+
+def _foreseen(error: BaseException) -> VoroxError | None:
+    """Errors of the machine that need no traceback."""
+    if (
+        isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        and error.filename
+    ):
+        where = str(error.filename)
+        return VoroxError(f"{error.strerror}", where=where, hint="check the path and its permissions")
+    return None
+
+
+def _last_frame(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}vorox{os.sep}" in frame.filename] or list(frames)
+    return f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
+
+
+def _write_traceback(error: BaseException, command: str) -> Path | None:
+    """Leave the traceback beside the caches, or in the directory for temporary files."""
+    text = redact(f"{command}\n\n" + "".join(traceback.format_exception(error)))
+    name = f"crash-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+    cache = Path(os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser()
+    for directory in (cache / "crashes", Path(tempfile.gettempdir())):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+            return directory / name
+        except OSError:
+            continue
+    return None
+
+
+def _wants_colour() -> bool:
+    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,88 @@
+"""What a person sees while text becomes tokens: the phase, how far it is, how fast.
+
+In: the calls of ``data.dataset.prepare`` and of other long jobs that count. Out: one line that is rewritten on a
+terminal; elsewhere a line when a phase begins to take long, every ten seconds, and when it ends. A phase that is over
+in an instant shows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from vorox.cli.quantities import count, duration
+
+_QUIET_SECONDS = 0.5
+_LINE_EVERY_SECONDS = 10.0
+_REDRAW_EVERY_SECONDS = 0.1
+_WORDS = {"list": "reading", "build": "packing", "wait": "waiting for", "tokenizer": "training the tokenizer"}
+
+
+class PreparationDisplay:
+    """Callable as ``PrepareProgress``; ``close`` ends the line.
+
+    Args:
+        stream: Where to; standard error if not given, so that what a command prints stays clean.
+        clock: Seconds that only rise.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
+        self._clock = clock
+        self._phase = ""
+        self._began = self._shown_at = 0.0
+        self._last = ""
+
+    def __call__(self, phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
+        now = self._clock()
+        if phase != self._phase:
+            self._finish_phase(now)
+            self._phase, self._began, self._shown_at, self._last = phase, now, 0.0, ""
+        if now - self._began < _QUIET_SECONDS:
+            return
+        every = _REDRAW_EVERY_SECONDS if self._live else _LINE_EVERY_SECONDS
+        self._last = _line(phase, done, total, rates)
+        if not self._shown_at or now - self._shown_at >= every:
+            self._shown_at = now
+            self._write(self._last, "\r" if self._live else "")
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """The same for jobs that only count."""
+        self(what, done, total, {})
+
+    def close(self) -> None:
+        """End the line. Repeatable."""
+        self._finish_phase(self._clock())
+        self._phase = ""
+
+    def _finish_phase(self, now: float) -> None:
+        if self._phase and self._shown_at:
+            self._write(f"{self._last}, {duration(now - self._began)}", "\r" if self._live else "")
+            if self._live:
+                self._write("\n", None)
+        self._shown_at = 0.0
+
+    def _write(self, text: str, before: str | None) -> None:
+        erase = "\x1b[K" if before == "\r" else ""
+        end = "" if before in {"\r", None} else "\n"
+        try:
+            self._stream.write(f"{before or ''}{text}{erase}{end}")
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody is looking
+
+
+def _line(phase: str, done: int, total: int, rates: Mapping[str, float]) -> str:
+    verb, _, rest = phase.partition(" ")
+    words = " ".join([_WORDS.get(verb, verb), rest]).strip()
+    share = f" {100 * done / total:3.0f}%" if total else ""
+    fields = []
+    if rates.get("text_mb_per_second"):
+        fields.append(f"{rates['text_mb_per_second']:.1f} MB/s")
+    if rates.get("tokens_per_second"):
+        fields.append(f"{count(rates['tokens_per_second'])} tokens/s")
+    return f"{words}{share}" + (f" ({', '.join(fields)})" if fields else "")

@@ -1,0 +1,79 @@
+"""``vorox replay``: do steps of a run again and compare them, bit for bit. Parsing and printing only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
+    from vorox.training.session import Setting
+
+
+def replay(
+    run: RunName,
+    first_step: Annotated[int, typer.Option("--from", min=0, help="State to start from, in finished steps.")] = 0,
+    last_step: Annotated[
+        int | None, typer.Option("--to", min=1, help="State to end with; the last one recorded.")
+    ] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Do recorded steps again from a checkpoint and say whether every bit is the same.
+
+    Nothing of the run is changed. If a step differs, it is named with the first quantity that does, and the exit code
+    says what kind of thing differs: 4 the data, 5 the saved state, 7 the numbers.
+    """
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.core.run_lookup import find_run
+    from vorox.training import replay as replaying
+
+    directory = find_run(root, run)
+    display = PreparationDisplay()
+    try:
+        report = replaying.replay(
+            directory,
+            _make_setting,
+            first_step=first_step,
+            last_step=last_step,
+            on_step=lambda done, total: display.step("replaying", done, total),
+        )
+    finally:
+        display.close()
+    if as_json:
+        print_json({**asdict(report), "run": directory.name, "is_exact": report.is_exact})
+    else:
+        typer.echo(str(report))
+    if report.difference is not None:
+        raise _difference_error(report, str(directory))
+    if not as_json:
+        states = f", {report.num_states} saved states compared whole" if report.num_states else ""
+        typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
+
+
+def _make_setting(config: RunConfig) -> Setting:
+    from vorox.core.distributed_context import DistributedContext
+    from vorox.core.log import RunLog
+    from vorox.train import make_setting
+
+    return make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+
+
+def _difference_error(report: object, where: str) -> Exception:
+    from vorox.core.errors import CheckpointError, DataError, NumericalError
+    from vorox.training.replay import ReplayReport
+
+    assert isinstance(report, ReplayReport)
+    assert report.difference is not None
+    kinds = {"batch": DataError, "state": CheckpointError}
+    hint = "the environment changed: " + "; ".join(report.environment) if report.environment else ""
+    return kinds.get(report.difference.quantity, NumericalError)(
+        f"the replay differs at {report.difference}",
+        where=where,
+        hint=hint or "the code, a cache or a checkpoint is not what it was when the run recorded this step",
+        saved="nothing was changed",
+    )

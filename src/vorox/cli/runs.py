@@ -1,0 +1,213 @@
+"""``vorox runs``: list, show, compare and remove runs. Parsing and printing only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vorox.cli import quantities
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
+
+if TYPE_CHECKING:
+    from vorox.experiments.artifacts import RunSummary
+
+app = typer.Typer(name="runs", help="List, show, compare and remove runs.", no_args_is_help=True, add_completion=False)
+
+_CURVE_POINTS = 12
+
+
+@app.command("list")
+def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
+    """List every run, the one that changed last at the end."""
+    from vorox.experiments.artifacts import list_runs
+
+    runs = sorted(list_runs(Path(root)), key=lambda run: (run.changed_at, run.run_id))
+    if as_json:
+        print_json([_summary_json(run) for run in runs])
+        return
+    if not runs:
+        typer.echo(f"No run in {Path(root).resolve()}. Begin one: vorox train quickstart")
+        return
+    rows = [
+        [
+            run.run_id,
+            run.state,
+            f"{run.step:,}/{quantities.UNKNOWN if run.total_steps is None else format(run.total_steps, ',')}",
+            quantities.number(run.loss),
+            quantities.number(run.eval_loss),
+            quantities.UNKNOWN if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
+            quantities.size(run.size_bytes),
+            quantities.duration(time.time() - run.changed_at),
+        ]
+        for run in runs
+    ]
+    titles = ["RUN", "STATE", "STEP", "LOSS", "EVAL", "SAVED", "SIZE", "CHANGED"]
+    print_table(titles, rows, right="STEP LOSS EVAL SAVED SIZE CHANGED")
+
+
+@app.command()
+def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
+    """Show one run: its state, attempts, curve and checkpoints, and what can be done with it."""
+    from vorox.core.run_lookup import find_run, run_attempts
+    from vorox.experiments.artifacts import inspect_run, list_checkpoints
+    from vorox.experiments.tracking import read_metrics
+
+    directory = find_run(root, run)
+    summary, attempts = inspect_run(directory), run_attempts(directory)
+    metrics, checkpoints = read_metrics(directory), list_checkpoints(directory)
+    if as_json:
+        print_json(
+            {
+                **_summary_json(summary),
+                "attempts": attempts,
+                "metrics": [{"step": step, **values} for step, values in metrics.items()],
+                "checkpoints": [{**asdict(entry), "path": str(entry.path)} for entry in checkpoints],
+            }
+        )
+        return
+    typer.echo("\n".join(_head_lines(summary)))
+    typer.echo("\nattempts")
+    for attempt in attempts:
+        typer.echo(f"  {_attempt_line(attempt)}")
+    if metrics:
+        typer.echo("\ncurve")
+        _print_curve(metrics)
+    if checkpoints:
+        kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "set aside")
+        typer.echo(f"\ncheckpoints  {kept}  (vorox checkpoints verify {summary.run_id})")
+
+
+def _head_lines(run: RunSummary) -> list[str]:
+    total = quantities.UNKNOWN if run.total_steps is None else f"{run.total_steps:,}"
+    lines = [
+        run.run_id,
+        f"  state      {run.state}" + (f" ({run.holder})" if run.holder else ""),
+        f"  step       {run.step:,} of {total}",
+        f"  loss       {quantities.number(run.loss)}, validation {quantities.number(run.eval_loss)}",
+        f"  directory  {run.directory}  ({quantities.size(run.size_bytes)})",
+    ]
+    if run.failure is not None and run.state != "running":
+        lines += [
+            f"  failure    {run.failure.get('what', '')}  [exit {run.failure.get('exit_code', '')}]",
+            f"    where    {run.failure.get('where') or quantities.UNKNOWN}",
+            f"    saved    {run.failure.get('saved') or quantities.UNKNOWN}",
+            f"    do       {run.failure.get('hint') or quantities.UNKNOWN}",
+        ]
+    return lines
+
+
+def _attempt_line(attempt: dict[str, Any]) -> str:
+    code = attempt.get("code") or attempt.get("git") or {}
+    commit = str(code.get("commit", ""))[:10] or "no commit"
+    dirty = " (changed)" if code.get("dirty") else ""
+    command = " ".join(str(word) for word in attempt.get("argv", []))
+    return (
+        f"{attempt.get('attempt')}. {attempt.get('started_at')} to {attempt.get('ended_at') or 'now'}: "
+        f"{attempt.get('outcome')}, {commit}{dirty}, {command}"
+    )
+
+
+def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
+    """Every step with a validation, and as many others, evenly spread, as a screen holds."""
+    steps = list(metrics)
+    spread = {steps[round(i * (len(steps) - 1) / (_CURVE_POINTS - 1))] for i in range(_CURVE_POINTS)}
+    validated = [step for step in steps if "eval/loss" in metrics[step]]
+    chosen = sorted(spread | set(validated[-_CURVE_POINTS:]))
+    rows = [
+        [
+            f"{step:,}",
+            quantities.number(metrics[step].get("loss")),
+            quantities.number(metrics[step].get("eval/loss"), 4),
+            quantities.number(metrics[step].get("eval/bits_per_byte"), 3),
+            quantities.small(metrics[step].get("learning_rate")),
+            quantities.small(metrics[step].get("grad_norm")),
+            quantities.count(metrics[step].get("tokens_per_second")),
+        ]
+        for step in chosen
+    ]
+    titles = ["STEP", "LOSS", "EVAL", "BITS/BYTE", "LR", "GNORM", "TOK/S"]
+    print_table(titles, rows, right=" ".join(titles))
+
+
+@app.command()
+def compare(
+    run: RunName,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: settings, the steps they share bit for bit, and their metrics."""
+    from vorox.core.config import differences
+    from vorox.core.run_context import recorded_config
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.comparison import compare_metrics
+    from vorox.experiments.tracking import read_metrics
+
+    first, second = find_run(root, run), find_run(root, other)
+    settings = differences(recorded_config(first), recorded_config(second))
+    chain = _compare_chains(first, second)
+    rows = compare_metrics(read_metrics(first), read_metrics(second))
+    if as_json:
+        print_json(
+            {
+                "runs": [first.name, second.name],
+                "settings": [{"key": item.key, "values": [item.before, item.after]} for item in settings],
+                "chain": chain,
+                "metrics": [asdict(row) for row in rows],
+            }
+        )
+        return
+    typer.echo(f"A  {first.name}\nB  {second.name}\n")
+    typer.echo("settings that differ" if settings else "the settings are the same")
+    for item in settings:
+        typer.echo(f"  {item}")
+    typer.echo(f"\n{chain['verdict']}\n")
+    table = [[row.name, *(_value(value) for value in row.last), *(_value(value) for value in row.best)] for row in rows]
+    print_table(["METRIC", "LAST-A", "LAST-B", "BEST-A", "BEST-B"], table, right="LAST-A LAST-B BEST-A BEST-B")
+
+
+def _value(found: tuple[int, float] | None) -> str:
+    return quantities.UNKNOWN if found is None else f"{found[1]:.6g} @{found[0]:,}"
+
+
+def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
+    from vorox.core.errors import DataError
+    from vorox.training.chain import read_chain
+    from vorox.training.replay import first_difference
+
+    try:
+        chains = read_chain(first), read_chain(second)
+    except DataError as error:
+        return {"num_equal_steps": None, "difference": None, "verdict": f"the chains cannot be compared: {error}"}
+    shared = sorted(set(chains[0]) & set(chains[1]))
+    for number, step in enumerate(shared):
+        found = first_difference(chains[0][step], chains[1][step])
+        if found is not None:
+            verdict = f"bit-equal for {number:,} steps; {found.quantity} differs at step {step:,}"
+            difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
+            return {"num_equal_steps": number, "difference": difference, "verdict": verdict}
+    verdict = f"bit-equal for all {len(shared):,} steps that both have done"
+    return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
+
+
+@app.command()
+def remove(run: RunName, root: Root = DEFAULT_ROOT, yes: Yes = False) -> None:
+    """Remove a run with all its checkpoints. One that is running is refused."""
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import inspect_run, remove_run
+
+    directory = find_run(root, run)
+    summary = inspect_run(directory)
+    what = f"{summary.run_id} (step {summary.step:,}, {quantities.size(summary.size_bytes)})"
+    if summary.state != "running":  # a running one is refused by whoever holds it, not by a question
+        confirm(f"Remove {what}?", yes=yes)
+    size_bytes = remove_run(directory)
+    typer.echo(f"Removed {summary.run_id}: {quantities.size(size_bytes)} are free.")
+
+
+def _summary_json(run: RunSummary) -> dict[str, Any]:
+    return {**asdict(run), "directory": str(run.directory), "age_seconds": round(time.time() - run.changed_at, 1)}

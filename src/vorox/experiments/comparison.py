@@ -1,0 +1,59 @@
+"""Two runs side by side: the last and the best value of every metric that both could have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vorox.core.errors import ConfigError
+from vorox.experiments.metrics import metric
+
+Point = tuple[int, float]
+"""A step and a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMetric:
+    """One metric of two runs; ``None`` where a run does not have it.
+
+    Attributes:
+        name: Registered name.
+        last: Newest value of each run, with its step.
+        best: Best value of each run, with its step, for metrics that have a good direction.
+    """
+
+    name: str
+    last: tuple[Point | None, Point | None]
+    best: tuple[Point | None, Point | None]
+
+
+def compare_metrics(
+    first: Mapping[int, Mapping[str, float]], second: Mapping[int, Mapping[str, float]]
+) -> list[ComparedMetric]:
+    """Every metric of either run, by name; single activations are left out, they are thousands."""
+    names = sorted({name for run in (first, second) for values in run.values() for name in values})
+    return [
+        ComparedMetric(name, (_last(first, name), _last(second, name)), (_best(first, name), _best(second, name)))
+        for name in names
+        if not name.startswith("activation/")
+    ]
+
+
+def _points(run: Mapping[int, Mapping[str, float]], name: str) -> list[Point]:
+    return [(step, values[name]) for step, values in sorted(run.items()) if name in values]
+
+
+def _last(run: Mapping[int, Mapping[str, float]], name: str) -> Point | None:
+    points = _points(run, name)
+    return points[-1] if points else None
+
+
+def _best(run: Mapping[int, Mapping[str, float]], name: str) -> Point | None:
+    try:
+        better = metric(name).better
+    except ConfigError:
+        return None  # written by another version; its last value is still worth showing
+    points = [point for point in _points(run, name) if point[1] == point[1]]  # NaN is never best
+    if better is None or not points:
+        return None
+    return min(points, key=lambda point: (point[1] if better == "lower" else -point[1], point[0]))
