@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data import inspection
@@ -75,6 +78,20 @@ def configuration(root: Path, *sources: dict[str, Any], **sections: Any) -> RunC
 
 def texts_source(root: Path, **options: Any) -> dict[str, Any]:
     return {"name": "texts", "format": "txt", "paths": [str(root / "texts")], **options}
+
+
+@contextmanager
+def unprivileged(folder: Path) -> Iterator[None]:
+    """Root may read and write everything; be somebody else for a moment."""
+    for place in (folder, *folder.parents[:2]):
+        place.chmod(place.stat().st_mode | 0o011)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 @pytest.fixture
@@ -243,6 +260,21 @@ class TestChangedText:
         verify(prepare(config))
 
 
+def test_complete_cache_may_lie_on_a_read_only_disk(tmp_path: Path, texts: RunConfig) -> None:
+    first = prepare(texts)
+    for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        with unprivileged(tmp_path):
+            corpus = prepare(texts)
+            assert contents(corpus) == contents(first)
+            verify(corpus)
+            assert xz_bits_per_byte(corpus) is not None
+    finally:
+        for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")):
+            path.chmod(0o755)
+
+
 def test_progress_tells_phases_amounts_and_rates(texts: RunConfig) -> None:
     calls: list[tuple[str, int, int, dict[str, float]]] = []
     prepare(texts, on_progress=lambda phase, done, total, rates: calls.append((phase, done, total, dict(rates))))
@@ -306,18 +338,42 @@ class TestRefusals:
 
     def test_unreadable_file(self, tmp_path: Path, texts: RunConfig) -> None:
         file = tmp_path / "texts" / "004.txt"
-        for place in (tmp_path, *tmp_path.parents[:2]):
-            place.chmod(place.stat().st_mode | 0o011)
-        (tmp_path / "cache").mkdir(mode=0o777)
+        (tmp_path / "cache").mkdir()
         (tmp_path / "cache").chmod(0o777)
         file.chmod(0)
-        user = os.geteuid()
-        if user == 0:
-            os.seteuid(65534)
-        try:
+        with unprivileged(tmp_path):
             self.refuse(texts, DataError, "Permission denied", str(file))
-        finally:
-            os.seteuid(user)
+
+    @pytest.mark.parametrize("kind", ["bpe", "byte"])
+    def test_cache_that_cannot_be_written(self, tmp_path: Path, texts: RunConfig, kind: str) -> None:
+        config = configuration(tmp_path, texts_source(tmp_path), tokenizer={"kind": kind})
+        (tmp_path / "cache").mkdir(mode=0o555)
+        with unprivileged(tmp_path):
+            self.refuse(config, DataError, "cannot be (stored|written): Permission denied", str(tmp_path / "cache"))
+
+    def test_full_disk(self, tmp_path: Path, texts: RunConfig) -> None:
+        """At every write of the preparation: refused with the place, and completed by the next call."""
+        reference = contents(prepare(configuration(tmp_path / "reference", texts_source(tmp_path))))
+        refusals: list[DataError] = []
+        for allowed in range(0, 200, 3):
+            count = 0
+
+            def refuse(operation: FileOperation, allowed: int = allowed) -> None:
+                nonlocal count
+                count += operation.kind == "write"
+                if count > allowed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(operation.path))
+
+            try:
+                with observe(refuse):
+                    prepare(texts)
+                break
+            except DataError as error:
+                refusals.append(error)
+        assert len(refusals) > 2
+        assert all("disk is full" in error.what or "No space left" in error.what for error in refusals)
+        assert all(error.hint for error in refusals)
+        assert contents(prepare(texts)) == reference
 
     def test_nothing_held_out(self, tmp_path: Path) -> None:
         (tmp_path / "texts").mkdir()

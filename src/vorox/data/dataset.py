@@ -9,6 +9,7 @@ and a run that resumes finds its old one or is told that it is gone.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,9 @@ from vorox.data.tokenizer import Tokenizer
 from vorox.data.tokenizer_store import tokenizer_for
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
-"""Called with (phase, done, total, rates). Phases: ``list NAME`` and ``tokenizer``, counted in bytes of text;
-``build NAME train`` and ``build NAME validation``, counted in units of work, with the rates ``text_mb_per_second`` and
-``tokens_per_second``; ``wait NAME train`` while another process builds that cache."""
+"""Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
+``build NAME train``, ``build NAME validation``, with the rates ``text_mb_per_second`` and ``tokens_per_second``; and
+``wait NAME train`` while another process builds that cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,21 +245,27 @@ class _Preparation:
         report = build_cache(
             directory, recipe, source.files, units, lambda unit: read_unit(source, unit, split, rule), self.tokenizer,
             codec=self.data.cache.codec, block_rows=self.data.cache.block_rows,
-            bad_record_fraction=config.bad_record_fraction, on_progress=self._watch(f"{config.name} {split}"),
+            bad_record_fraction=config.bad_record_fraction, on_progress=self._watch(f"{config.name} {split}", units),
         )  # fmt: skip
         return CacheReader.open(directory, recipe), report
 
-    def _watch(self, name: str) -> Callable[[BuildProgress], None]:
+    def _watch(self, name: str, units: Sequence[Unit]) -> Callable[[BuildProgress], None]:
+        """Tells bytes of text instead of units of work, which are too coarse for a person who waits."""
         started = time.perf_counter()
+        ends = [0, *itertools.accumulate(sum(span.end_byte - span.start_byte for span in unit.spans) for unit in units)]
+        done = text_bytes = 0
 
         def on_progress(progress: BuildProgress) -> None:
+            nonlocal done, text_bytes
+            done = min(max(ends[progress.units_done], done + progress.text_bytes - text_bytes), ends[-1])
+            text_bytes = progress.text_bytes
             seconds = max(time.perf_counter() - started, 1e-9)
             rates = {
                 "text_mb_per_second": progress.text_bytes / 1e6 / seconds,
                 "tokens_per_second": progress.tokens / seconds,
             }
             phase = f"wait {name}" if progress.waiting_for else f"build {name}"
-            self.report(phase, progress.units_done, progress.units, rates)
+            self.report(phase, done, ends[-1], rates)
 
         return on_progress
 

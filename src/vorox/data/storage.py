@@ -246,8 +246,9 @@ class ContentVersions:
         return version
 
     def save(self) -> None:
-        """Write the memory for the next run."""
+        """Write the memory for the next run, where that is possible: without it, files are hashed again."""
         if self._path is not None and self._changed:
-            make_directory(self._path.parent)
-            write_file(self._path, canonical_json(self._known))
+            with contextlib.suppress(OSError):
+                make_directory(self._path.parent)
+                write_file(self._path, canonical_json(self._known))
             self._changed = False

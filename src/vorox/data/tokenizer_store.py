@@ -64,10 +64,16 @@ def tokenizer_for(
             raise DataError(
                 "the tokenizer has not been trained yet", where=str(directory), hint="run `vorox data build` first"
             )
-        make_directory(root / "locks")
-        with FileLock(root / "locks" / f"tokenizer-{identity['key']}.lock", purpose="the tokenizer"):
-            if not (directory / IDENTITY_NAME).exists():
-                _train(config, data, sources, weights, directory, identity, on_progress)
+        try:
+            make_directory(root / "locks")
+            with FileLock(root / "locks" / f"tokenizer-{identity['key']}.lock", purpose="the tokenizer"):
+                if not (directory / IDENTITY_NAME).exists():
+                    _train(config, data, sources, weights, directory, identity, on_progress)
+        except OSError as error:
+            raise DataError(
+                f"the tokenizer cannot be stored: {error.strerror or error}", where=str(error.filename or directory),
+                hint="make room and give write permission, or set data.cache.directory to a place that has both",
+            ) from error  # fmt: skip
     return _load(directory, config)
 
 
