@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def replay(
     config, changed_at = resume.config_in_force(run_directory, first_step)
     _check_range(recorded, first_step, last_step, changed_at, run_directory)
     checkpoint = latest_valid(run_directory, at_or_before=first_step)
-    if checkpoint is not None and checkpoint.metadata["config_digest"] != config_digest(config):
+    if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
             where=str(run_directory / "config.yaml"),
@@ -122,6 +122,12 @@ def replay(
         plan = _copy_of_plan(run_directory, Path(scratch), setting)
         state = _start(run_directory, setting, plan, checkpoint)
         return _compare(run_directory, setting, plan, state, last_step, recorded, on_step or _silent)
+
+
+def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of the configuration in force at its step, or of the one that it ended."""
+    step, digest = checkpoint.step, checkpoint.metadata["config_digest"]
+    return any(config_digest(resume.config_in_force(run_directory, at)[0]) == digest for at in (step, step - 1))
 
 
 def _check_range(
@@ -156,17 +162,17 @@ def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
 
 def _start(run_directory: Path, setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> RunState:
     """The state to start from, with the engine in it."""
+    length = _recorded_horizon(run_directory, setting)
     if checkpoint is None:
-        progress = Progress(0, 0, first_cursor(plan, setting.config.run.seed))
-        return RunState(progress, _recorded_horizon(run_directory, setting))
+        return RunState(Progress(0, 0, first_cursor(plan, setting.config.run.seed)), length)
     resume.load(setting.engine, checkpoint, setting.spec.to_json())
     state = read_state(checkpoint.path)
     resume.check_plan(plan, state.progress.cursor)
-    return state
+    return replace(state, horizon=length)
 
 
 def _recorded_horizon(run_directory: Path, setting: Setting) -> Horizon:
-    """The length that the run began with; without any checkpoint, what its configuration comes to today."""
+    """The length that the run had under this configuration; without a checkpoint, what it comes to today."""
     digest = config_digest(setting.config)
     for metadata in _manifests(run_directory).values():
         if metadata["config_digest"] == digest:
