@@ -1,0 +1,226 @@
+"""A build that is cut anywhere leaves a readable cache, and the next build ends where an undisturbed one does."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_corpus import ByteTokenizer, build_corpus, corpus_of, recipe_for, small_corpus
+from crash_enumeration import crash_states, record
+from vorox.core import atomic
+from vorox.core.atomic import FileOperation
+from vorox.core.errors import DataError
+from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.manifest import chunk_path
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.recipe import RECIPE_NAME
+
+CORPUS = small_corpus(num_files=1, lines_per_file=21, lines_per_unit=7)
+RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
+
+
+class Cut(BaseException):
+    """The end of the process, as far as a test can have it in its own."""
+
+
+def with_bad_line() -> object:
+    lines = CORPUS.contents[0].decode().splitlines()
+    return corpus_of([[*lines[:8], "! bad", *lines[9:]]], 7)
+
+
+def check_readable(directory: Path) -> int:
+    """Whatever is committed can be read in full; returns the units that are."""
+    if not (directory / RECIPE_NAME).exists():
+        with pytest.raises(DataError, match="no cache here"):
+            CacheReader.open(directory, RECIPE)
+        return 0
+    reader = CacheReader.open(directory, RECIPE, complete=False)
+    reader.verify()
+    reader.read_rows(np.arange(reader.num_rows))
+    for row in range(reader.num_rows):
+        reader.documents_of(row)
+    done = len(reader.manifest.units)
+    if done < 3:
+        with pytest.raises(DataError, match="incomplete"):
+            CacheReader.open(directory, RECIPE)
+    return done
+
+
+def check_completes(directory: Path, corpus, digest: str, done: int) -> int:
+    """A fresh build completes the cache without doing again what is done; returns the units it adopted."""
+    report = build_corpus(directory, corpus, recipe=RECIPE)
+    assert report.digest == digest
+    assert report.units_built + report.units_adopted == 3 - done
+    assert report.quarantined == 1
+    reader = CacheReader.open(directory, RECIPE)
+    reader.verify()
+    assert (reader.manifest.units["tokens"].sum(), reader.manifest.units["documents"].sum()) == (
+        report.tokens,
+        report.documents,
+    )
+    return report.units_adopted
+
+
+def test_every_prefix_of_a_build_is_readable_and_resumable(tmp_path):
+    """Cut between any two operations, inside every write, and by a power cut that takes what was not synchronised."""
+    corpus = with_bad_line()
+    before, place = tmp_path / "before", tmp_path / "place"
+    before.mkdir()
+    place.mkdir()
+    operations = record(lambda: build_corpus(place, corpus, recipe=RECIPE))
+    clean = CacheReader.open(place, RECIPE)
+    digest, tokens = clean.digest, clean.manifest.units["tokens"].tolist()
+    done_in_order, adopted = [], 0
+    for name, cut in crash_states(before, place, operations, tmp_path):
+        done = check_readable(cut)
+        if name.startswith("between"):
+            done_in_order.append(done)
+        adopted += check_completes(cut, corpus, digest, done)
+        assert CacheReader.open(cut).manifest.units["tokens"].tolist() == tokens, name
+    assert done_in_order == sorted(done_in_order)
+    assert set(done_in_order) == {0, 1, 2, 3}
+    assert adopted > 10  # chunks that were durable before the log named them are not built again
+
+
+def test_a_build_that_is_cut_before_any_operation_goes_on(tmp_path):
+    """The same with the process's own files, locks and mappings, as the exception leaves them."""
+    corpus = with_bad_line()
+    count = len(record(lambda: build_corpus(tmp_path / "clean", corpus, recipe=RECIPE)))
+    digest = CacheReader.open(tmp_path / "clean").digest
+    for number in range(count):
+        directory = tmp_path / "cut"
+        left = number
+
+        def cut(operation: FileOperation) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Cut
+
+        with atomic.observe(cut), pytest.raises(Cut):
+            build_corpus(directory, corpus, recipe=RECIPE)
+        done = check_readable(directory)
+        check_completes(directory, corpus, digest, done)
+        shutil.rmtree(directory)
+
+
+def test_a_build_that_is_cut_again_and_again_makes_progress(tmp_path):
+    corpus = with_bad_line()
+    digest = build_corpus(tmp_path / "clean", corpus, recipe=RECIPE).digest
+    directory = tmp_path / "cut"
+    for _ in range(100):
+        left = 25
+
+        def cut(operation: FileOperation) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Cut
+
+        try:
+            with atomic.observe(cut):
+                report = build_corpus(directory, corpus, recipe=RECIPE)
+            break
+        except Cut:
+            check_readable(directory)
+    assert report.digest == digest
+
+
+def test_a_damaged_orphan_is_built_again(tmp_path):
+    corpus = with_bad_line()
+    digest = build_corpus(tmp_path, corpus, recipe=RECIPE).digest
+    log = tmp_path / "manifest" / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    path = chunk_path(tmp_path, 2, 0)
+    sound = path.read_bytes()
+    other_unit = chunk_path(tmp_path, 0, 0).read_bytes()
+    assert Chunk.open(path).header.num_parts >= 2
+    for orphan in (sound[:-1], sound[:300] + bytes([sound[300] ^ 1]) + sound[301:], b"", other_unit, None):
+        log.write_bytes(b"".join(lines[:-1]))
+        path.unlink() if orphan is None else path.write_bytes(orphan)
+        report = build_corpus(tmp_path, corpus, recipe=RECIPE)
+        assert (report.units_built, report.units_adopted, report.digest) == (1, 0, digest)
+        CacheReader.open(tmp_path).verify()
+    log.write_bytes(b"".join(lines[:-1]))
+    report = build_corpus(tmp_path, corpus, recipe=RECIPE)
+    assert (report.units_built, report.units_adopted, report.digest) == (0, 1, digest)
+
+
+def test_an_orphan_of_another_source_is_not_adopted(tmp_path):
+    """Same recipe, same unit number, other text: the header says what a chunk was built from."""
+    corpus = with_bad_line()
+    digest = build_corpus(tmp_path / "a", corpus, recipe=RECIPE).digest
+    lines = [line[::-1] for line in corpus.contents[0].decode().splitlines()]
+    lines[8] = "! bad"
+    build_corpus(tmp_path / "b", corpus_of([lines], 7), recipe=RECIPE)
+    log = tmp_path / "a" / "manifest" / "log.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    for source in tmp_path.glob("b/chunks/02/*.psc"):
+        shutil.copyfile(source, tmp_path / "a" / "chunks" / "02" / source.name)
+    report = build_corpus(tmp_path / "a", corpus, recipe=RECIPE)
+    assert (report.units_built, report.digest) == (1, digest)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from cache_corpus import build_corpus, small_corpus
+build_corpus(Path(sys.argv[1]), small_corpus(num_files=3, lines_per_file=240, lines_per_unit=12), on_progress=lambda _: print(flush=True))
+"""  # noqa: E501
+
+
+def kill_until_done(directory: Path, delays: list[float]) -> int:
+    """Start builds and kill each after a while; the last one may finish. Returns how many were killed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    kills = 0
+    for delay in delays:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(directory)], env=environment, stdout=subprocess.PIPE
+        )  # fmt: skip
+        assert child.stdout is not None
+        child.stdout.readline()  # the imports are done, the build has begun
+        time.sleep(delay)
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        kills += child.returncode == -signal.SIGKILL
+        if child.returncode == 0:
+            break
+    return kills
+
+
+def check_kills(tmp_path: Path, delays: list[float]) -> None:
+    corpus = small_corpus(num_files=3, lines_per_file=240, lines_per_unit=12)
+    clean = build_corpus(tmp_path / "clean", corpus)
+    directory = tmp_path / "killed"
+    kills = kill_until_done(directory, delays)
+    assert kills >= 1
+    reader = CacheReader.open(directory, complete=False)
+    reader.verify()
+    done = len(reader.manifest.units)
+    report = build_corpus(directory, corpus)
+    assert report.digest == clean.digest
+    assert report.units_built + report.units_adopted == clean.units - done
+    CacheReader.open(directory).verify()
+    assert not list(directory.rglob(".tmp-*"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+def test_kill_9(tmp_path):
+    check_kills(tmp_path, [0.01, 0.05, 0.02])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+@pytest.mark.parametrize("seed", range(8))
+def test_kill_9_again_and_again(tmp_path, seed):
+    generator = random.Random(seed)
+    check_kills(tmp_path, [generator.uniform(0, 0.15) for _ in range(8)])
