@@ -16,9 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_rows import FakeRows
+from vorox.core.atomic import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
 from vorox.data import loader
+from vorox.data.cache.builder import build
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.recipe import Recipe
+from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
@@ -28,10 +33,10 @@ GLOBAL_BATCH = 8
 STEPS = 12
 
 
-def make_plan(directory: Path, readers: list[FakeRows], *, batch: int = GLOBAL_BATCH, steps: int = STEPS) -> Plan:
+def make_plan(directory: Path, readers: list[Any], *, batch: int = GLOBAL_BATCH, steps: int = STEPS) -> Plan:
     weights = [Fraction(number + 1, 3) for number in range(len(readers))]
     sources = tuple(
-        PlanSource(reader.name, weight, reader.recipe.digest, reader.row_tokens)
+        PlanSource(str(reader.recipe.source["name"]), weight, reader.recipe.digest, reader.row_tokens)
         for reader, weight in zip(readers, weights, strict=True)
     )
     plan = Plan.create(directory / f"plan{batch}.jsonl", PlanStart(11, True, batch, sources), readers)
@@ -118,6 +123,26 @@ def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: li
             assert tokens == readers[found.source_index[slot]].tokens(int(found.row[slot]))[:-1]
 
 
+def test_segments_may_begin_at_any_unit(tmp_path: Path) -> None:
+    """As a growing cache will add them: rows are counted from the segment's first unit."""
+    reader = FakeRows("code", [6, 5, 4])
+    path = make_plan(tmp_path, [reader], steps=0).path
+    for start_draw, epoch, units, num_rows in [(0, 0, [1, 3], 9), (9, 1, [2, 3], 4), (13, 2, [0, 1], 6)]:
+        event = {
+            "kind": "segment", "source": "code", "start_draw": start_draw, "epoch": epoch, "num_epochs": 1,
+            "units": units, "num_rows": num_rows, "content": reader.content_digest(*units),
+        }  # fmt: skip
+        HashChainedLog(path).append([event])
+    plan = Plan.open(path)
+    batches = take(stream(plan, [reader], num_threads=1), 2)
+    tokens = [tuple(row) for batch in batches for row in batch.tokens_ABT.reshape(GLOBAL_BATCH, -1).tolist()]
+    row_of = {tuple(reader.tokens(row)[:-1]): row for row in range(15)}
+    rows = [row_of[row] for row in tokens]
+    for row in range(15):
+        assert plan.positions_of(0, row, reader).tolist() == [at for at, found in enumerate(rows) if found == row]
+    assert sorted(rows)[3:] == sorted([*range(6, 15), *range(11, 15)])  # and three of the last segment's six
+
+
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_threads_and_prefetch_change_nothing(tmp_path: Path, document_mask: bool) -> None:
     slow = [Slow("code", [20, 0, 13]), Slow("text", [41])]
@@ -181,9 +206,9 @@ def test_any_geometry_resumes_to_the_same_rows(tmp_path_factory: pytest.TempPath
 def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
     started: list[int] = []
 
-    def read(step: int) -> Batch:
+    def read(step: int) -> Any:
         started.append(step)
-        return step  # type: ignore[return-value]
+        return step
 
     with BatchStream(read, lambda: 100, first_step=5, num_threads=3, prefetch_batches=4) as batches:
         for step in range(5, 30):
@@ -195,16 +220,21 @@ def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
             assert next(batches) == step
 
 
-def test_waiting_is_measured(tmp_path: Path) -> None:
-    with BatchStream(
-        lambda step: time.sleep(0.02), lambda: 9, first_step=0, num_threads=0, prefetch_batches=1
-    ) as direct:  # type: ignore[arg-type,return-value]
+def test_waiting_is_measured() -> None:
+    def read(step: int) -> Any:
+        time.sleep(0.05)
+        return step
+
+    with BatchStream(read, lambda: 9, first_step=0, num_threads=0, prefetch_batches=1) as direct:
         for _ in range(3):
             next(direct)
-    assert 0.06 <= direct.wait_seconds < 1
-    with BatchStream(lambda step: step, lambda: 9, first_step=0, num_threads=1, prefetch_batches=4) as ahead:  # type: ignore[arg-type,return-value]
-        time.sleep(0.1)
-        next(ahead)
+    assert direct.wait_seconds >= 0.15
+    with BatchStream(read, lambda: 9, first_step=0, num_threads=1, prefetch_batches=4) as ahead:
+        deadline = time.monotonic() + 10
+        while ahead.queue_depth < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for _ in range(3):
+            next(ahead)
     assert ahead.wait_seconds < 0.05
 
 
@@ -416,3 +446,107 @@ def test_first_batch_and_resume_do_not_depend_on_the_size(tmp_path: Path) -> Non
         found = opened.locate(np.arange(step * 64, step * 64 + 64))
         rows = [reader.tokens(int(row))[:-1] for row in found.row]
         assert batch.tokens_ABT.reshape(64, -1).tolist() == rows
+
+
+class Bytes:
+    """A tokenizer of which the ids are known without it: UTF-8 bytes, and 256 for the end of a text."""
+
+    fingerprint, vocab_size, end_of_text_id = "bytes", 257, 256
+
+    def encode_batch(self, texts: Any) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
+
+
+def make_cache(directory: Path, texts: list[str], *, row_tokens: int = 33) -> CacheReader:
+    """A real cache: three texts a unit, four rows a chunk."""
+    recipe = Recipe("bytes", 257, 256, row_tokens, {"name": directory.name}, {}, chunk_rows=4)
+    files = [SourceFile(f"text{number}", len(text), str(number)) for number, text in enumerate(texts)]
+    numbers = [range(first, min(first + 3, len(texts))) for first in range(0, len(texts), 3)]
+    units = [
+        Unit(unit, tuple(UnitSpan(number, 0, len(texts[number]), 0) for number in group))
+        for unit, group in enumerate(numbers)
+    ]
+
+    def read_unit(unit: Unit) -> list[Document]:
+        indices = [span.file_index for span in unit.spans]
+        return [Document(index, 0, 0, len(texts[index]), texts[index]) for index in indices]
+
+    build(directory, recipe, files, units, read_unit, Bytes())
+    return CacheReader.open(directory, recipe)
+
+
+def some_texts(seed: int, count: int) -> list[str]:
+    generator = np.random.Generator(np.random.Philox(seed))
+    letters = np.array(list("abcdefgh \n"))
+    return ["".join(generator.choice(letters, int(length))) for length in generator.integers(1, 120, count)]
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> list[CacheReader]:
+    return [make_cache(tmp_path / "one", some_texts(1, 40)), make_cache(tmp_path / "two", some_texts(2, 25))]
+
+
+def test_an_epoch_of_a_real_cache_predicts_every_token_once(tmp_path: Path) -> None:
+    texts = some_texts(1, 40)
+    reader = make_cache(tmp_path / "one", texts)
+    plan = make_plan(tmp_path, [reader], batch=1, steps=reader.num_rows)
+    batches = take(stream(plan, [reader], micro_batch_sequences=1, num_threads=2), reader.num_rows)
+    expected = sorted(bytes(text.encode()) + b"$" for text in texts)
+    pairs: list[tuple[int, int]] = []
+    for batch in batches:
+        trained = batch.labels_ABT != IGNORED_LABEL
+        pairs += zip(batch.tokens_ABT[trained].tolist(), batch.labels_ABT[trained].tolist(), strict=True)
+    bigrams = [(a, b) for text in expected for a, b in zip([*text[:-1]], [*text[1:-1], 256], strict=True)]
+    assert sorted(pairs) == sorted(bigrams)
+    assert sum(batch.num_target_tokens for batch in batches) == sum(len(text) - 1 for text in expected)
+
+
+def test_real_caches_give_the_same_batches_to_any_reader(tmp_path: Path, caches: list[CacheReader]) -> None:
+    plan = make_plan(tmp_path, caches, steps=20)
+    expected = [identity(batch) for batch in take(stream(plan, caches), 20)]
+    assert [identity(batch) for batch in take(stream(plan, caches, num_threads=4), 20)] == expected
+    reopened = [CacheReader.open(cache.directory, max_open_chunks=2) for cache in caches]
+    assert [identity(batch) for batch in take(stream(Plan.open(plan.path), reopened, num_threads=1), 20)] == expected
+    shards = [take(stream(plan, caches, shard=DataShard(index, 4)), 20) for index in range(4)]
+    for step, (_, hashes, *_) in enumerate(expected):
+        assert isinstance(hashes, tuple)
+        rows = np.concatenate([shard[step].row_digests_AB for shard in shards], axis=1)
+        assert ((4, 2), hashlib.sha256(rows.reshape(4, 2).tobytes()).hexdigest()) == hashes[-1]
+
+
+def is_readable(cache: CacheReader, row: int) -> bool:
+    try:
+        cache.read_rows(np.array([row]))
+    except DataError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_damaged_row_stops_the_step_that_needs_it(tmp_path: Path, caches: list[CacheReader], threads: int) -> None:
+    plan = make_plan(tmp_path, caches, steps=20)
+    good = [identity(batch) for batch in take(stream(plan, caches), 20)]
+    path = sorted((caches[0].directory / "chunks").rglob("*.psc"))[3]
+    data = bytearray(path.read_bytes())
+    data[256 + 5] ^= 1  # in the first block, right behind the header
+    path.write_bytes(data)
+    damaged = [CacheReader.open(cache.directory) for cache in caches]
+    bad_rows = [row for row in range(damaged[0].num_rows) if not is_readable(damaged[0], row)]
+    bad_step = min(int(plan.positions_of(0, row, damaged[0])[0]) // GLOBAL_BATCH for row in bad_rows)
+    assert 0 < bad_step < 20
+    batches = stream(plan, damaged, num_threads=threads)
+    assert [identity(next(batches)) for _ in range(bad_step)] == good[:bad_step]
+    with pytest.raises(DataError, match="does not match its checksum") as caught:
+        next(batches)
+    assert caught.value.where == str(path)
+
+
+def test_a_rebuilt_cache_of_other_text_is_refused(tmp_path: Path, caches: list[CacheReader]) -> None:
+    plan = make_plan(tmp_path, caches)
+    texts = some_texts(2, 25)
+    same = make_cache(tmp_path / "again" / "two", texts)
+    assert identity(take(stream(plan, [caches[0], same]), 1)[0]) == identity(take(stream(plan, caches), 1)[0])
+    texts[7] = texts[7][:-1] + "z"
+    other = make_cache(tmp_path / "other" / "two", texts)
+    with pytest.raises(DataError, match="source 'two' changed"):
+        stream(plan, [caches[0], other])

@@ -101,6 +101,16 @@ def test_frozen_order(tmp_path: Path) -> None:
     ]
 
 
+def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
+    reader = FakeRows("code", [300])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader),)), [reader])
+    plan.extend_to(900, [reader])
+    positions = np.array([plan.positions_of(0, row, reader) for row in range(300)])
+    place_in_epoch = np.argsort(np.argsort(positions, axis=0), axis=0)
+    for first, second in [(0, 1), (1, 2), (0, 2)]:
+        assert np.count_nonzero(place_in_epoch[:, first] == place_in_epoch[:, second]) < 10  # one expected
+
+
 @pytest.mark.parametrize("change", ["seed", "name", "content"])
 def test_order_depends_on_seed_source_and_content(tmp_path: Path, change: str) -> None:
     orders: list[list[int]] = []
