@@ -32,11 +32,13 @@ def open_run(config: RunConfig) -> RunContext:
 
 
 def add_checkpoint(directory: Path, step: int, eval_loss: float | None = None, name: str | None = None) -> Path:
+    if eval_loss is not None:
+        line = json.dumps({"step": step, "loss": eval_loss}).encode()
+        atomic.append(directory / "evaluations.jsonl", line + b"\n", sync=False)
     with StagedDirectory(directory / "checkpoints" / (name or f"step-{step:08d}")) as staged:
         staged.write("model.safetensors", bytes(1000))
-        staged.write("state.json", json.dumps({"horizon": {"total_steps": 77}}).encode())
-        evaluation = None if eval_loss is None else {"step": step, "loss": eval_loss}
-        return staged.commit({"step": step, "fingerprint": "f" * 16, "chain": "c" * 32, "eval": evaluation})
+        staged.write("state.json", b"{}")
+        return staged.commit({"step": step, "fingerprint": "f" * 16, "chain": "c" * 32})
 
 
 def add_metrics(run: RunContext, steps: range, resume_step: int = 0) -> None:
@@ -102,8 +104,9 @@ def test_a_run_that_only_began(config: RunConfig, tmp_path: Path) -> None:
     assert (summary.step, summary.loss, summary.eval_loss, summary.checkpoint_step) == (0, None, None, None)
     (run.directory / "config.yaml").unlink()
     assert inspect_run(run.directory).total_steps is None
-    add_checkpoint(run.directory, 8)
-    assert inspect_run(run.directory).total_steps == 77, "the state of a checkpoint knows"
+    with open_run(config) as run:
+        run.note(total_steps=77)
+    assert inspect_run(run.directory).total_steps == 77, "a length in tokens is known once the run began"
     (run.directory / "run.json").write_text("{")
     assert inspect_run(run.directory).state == "unknown"
 
@@ -122,6 +125,7 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
         add_checkpoint(run.directory, 5, name="step-00000005.corrupt-1")
         add_checkpoint(run.directory, 10, name="step-00000040")
         (run.directory / "checkpoints" / "step-00000050").mkdir()
+        atomic.append(run.directory / "evaluations.jsonl", b'{"step":30,"loss":5.0}\n{"resume":20}\n', sync=False)
         (run.directory / "checkpoints" / "notes.txt").write_text("mine")
     broken = run.directory / "checkpoints" / "step-00000030" / "model.safetensors"
     broken.write_bytes(bytes(999) + b"\x01")
@@ -131,7 +135,8 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
     ]  # fmt: skip
     assert quick["step-00000020"].eval_loss == 6.0
     assert quick["step-00000010"].eval_loss is None
-    assert quick["step-00000010"].size_bytes == 1000 + len('{"horizon": {"total_steps": 77}}')
+    assert quick["step-00000030"].eval_loss is None, "that validation is of an abandoned attempt"
+    assert quick["step-00000010"].size_bytes == 1002
     states = {
         summary.step: (summary.state, summary.problem) for summary in list_checkpoints(run.directory, verify=True)
     }

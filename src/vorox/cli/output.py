@@ -55,7 +55,9 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to ask on", hint="add --yes", saved="nothing was removed")
+        raise ConfigError(
+            f"nobody can be asked on this input: {question}", hint="add --yes to do it", saved="nothing was removed"
+        )
     if not typer.confirm(question):
         typer.echo("Nothing was removed.")
         raise typer.Exit(0)

@@ -203,7 +203,7 @@ def _block(view: StepView, width: int) -> Text:
 
 def sample_lines(prompt: str, completion: str) -> list[str]:
     """A completion as it would stand in a file, behind a rule; the end of the prompt is marked."""
-    text = f"{printable(prompt)}\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}{printable(completion)}"
+    text = f"{printable(prompt)}\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}{printable(completion).rstrip()}"
     return ["sample", *(f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in text.split("\n"))]
 
 

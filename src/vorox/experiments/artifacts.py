@@ -62,6 +62,7 @@ class CheckpointSummary:
         state: ``set aside`` ones were renamed because they were corrupt or replaced; nobody reads them.
         size_bytes: By the manifest, or what lies there if there is none.
         saved_at: When the manifest was written, seconds since the epoch.
+        eval_loss: Validation loss of this very step, if there was a validation.
         metadata: Of the manifest: fingerprint, chain, evaluation and more; empty if it cannot be read.
         problem: What is wrong with it.
     """
@@ -72,13 +73,9 @@ class CheckpointSummary:
     state: CheckpointState
     size_bytes: int
     saved_at: float | None
+    eval_loss: float | None
     metadata: dict[str, Any]
     problem: str = ""
-
-    @property
-    def eval_loss(self) -> float | None:
-        evaluation = self.metadata.get("eval")
-        return float(evaluation["loss"]) if isinstance(evaluation, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,7 @@ def inspect_run(directory: Path) -> RunSummary:
         state=_state(attempts, holder),
         holder=holder,
         step=max(_last_chain_step(directory), *steps, *(step for step, _ in values.values()), 0),
-        total_steps=_total_steps(directory, [path for _, aside, path in found if not aside]),
+        total_steps=_total_steps(directory, attempts),
         loss=values["loss"][1] if "loss" in values else None,
         eval_loss=values["eval/loss"][1] if "eval/loss" in values else None,
         checkpoint_step=max(steps, default=None),
@@ -169,20 +166,18 @@ def _last_chain_step(directory: Path) -> int:
     return step
 
 
-def _total_steps(directory: Path, checkpoints: Sequence[Path]) -> int | None:
+def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | None:
+    """What the newest attempt that came so far took note of, else what the configuration says."""
+    for attempt in reversed(attempts):
+        total_steps = (attempt.get("notes") or {}).get("total_steps")
+        if type(total_steps) is int:
+            return total_steps
     try:
         value: Any = read_mapping((directory / "config.yaml").read_text(encoding="utf-8"), "config.yaml").value
         num_steps = value["train"]["num_steps"]
-        if type(num_steps) is int:
-            return num_steps
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
-        pass  # a length in tokens or epochs, or no readable configuration: the state of a checkpoint knows
-    for path in reversed(checkpoints):
-        state = _read_json(path / "state.json") or {}
-        total_steps = (state.get("horizon") or {}).get("total_steps")
-        if type(total_steps) is int:
-            return total_steps
-    return None
+        return None
+    return num_steps if type(num_steps) is int else None
 
 
 def _measure(directory: Path) -> tuple[int, float]:
@@ -216,22 +211,38 @@ def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[Check
         run_directory: The run.
         verify: Read and check every byte.
     """
-    summaries = [_summary(step, aside, path) for step, aside, path in _checkpoint_directories(run_directory)]
+    losses = _eval_losses(run_directory)
+    summaries = [
+        _summary(step, aside, path, losses.get(step)) for step, aside, path in _checkpoint_directories(run_directory)
+    ]
     return [verified(summary) for summary in summaries] if verify else summaries
 
 
-def _summary(step: int, aside: str, path: Path) -> CheckpointSummary:
+def _eval_losses(run_directory: Path) -> dict[int, float]:
+    """Validation loss by step; what an abandoned attempt found does not count."""
+    losses: dict[int, float] = {}
+    for record in read_lines(run_directory / "evaluations.jsonl"):
+        step, loss, resume_step = record.get("step"), record.get("loss"), record.get("resume")
+        if type(resume_step) is int:
+            losses = {known: value for known, value in losses.items() if known <= resume_step}
+        elif type(step) is int and isinstance(loss, float):
+            losses[step] = loss
+    return losses
+
+
+def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> CheckpointSummary:
     state: CheckpointState = "set aside" if aside else "unverified"
     problem = {"corrupt": "was found corrupt", "replaced": "was written again by a later attempt"}.get(aside, "")
     try:
         manifest = atomic.read_manifest(path)
         size_bytes = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
         saved_at = (path / atomic.MANIFEST_NAME).stat().st_mtime
-        return CheckpointSummary(path.name, path, step, state, size_bytes, saved_at, manifest["metadata"], problem)
+        metadata = manifest["metadata"]
+        return CheckpointSummary(path.name, path, step, state, size_bytes, saved_at, eval_loss, metadata, problem)
     except (CheckpointError, OSError) as error:
         size_bytes, _ = _measure(path)
         state = state if aside else "corrupt"
-        return CheckpointSummary(path.name, path, step, state, size_bytes, None, {}, problem or str(error))
+        return CheckpointSummary(path.name, path, step, state, size_bytes, None, None, {}, problem or str(error))
 
 
 def verified(summary: CheckpointSummary) -> CheckpointSummary:
