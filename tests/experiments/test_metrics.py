@@ -37,7 +37,7 @@ NEEDED = [
     "queue_depth",
     "checkpoint_seconds",
     "activation/3/mlp/std",
-    "activation/11/block_input/max_abs",
+    "activation/11/block_input/absmax",
 ]
 
 

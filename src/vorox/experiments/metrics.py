@@ -59,7 +59,12 @@ _METRICS = (
     Metric("weight_decay", "1", "last", "Decoupled weight decay that the step was made with."),
     Metric("grad_norm", "1", "mean", "L2 norm of the whole gradient before clipping."),
     Metric("parameter_norm", "1", "last", "L2 norm of all parameters after the step."),
-    Metric("z_loss", "nats^2/token", "mean", "Mean squared log of the softmax denominator, before its weight."),
+    Metric(
+        "z_loss",
+        "nats^2/token",
+        "mean",
+        "What the z-loss adds to the loss: its weight x the mean squared log of the softmax denominator.",
+    ),
     Metric("loss_scale", "1", "last", "Factor on the loss in fp16, against underflow of gradients."),
     Metric(
         "nonfinite_steps", "steps", "sum", "Steps whose loss or gradient was not finite; they changed nothing.", "lower"
@@ -116,8 +121,8 @@ _FAMILIES = (
         Metric("activation/<layer>/<point>/std", "1", "mean", "Standard deviation of the activations at a tap."),
     ),
     Family(
-        re.compile(r"activation/\d+/[a-z][a-z0-9_]*/max_abs"),
-        Metric("activation/<layer>/<point>/max_abs", "1", "max", "Largest magnitude of the activations at a tap."),
+        re.compile(r"activation/\d+/[a-z][a-z0-9_]*/absmax"),
+        Metric("activation/<layer>/<point>/absmax", "1", "max", "Largest magnitude of the activations at a tap."),
     ),
 )
 
