@@ -200,7 +200,8 @@ def test_everything_that_a_run_writes_is_known(vorox: Run, house: Path) -> None:
 def test_checkpoints_list_and_verify(vorox: Run, house: Path) -> None:
     listed = as_json(vorox("checkpoints", "list", "latest", "--json"))
     assert [(entry["step"], entry["state"]) for entry in listed] == [(8, "unverified"), (12, "unverified")]
-    assert listed[0]["eval_loss"] is not None
+    assert listed[0]["eval_loss"] is None, "the validations are at steps 6 and 12"
+    assert listed[1]["eval_loss"] is not None
     code, out, _ = vorox("checkpoints", "verify", "latest")
     assert code == 0
     assert out.count(" valid ") == 2
@@ -272,6 +273,37 @@ def test_a_run_that_is_running(vorox: Run, house: Path, trained: Path) -> None:
     code, out, _ = vorox("runs", "show", "long")
     assert "preempted" in out
     assert vorox("runs", "remove", "long", "-y")[0] == 0
+
+
+def test_no_secret_reaches_any_file_or_screen(vorox: Run, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies while secrets are everywhere: environment, command line, error, traceback."""
+    from numpy_engine import NumpyEngine
+
+    monkeypatch.setenv("HF_TOKEN", "plainCANARYvalue")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrCANARY/K7MDENG")
+    original, calls = NumpyEngine.train_step, []
+
+    def dying(engine: NumpyEngine, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 6:
+            dsn = "postgresql://alice:CANARYpassword@db.example.org/meta"
+            raise RuntimeError(f"lost {dsn} with plainCANARYvalue, sk-CANARY0123456789 and wJalrCANARY/K7MDENG")
+        return original(engine, *arguments, **keywords)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", dying)
+    code, out, err = vorox("train", "tiny.yaml", "--name", "hf_CANARY0123456789abcdef", "--resume", "never")
+    assert code == 2, "a credential is no name"
+    assert "CANARY" not in out + err
+    code, out, err = vorox("train", "tiny.yaml", "run.directory=runs", "--name", "dying", "--resume", "never")
+    assert code == 1
+    assert "RuntimeError: lost postgresql://[redacted]@db.example.org/meta" in err
+    assert "CANARY" not in out + err
+    files = [path for path in sorted(house.rglob("*")) if path.is_file()]
+    assert any(b"Traceback" in path.read_bytes() for path in files if path.name == "log.txt")
+    assert any(b"Traceback" in path.read_bytes() for path in files if path.parent.name == "crashes")
+    assert any(path.name == "failure.json" for path in files)
+    for path in files:
+        assert b"CANARY" not in path.read_bytes(), path
 
 
 # replay

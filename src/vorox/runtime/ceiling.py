@@ -1,9 +1,9 @@
 """What bounds the speed of a device: its data-sheet peak, and the matmul ceiling that it really reaches.
 
-The ceiling is how many FLOP/s this machine does on the matrices of this model. In: shapes and a function that times one multiplication in the engine's framework and arithmetic (an engine's matter:
-numpy's product says nothing about PyTorch's). Out: the rate over all shapes, weighted by how often a step needs each,
-which is what a step cannot beat however it is written. Fairer between machines than a data-sheet, and it sees a
-throttled clock.
+The ceiling is how many FLOP/s this machine does on the matrices of this model. In: shapes and a function that times one
+multiplication in the engine's framework and arithmetic (an engine's matter: numpy's product says nothing about
+PyTorch's). Out: the rate over all shapes, weighted by how often a step needs each, which is what a step cannot beat
+however it is written. Fairer between machines than a data-sheet, and it sees a throttled clock.
 """
 
 from __future__ import annotations
