@@ -271,6 +271,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["data.validation.held_out_fraction=0", "eval.prompts=[x]"], "eval.prompts asks for validations"),
         (["eval.prompts=[a]", "eval.at_end=false"], "completed at every validation"),
         (["eval.prompts=['']"], "empty text"),
+        (["eval.prompts=[a]", "eval.sample_tokens=256"], "leaves no room for a prompt in the model's 256 positions"),
         (["checkpoint.keep_best=1"], "needs validations"),
         (["checkpoint.keep_every_steps=10"], "without checkpoint.every_steps"),
         (["checkpoint.keep_every_steps=10", "checkpoint.every_steps=4"], "not a multiple of"),

@@ -14,9 +14,11 @@ import typer
 
 import vorox
 from vorox.cli import checkpoints, config, data, runs
+from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.replay import replay
+from vorox.cli.train import train
 
 app = typer.Typer(
     name="vorox",
@@ -42,6 +44,7 @@ def _root(
     del version
 
 
+app.command(context_settings=OVERRIDES_CONTEXT)(train)
 app.add_typer(data.app)
 app.add_typer(runs.app)
 app.add_typer(checkpoints.app)

@@ -153,6 +153,13 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
             "none",
             keys=("eval.prompts", "eval.every_steps", "eval.at_end"),
         )
+    positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
+    if evaluation.prompts and evaluation.sample_tokens >= positions:
+        yield Problem(
+            f"eval.sample_tokens={evaluation.sample_tokens} leaves no room for a prompt in the model's {positions} "
+            "positions",
+            keys=("eval.sample_tokens", "model.max_positions_tokens", "data.sequence_length_tokens"),
+        )
     if any(not prompt for prompt in evaluation.prompts):
         yield Problem(
             "eval.prompts holds an empty text; a completion needs something to begin with", keys=("eval.prompts",)

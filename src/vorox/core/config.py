@@ -165,7 +165,8 @@ def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[
         return str(path), path
     if path.is_dir():
         raise ConfigError(f"{source} is a folder, not a configuration", where=str(path))
-    files = [str(file) for file in sorted((relative_to or Path()).glob("configs/*.y*ml"))]
+    here = relative_to or Path()
+    files = [str(file) for pattern in ("*.y*ml", "configs/*.y*ml") for file in sorted(here.glob(pattern))]
     near = nearest(str(source), [*presets, *files])
     hint = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets)}"
     raise ConfigError(f"there is no preset and no file {source}", hint=hint)

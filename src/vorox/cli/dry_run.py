@@ -1,0 +1,276 @@
+"""``vorox train --dry-run``: everything about a run that can be known without building or writing anything.
+
+In: a valid configuration. Out: lines for people, or the error that the run would have ended with, with its exit code.
+Sources are listed and read (to identify them), caches and tokenizers are looked for, the engine is asked with a model
+of one small layer whether it honours the configuration. What has to be guessed because the tokenizer or a cache is
+still to be built is said to be a guess.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vorox.cli import quantities
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
+    from vorox.data.sources import Source
+    from vorox.data.splits import Split
+    from vorox.data.tokenizer import Tokenizer
+    from vorox.models.spec import ModelSpec
+
+_BYTES_PER_TOKEN = {"bpe": 3.6, "file": 4.0, "byte": 1.0, "char": 1.0}
+"""How much text a token stands for, roughly, while nothing better is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """One split of one source: what is there, or what will be."""
+
+    name: str
+    ready: bool
+    rows: int | None
+    text_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What is known about the text of a run before anything is built."""
+
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer | None
+    caches: tuple[_Cache, ...]
+    vocab_size: int
+    num_train_tokens: float
+    exact: bool
+
+
+def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
+    """The lines of a dry run.
+
+    Raises:
+        VoroxError: What would end the run before its first step.
+    """
+    from vorox.core.config import config_digest
+    from vorox.models.spec import model_spec
+
+    yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
+    yield f"run            {_run_line(config, resume_from)}"
+    text = _look_at_text(config)
+    yield from _text_lines(config, text)
+    spec = model_spec(
+        config.model,
+        tokenizer_vocab_size=text.vocab_size,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+    )
+    yield from _model_lines(config, spec)
+    yield from _batch_lines(config)
+    yield from _length_lines(config, text)
+    yield f"engine         {_engine_line(config, spec)}"
+    yield "Nothing was built or written."
+
+
+def _run_line(config: RunConfig, resume_from: str | Path) -> str:
+    from vorox.core.lock import lock_holder
+    from vorox.core.run_context import run_id
+    from vorox.core.run_lookup import same_run_directories
+    from vorox.training.checkpointing import step_directories
+
+    directory = Path(config.run.directory) / run_id(config)
+    if isinstance(resume_from, Path):
+        existing = [resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from]
+    else:
+        existing = same_run_directories(directory.parent, directory.name)
+    if not existing or resume_from == "never":
+        return f"{directory} would be made" + (f", with a number behind ({len(existing)} exist)" if existing else "")
+    latest = existing[-1]
+    holder = lock_holder(latest / "LOCK")
+    steps = step_directories(latest)
+    state = f"would go on after step {max(steps):,}" if steps else "would begin again: it has no checkpoint"
+    return f"{latest} {state}" + (f"; NOW IN USE by {holder}" if holder else "")
+
+
+def _look_at_text(config: RunConfig) -> _Text:
+    """List the sources and see which of tokenizer and caches are there."""
+    import hashlib
+
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.core.atomic import canonical_json
+    from vorox.core.errors import DataError
+    from vorox.data.dataset import cache_root, exact_weights
+    from vorox.data.sources import list_source
+    from vorox.data.storage import ContentVersions
+    from vorox.data.tokenizer_store import tokenizer_for
+
+    class ReadOnly(ContentVersions):
+        def save(self) -> None:
+            """Nothing is written in a dry run."""
+
+    data, root = config.data, cache_root(config.data)
+    weights = exact_weights(data)
+    display = PreparationDisplay()
+    sources: list[Source] = []
+    try:
+        for index, source in enumerate(data.sources):
+            definition = canonical_json([source.format, list(source.paths)])
+            memory = root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json"
+            sources.append(
+                list_source(
+                    source,
+                    key=f"data.sources.{index}",
+                    versions=ReadOnly(memory),
+                    on_progress=lambda done, total, name=source.name: display(f"list {name}", done, total, {}),
+                )
+            )
+    finally:
+        display.close()
+    try:
+        tokenizer = tokenizer_for(
+            config.tokenizer, data, sources, weights, root=root, build=False, on_progress=lambda *_: None
+        )
+    except DataError:
+        if config.tokenizer.kind not in {"bpe", "char"}:
+            raise
+        tokenizer = None  # it will be trained
+    return _text(config, sources, tokenizer, root)
+
+
+def _text(
+    config: RunConfig,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer | None,
+    root: Path,
+) -> _Text:
+    splits: list[Split] = ["train"]
+    held_out = config.data.validation.held_out_fraction
+    if held_out:
+        splits.append("validation")
+    caches: list[_Cache] = []
+    num_tokens, exact = 0.0, True
+    for source in sources:
+        for split in splits:
+            share = held_out if split == "validation" else 1 - held_out
+            text_bytes = round(source.size_bytes * share)
+            rows = _rows_ready(config, source, split, tokenizer, root)
+            caches.append(_Cache(f"{source.config.name} {split}", rows is not None, rows, text_bytes))
+            if split == "train":
+                guess = text_bytes / _BYTES_PER_TOKEN[config.tokenizer.kind]
+                num_tokens += guess if rows is None else rows * config.data.sequence_length_tokens
+                exact = exact and rows is not None
+    vocab_size = tokenizer.vocab_size if tokenizer is not None else _guessed_vocabulary(config)
+    return _Text(tuple(sources), tokenizer, tuple(caches), vocab_size, num_tokens, exact)
+
+
+def _guessed_vocabulary(config: RunConfig) -> int:
+    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 128
+
+
+def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Tokenizer | None, root: Path) -> int | None:
+    """Rows of a cache that is complete; ``None`` if it is still to be built."""
+    from vorox.data.cache.reader import CacheReader
+    from vorox.data.cache.recipe import RECIPE_NAME
+    from vorox.data.dataset import cache_directory, recipe_for
+
+    if tokenizer is None:
+        return None
+    recipe = recipe_for(config.data, source, split, tokenizer)
+    directory = cache_directory(root, source, split, recipe)
+    if not (directory / RECIPE_NAME).exists():
+        return None
+    from vorox.data.cache.manifest import Manifest
+
+    manifest = Manifest.open(directory)
+    if manifest.planned_units == 0 or len(manifest.missing_units()):
+        return None
+    return CacheReader.open(directory, recipe).num_rows
+
+
+def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
+    for source in text.sources:
+        size = quantities.size(source.size_bytes)
+        yield f"data           {source.config.name}: {len(source.files):,} files, {size} ({source.config.format})"
+    kind = config.tokenizer.kind
+    state = "ready" if text.tokenizer is not None else "to be trained"
+    known = f"{text.vocab_size:,} tokens" if text.tokenizer is not None or kind == "bpe" else "vocabulary from the text"
+    yield f"tokenizer      {kind}, {known}: {state}"
+    for cache in text.caches:
+        state = f"ready, {cache.rows:,} rows" if cache.rows is not None else "to be built"
+        yield f"cache          {cache.name}: {state}"
+
+
+def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
+    from vorox.core.config import model_label
+
+    heads = f"{spec.num_heads} heads" + (
+        f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
+    )
+    yield (
+        f"model          {model_label(config)}: {spec.num_layers} layers x {spec.hidden_size}, {heads}, "
+        f"MLP {spec.intermediate_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions_tokens:,} positions"
+    )
+    by_kind: Counter[str] = Counter()
+    for parameter in spec.parameters:
+        by_kind[parameter.kind] += parameter.num_elements
+    width = max(len(kind) for kind in by_kind)
+    for kind, number in by_kind.items():
+        yield f"                 {kind:<{width}}  {number:>15,}"
+    yield f"                 {'all':<{width}}  {spec.num_parameters:>15,}  ({quantities.count(spec.num_parameters)})"
+
+
+def _batch_lines(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    rows, micro = train.global_batch_sequences, train.micro_batch_sequences
+    processes = config.parallel.data_parallel_size
+    tokens = rows * config.data.sequence_length_tokens
+    times = rows // (micro * processes)
+    yield (
+        f"batch          {rows:,} rows = {times:,} x {micro:,} rows x {processes:,} process"
+        f"{'es' if processes > 1 else ''}; {tokens:,} tokens a step"
+    )
+
+
+def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
+    from vorox.training.schedule import horizon
+
+    num_rows = max(1, round(text.num_train_tokens / config.data.sequence_length_tokens))
+    length = horizon(config, num_train_rows=num_rows, full_dataset_tokens=round(text.num_train_tokens))
+    about = "" if text.exact or config.train.num_epochs is None else "about "
+    tokens = length.total_steps * length.tokens_per_step
+    passes = tokens / max(1.0, text.num_train_tokens)
+    yield (
+        f"length         {about}{length.total_steps:,} steps, {quantities.count(tokens)} tokens, "
+        f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; warm-up {length.warmup_steps:,} steps"
+    )
+    if length.warning is not None:
+        yield f"               note: {length.warning}"
+    saves = [f"every {config.checkpoint.every_steps:,} steps"] if config.checkpoint.every_steps else []
+    saves += (
+        [f"every {quantities.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
+    )
+    saves += ["at the end"] if config.checkpoint.at_end else []
+    validations = [f"every {config.eval.every_steps:,} steps"] if config.eval.every_steps else []
+    validations += ["at the end"] if config.eval.at_end and config.data.validation.held_out_fraction else []
+    yield f"saves          {', '.join(saves) or 'never'}; validates {', '.join(validations) or 'never'}"
+
+
+def _engine_line(config: RunConfig, spec: ModelSpec) -> str:
+    """Ask the engine with a model of one small layer: it refuses what it cannot honour."""
+    from vorox import backends
+    from vorox.core.distributed_context import DistributedContext
+
+    small = replace(
+        spec,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        hidden_size=spec.head_dim,
+        intermediate_size=spec.head_dim,
+        vocab_size=256,
+    )
+    engine = backends.load(config.backend).create(config, small, DistributedContext())
+    facts = ", ".join(f"{name} {value}" for name, value in engine.environment().items() if name != "engine")
+    return f"{engine.name}: {facts}"

@@ -1,0 +1,94 @@
+"""The last screen of a run: what came out, where it is, and the exact commands that go on from here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vorox.cli import quantities
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
+    from vorox.train import Outcome
+
+
+def last_screen(outcome: Outcome) -> list[str]:
+    """The lines of the last screen of a run that came to its end."""
+    from vorox.core.run_context import recorded_config
+
+    directory = outcome.run_directory
+    config = recorded_config(directory)
+    run = shell_name(directory)
+    step = outcome.progress.step
+    did = outcome.speed
+    if did.num_steps == 0:
+        head = f"{directory.name} has finished all of its {step:,} steps already; to train it longer, see below"
+    else:
+        seconds = sum(did.seconds.values())
+        head = (
+            f"{directory.name}: {step:,} steps, {quantities.count(outcome.progress.num_tokens)} tokens; "
+            f"{quantities.duration(seconds)} at {quantities.speed(did.tokens_per_second)}"
+        )
+    lines = ["", head, *_results(outcome, config)]
+    first, last = _replayable_steps(directory, step)
+    prompt = shlex.quote(config.eval.prompts[0] if config.eval.prompts else "The")
+    positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
+    if config.eval.sample_tokens > positions // 2:
+        prompt += f" --tokens {positions // 2}"
+    lines += [
+        f"  resume    vorox train --resume {run} train.num_steps={2 * step}",
+        f"  generate  vorox generate {run} -p {prompt}",
+        f"  export    vorox export {run} --to hf --check",
+        f"  replay    vorox replay {run} --from {first} --to {last}",
+    ]
+    return lines
+
+
+def _results(outcome: Outcome, config: RunConfig) -> list[str]:
+    """Losses and the place of the last checkpoint."""
+    from vorox.experiments.tracking import last_values
+
+    lines: list[str] = []
+    if outcome.eval_losses:
+        at = max(outcome.eval_losses)
+        text = f"  validated {outcome.eval_losses[at]:.4f} nats per token after step {at:,}"
+        values = last_values(outcome.run_directory, ["eval/bits_per_byte"])
+        if "eval/bits_per_byte" in values:
+            text += f", {values['eval/bits_per_byte'][1]:.3f} bits per byte"
+            reached = _xz_bits_per_byte(config)
+            text += f" (xz reaches {reached:.3f} on the same files)" if reached is not None else ""
+        lines.append(text)
+    checkpoints = _checkpoint_steps(outcome.run_directory)
+    if checkpoints:
+        lines.append(f"  saved     {checkpoints[max(checkpoints)]}")
+    return lines
+
+
+def _xz_bits_per_byte(config: RunConfig) -> float | None:
+    """What xz makes of the held-out text; ``None`` if the caches are gone by now."""
+    from vorox.core.errors import DataError
+    from vorox.data.dataset import prepare
+    from vorox.data.inspection import xz_bits_per_byte
+
+    try:
+        return xz_bits_per_byte(prepare(config, build=False))
+    except DataError:
+        return None
+
+
+def _checkpoint_steps(directory: Path) -> dict[int, Path]:
+    from vorox.training.checkpointing import step_directories
+
+    return step_directories(directory)
+
+
+def _replayable_steps(directory: Path, step: int) -> tuple[int, int]:
+    """From the oldest checkpoint before the last step that is kept, or from the start."""
+    before = [known for known in _checkpoint_steps(directory) if known < step]
+    return (max(before) if before else 0), step
+
+
+def shell_name(directory: Path) -> str:
+    """How a run is named in a command that is typed in this folder."""
+    return shlex.quote(directory.name if directory.parent == Path("runs") else str(directory))

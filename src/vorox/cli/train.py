@@ -1,0 +1,203 @@
+"""``vorox train``: one run, from words to the last screen. Parsing and printing only; ``vorox.train`` does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from vorox.cli.arguments import sort_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.core.schema import RunConfig
+    from vorox.training.display import Display, Level, StepView
+
+DEFAULT_PRESET = "quickstart"
+_OPTIONS = ("--resume", "--name", "--minutes", "--dry-run", "--help")
+_ENDED = frozenset({"finished"})
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [a.b=v ...]", show_default=False,
+            help=f"A preset ({DEFAULT_PRESET} if none is named), a YAML file or a run; then settings.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|RUN|CHECKPOINT",
+            help="auto: go on with the run of this very configuration, if there is one; never: begin a new one; "
+            "or the run or checkpoint to go on from, with its own configuration.",
+        ),
+    ] = "auto",
+    name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Train as many steps as fit into this time.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and show the plan; build and write nothing.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Train a model, or go on with a run that was interrupted.
+
+    Settings are given as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4.
+    `vorox config explain KEY` says what a setting does.
+    """
+    sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
+    config, resume_from = _choose(sorted_words.positional, sorted_words.overrides, resume, name)
+    if dry_run:
+        from vorox.cli.dry_run import describe
+
+        for line in describe(config, resume_from):
+            typer.echo(line)
+        return
+    command = ["vorox", "train", *(words or []), "--resume", resume]
+    command += [] if name is None else ["--name", name]
+    command += [] if minutes is None else ["--minutes", f"{minutes:g}"]
+    if minutes is not None and resume_from == "auto":
+        config, resume_from, minutes = _begun_before(config, minutes)
+    _run(config, resume_from, minutes, command)
+
+
+def _choose(
+    positional: Sequence[str], overrides: Sequence[str], resume: str, name: str | None
+) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
+    """The configuration, and where to go on from."""
+    from vorox.cli.config import configuration_source
+    from vorox.core.config import load_config
+    from vorox.core.errors import ConfigError
+    from vorox.core.run_context import recorded_config
+
+    settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
+    source = configuration_source(positional[0]) if positional else None
+    if resume == "auto" or resume == "never":
+        if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
+            typer.echo(f"No configuration named: the preset {DEFAULT_PRESET}.")
+            source = DEFAULT_PRESET
+        return load_config(source, settings), resume
+    if name is not None:
+        raise ConfigError("a run that goes on keeps its name", where="--name", hint="leave --name out")
+    path = _resumed_path(resume, source, settings)
+    directory = path.parent.parent if path.parent.name == "checkpoints" else path
+    return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
+
+
+def _quoted(text: str) -> str:
+    """A text as the value of an override, so that nothing in it is taken for a number or a list."""
+    from vorox.core.yaml_writer import write_scalar
+
+    return write_scalar(text)
+
+
+def _resumed_path(resume: str, source: str | Path | None, overrides: Sequence[str]) -> Path:
+    """The run or checkpoint that ``--resume`` names."""
+    from vorox.core.config import load_config
+    from vorox.core.errors import ConfigError
+    from vorox.core.run_lookup import find_run, is_run
+
+    path = Path(resume)
+    if path.parent.name == "checkpoints":
+        if not path.is_dir() or not is_run(path.parent.parent):
+            raise ConfigError("there is no checkpoint of a run", where=resume, hint="vorox checkpoints list RUN")
+        return path
+    root = "runs"
+    if source is not None:
+        root = load_config(source, overrides).run.directory
+    for word in overrides:
+        key, _, value = word.removeprefix("--").partition("=")
+        root = value if key == "run.directory" else root
+    return find_run(root, resume)
+
+
+def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
+    """The unfinished run that the same command began: its length is measured once, not at every resume."""
+    from vorox.core.config import differences, in_digest
+    from vorox.core.errors import ConfigError
+    from vorox.core.run_context import recorded_config
+    from vorox.core.run_lookup import run_attempts, run_directories
+    from vorox.training.budget import with_num_steps
+
+    for directory in reversed(run_directories(Path(config.run.directory))):
+        attempts = run_attempts(directory)
+        argv = [str(word) for word in attempts[0].get("argv", [])] if attempts else []
+        if argv[-2:] != ["--minutes", f"{minutes:g}"] or attempts[-1].get("outcome") in _ENDED:
+            continue
+        try:
+            recorded = recorded_config(directory)
+        except ConfigError:
+            continue  # of another version; not ours to judge
+        lengths = {"train.num_steps", "train.num_tokens", "train.num_epochs"}
+        changed = {item.key for item in differences(recorded, config) if in_digest(item.key) or item.key == "run.name"}
+        if changed <= lengths and recorded.train.num_steps is not None:
+            typer.echo(
+                f"Going on with {directory.name}, which --minutes {minutes:g} began: "
+                f"{recorded.train.num_steps:,} steps. --resume never begins a new run."
+            )
+            return with_num_steps(config, recorded.train.num_steps), directory, None
+    return config, "auto", minutes
+
+
+def _run(
+    config: RunConfig, resume_from: Literal["auto", "never"] | Path, minutes: float | None, command: Sequence[str]
+) -> None:
+    from vorox.cli.last_screen import last_screen
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.progress import open_display
+    from vorox.train import train as train_run
+
+    preparation = PreparationDisplay()
+    display = _Screen(open_display(), preparation)
+    typer.echo(_first_line(config))
+    try:
+        outcome = train_run(
+            config, resume_from=resume_from, minutes=minutes, display=display, on_progress=preparation, argv=command
+        )
+    finally:
+        display.close()
+    for line in last_screen(outcome):
+        typer.echo(line)
+
+
+class _Screen:
+    """The display of a run, with the line of the preparation ended before anything else is shown."""
+
+    def __init__(self, display: Display, preparation: PreparationDisplay) -> None:
+        self._display, self._preparation = display, preparation
+
+    def step(self, view: StepView) -> None:
+        self._preparation.close()
+        self._display.step(view)
+
+    def message(self, text: str, level: Level = "info") -> None:
+        self._preparation.close()
+        self._display.message(text, level)
+
+    def sample(self, prompt: str, completion: str) -> None:
+        self._display.sample(prompt, completion)
+
+    def close(self) -> None:
+        self._preparation.close()
+        self._display.close()
+
+
+def _first_line(config: RunConfig) -> str:
+    from vorox.core.config import model_label
+
+    train, data = config.train, config.data
+    length = (
+        f"{train.num_steps:,} steps"
+        if train.num_steps is not None
+        else f"{train.num_tokens:,} tokens"
+        if train.num_tokens is not None
+        else f"{train.num_epochs:g} epochs"
+    )
+    sources = ", ".join(source.name for source in data.sources)
+    return (
+        f"{config.run.name or model_label(config)}: {model_label(config)} on {sources}, {length}, "
+        f"{train.global_batch_sequences} x {data.sequence_length_tokens} tokens a step"
+    )

@@ -1,0 +1,236 @@
+"""``vorox train`` through ``main``: real small runs under the numpy engine, and every way to be refused before one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_runs
+from vorox.cli import main
+from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.training.checkpointing import step_directories
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, configuration and cache, but without a run."""
+    directory = tmp_path_factory.mktemp("prepared")
+    config = tiny_runs.configuration(directory)
+    from vorox.data.dataset import prepare
+
+    prepare(config)
+    return directory
+
+
+@pytest.fixture
+def vorox(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Calls a command in a folder of its own, with runs in ``runs``."""
+    settings = json.loads((prepared / "tiny.yaml").read_text())
+    settings["run"] = {"name": "tiny"}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    tiny_runs.use_numpy_engine(monkeypatch)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def runs() -> list[Path]:
+    return run_directories(Path("runs"))
+
+
+def chain_heads(directory: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (directory / "chain.jsonl").read_text().splitlines()]
+    return {line["step"]: line["chain"] for line in lines if "chain" in line}
+
+
+def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
+    code, out, err = vorox("train", "tiny.yaml")
+    assert code == 0, err
+    (directory,) = runs()
+    assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens a step\n")
+    commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
+    assert list(commands) == ["resume", "generate", "export", "replay"]
+    assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
+    assert "validated" in out
+    assert "bits per byte (xz reaches" in out
+    assert str(step_directories(directory)[12]) in out
+
+    def typed(name: str, *more: str) -> tuple[int, str, str]:
+        words = shlex.split(commands[name])
+        assert words[0] == "vorox"
+        return vorox(*words[1:], *more)
+
+    code, out, err = typed("replay")
+    assert code == 0, err
+    assert "bit-exact" in out
+    code, out, err = typed("generate")
+    assert code == 0, err
+    code, out, err = typed("resume")
+    assert code == 0, err
+    assert f"{directory.name}: 24 steps" in out
+    assert [path.name for path in runs()] == [directory.name]
+    assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "finished"]
+
+
+def test_the_same_command_again_says_that_it_has_finished(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    code, out, _ = vorox("train", "tiny.yaml")
+    assert code == 0
+    assert "has finished all of its 12 steps already" in out
+    assert "train.num_steps=24" in out
+    assert len(runs()) == 1
+
+
+def test_resume_never_begins_another_run(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    assert vorox("train", "tiny.yaml", "--resume", "never")[0] == 0
+    first, second = runs()
+    assert second.name == f"{first.name}-2"
+    assert chain_heads(first) == chain_heads(second)
+
+
+def test_overrides_make_another_run_and_names_name_it(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml", "--optimizer.lr=0.02", "--name", "7")[0] == 0
+    (directory,) = runs()
+    assert directory.name.startswith("7-")
+    assert "lr: 0.02" in (directory / "config.yaml").read_text()
+    assert run_attempts(directory)[0]["argv"][:4] == ["vorox", "train", "tiny.yaml", "--optimizer.lr=0.02"]
+
+
+def test_resume_from_a_run_by_name_beginning_and_checkpoint(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    whole = chain_heads(directory)
+    for word in (directory.name, "tiny", "latest", str(directory)):
+        code, out, err = vorox("train", "--resume", word)
+        assert code == 0, err
+        assert "already" in out
+    checkpoint = step_directories(directory)[8]
+    code, out, err = vorox("train", "--resume", str(checkpoint))
+    assert code == 0, err
+    assert "Resuming after step 8" in out
+    assert chain_heads(directory) == whole
+
+
+def test_a_run_may_stand_for_its_configuration(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    code, out, _ = vorox("train", directory.name)
+    assert code == 0
+    assert "already" in out
+
+
+def test_minutes_set_the_length_once(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 5)
+    code, _, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
+    assert code == 0, err
+    (directory,) = runs()
+    assert "num_steps: 5" in (directory / "config.yaml").read_text()
+    record = json.loads((directory / "run.json").read_text())
+    record["attempts"][-1]["outcome"] = "killed"
+    (directory / "run.json").write_text(json.dumps(record))
+    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 6)
+    code, out, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
+    assert code == 0, err
+    assert f"Going on with {directory.name}, which --minutes 0.5 began: 5 steps" in out
+    assert len(runs()) == 1
+    assert vorox("train", "tiny.yaml", "--minutes", "0.5")[0] == 0  # the first one has finished
+    assert len(runs()) == 2
+
+
+def test_other_settings_are_never_taken_for_the_run_that_minutes_began(
+    vorox: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 5)
+    assert vorox("train", "tiny.yaml", "--minutes", "0.5")[0] == 0
+    (directory,) = runs()
+    record = json.loads((directory / "run.json").read_text())
+    record["attempts"][-1]["outcome"] = "killed"
+    (directory / "run.json").write_text(json.dumps(record))
+    for words in (["optimizer.lr=0.5"], ["--name", "other"], ["run.seed=3"]):
+        assert vorox("train", "tiny.yaml", "--minutes", "0.5", *words)[0] == 0
+    assert len(runs()) == 4
+    assert len(run_attempts(directory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny.yaml", "--resum", "never"], "did you mean --resume?"),
+        (["tiny.yaml", "--minute=3"], "did you mean --minutes?"),
+        (["tiny.yaml", "--optimizer.lr", "3"], "--optimizer.lr has no value"),
+        (["tiny.yaml", "other.yaml"], "one word too many"),
+        (["tiny.yam"], "did you mean tiny.yaml?"),
+        (["tiny.yaml", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+        (["tiny.yaml", "--minutes", "0"], "no time to train in"),
+        (["--resume", "nothing"], "no run was ever started here"),
+        (["--resume", "runs/x/checkpoints/step-00000004"], "there is no checkpoint of a run"),
+        (["--resume", "nothing", "--name", "x"], "keeps its name"),
+        (["tiny.yaml", "run.directory=tiny.yaml"], "cannot be written"),
+    ],
+)
+def test_refusals_leave_with_2_and_touch_nothing(vorox: Run, words: list[str], message: str) -> None:
+    code, _, err = vorox("train", *words)
+    assert code == 2
+    assert message in err
+    assert not Path("runs").exists()
+
+
+def test_a_changed_architecture_is_refused_on_resume_and_nothing_is_lost(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    before = (directory / "config.yaml").read_bytes(), chain_heads(directory)
+    code, _, err = vorox("train", "--resume", directory.name, "model.num_layers=2")
+    assert code == 2
+    assert "model.num_layers: 1 -> 2" in err
+    assert ((directory / "config.yaml").read_bytes(), chain_heads(directory)) == before
+    assert vorox("train", "--resume", directory.name)[0] == 0
+
+
+def test_a_run_in_use_is_refused(vorox: Run) -> None:
+    from vorox.core.run_context import RunContext, recorded_config
+
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    with RunContext.open(directory, recorded_config(directory)):
+        code, _, err = vorox("train", "tiny.yaml")
+    assert code == 2
+    assert "is in use by process" in err
+
+
+def test_a_failure_prints_four_lines_and_is_recorded(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = vorox("train", "tiny.yaml", "data.sources.0.paths=[missing/]")
+    assert code == 4
+    assert [line.split()[0] for line in err.strip().splitlines()] == ["x", "where", "saved", "do"]
+
+
+def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fake(config: Any, **arguments: Any) -> Any:
+        seen.append((config, arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vorox.train.train", fake)
+    code, out, _ = vorox("train", "model.num_layers=2")
+    assert code == 130
+    assert "the preset quickstart" in out
+    config, arguments = seen[0]
+    assert config.run.name == "quickstart-llama-2x256"
+    assert arguments["resume_from"] == "auto"
