@@ -1,0 +1,82 @@
+"""How much memory training a model takes, before it is tried.
+
+An estimate from shapes: what must be there whatever the kernels do (parameters, gradients, optimizer state), and what
+the backward pass needs of the forward pass (Korthikanti et al., arXiv 2205.05198, without their tensor parallelism).
+Good to within some tens of percent; allocators, kernels and the framework itself come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vorox.models.spec import ModelSpec
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on one device at the peak of a step."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+            + self.logits_bytes
+        )
+
+
+def training_memory(
+    spec: ModelSpec,
+    *,
+    micro_batch_sequences: int,
+    sequence_length_tokens: int,
+    dtype_bytes: int,
+    optimizer: str,
+    recompute_blocks: bool,
+    loss_chunk_tokens: int,
+) -> MemoryEstimate:
+    """Estimate the peak of one training step.
+
+    Args:
+        spec: The model. Parameters, gradients and optimizer state are fp32.
+        micro_batch_sequences: Rows of a forward pass.
+        sequence_length_tokens: Positions of a row.
+        dtype_bytes: Width of activations: 4 for fp32, 2 for bf16 and fp16.
+        optimizer: ``adamw`` keeps two moments of every parameter, ``muon`` one of the matrices.
+        recompute_blocks: Only block inputs are kept, and one block at a time is computed again.
+        loss_chunk_tokens: Positions whose logits exist at once.
+    """
+    weights = FP32_BYTES * spec.num_parameters
+    state = 2 * weights
+    if optimizer == "muon":
+        state -= FP32_BYTES * sum(row.num_elements for row in spec.parameters if row.kind == "matrix")
+    positions = micro_batch_sequences * sequence_length_tokens
+    block = positions * _kept_per_position(spec) * dtype_bytes
+    stream = positions * spec.hidden_size * dtype_bytes
+    blocks = stream * spec.num_layers + block if recompute_blocks else block * spec.num_layers
+    chunk = min(loss_chunk_tokens, positions)
+    return MemoryEstimate(
+        parameter_bytes=weights,
+        gradient_bytes=weights,
+        optimizer_bytes=state,
+        activation_bytes=blocks + 2 * stream,
+        logits_bytes=2 * FP32_BYTES * chunk * spec.vocab_size,
+    )
+
+
+def _kept_per_position(spec: ModelSpec) -> int:
+    """Elements per position that one block keeps for its backward pass, attention without the T x T matrix."""
+    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = 2 * spec.hidden_size + query + 2 * key_value + query  # stream, norm, projections, mixed values
+    mlp = 2 * spec.hidden_size + (3 if spec.is_gated else 2) * spec.intermediate_size
+    return attention + mlp

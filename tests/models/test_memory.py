@@ -1,0 +1,44 @@
+"""The memory estimate against arithmetic done by hand and against what a real step holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from vorox.core.config import load_config
+from vorox.models.memory import training_memory
+from vorox.models.spec import model_spec
+
+
+def estimate(overrides: list[str], **changes: object):
+    config = load_config("quickstart", overrides)
+    spec = model_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+    settings = {
+        "micro_batch_sequences": 8,
+        "sequence_length_tokens": 1024,
+        "dtype_bytes": 2,
+        "optimizer": "adamw",
+        "recompute_blocks": False,
+        "loss_chunk_tokens": 1024,
+    }
+    return spec, training_memory(spec, **{**settings, **changes})
+
+
+def test_states_of_gpt2_take_sixteen_bytes_per_parameter() -> None:
+    spec, memory = estimate(["model.preset=gpt2-124m"])
+    assert memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes == 16 * spec.num_parameters
+    assert memory.total_bytes > 16 * spec.num_parameters
+
+
+def test_muon_keeps_one_moment_of_matrices() -> None:
+    spec, adamw = estimate(["model.preset=gpt2-124m"])
+    _, muon = estimate(["model.preset=gpt2-124m"], optimizer="muon")
+    assert adamw.optimizer_bytes - muon.optimizer_bytes == 4 * 12 * 12 * spec.hidden_size**2
+
+
+def test_what_saves_memory_saves_it_in_the_estimate() -> None:
+    _, whole = estimate(["model.preset=gpt2-124m"])
+    _, recomputed = estimate(["model.preset=gpt2-124m"], recompute_blocks=True)
+    _, wide = estimate(["model.preset=gpt2-124m"], dtype_bytes=4)
+    assert recomputed.activation_bytes < whole.activation_bytes / 4
+    assert wide.activation_bytes == 2 * whole.activation_bytes
+    assert whole.logits_bytes == pytest.approx(2 * 4 * 1024 * 50257)
