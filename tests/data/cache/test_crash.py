@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,6 +134,22 @@ def test_a_build_that_is_cut_again_and_again_makes_progress(tmp_path):
         except Cut:
             check_readable(directory)
     assert report.digest == digest
+
+
+def test_what_dead_builders_left_is_cleared_away_and_what_live_ones_write_is_not(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    corpus = with_bad_line()
+    build_corpus(tmp_path, corpus, recipe=RECIPE)
+    log = tmp_path / "manifest" / "log.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    kept, left = [], []
+    for place in (tmp_path, tmp_path / "manifest", tmp_path / "quarantine", tmp_path / "chunks" / "01"):
+        for process_id, names in ((dead.pid, left), (os.getpid(), kept)):
+            names.append(place / f".tmp-{socket.gethostname()}-{process_id}-0123abcd-name")
+            names[-1].write_bytes(b"half")
+    build_corpus(tmp_path, corpus, recipe=RECIPE)
+    assert [path for path in (*left, *kept) if path.exists()] == kept
 
 
 def test_a_damaged_orphan_is_built_again(tmp_path):

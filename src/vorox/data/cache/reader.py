@@ -68,7 +68,7 @@ class CacheReader:
         self._chunk_row_starts = manifest.chunk_row_starts
         self._dtype = np.dtype(f"<u{recipe.token_bytes}")
         self._open_chunks: dict[int, Chunk] = {}
-        self._closing = threading.Lock()
+        self._changing = threading.Lock()
         self._clock = itertools.count(1)
 
     @classmethod
@@ -226,7 +226,8 @@ class CacheReader:
         except DataError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE):
                 raise
-            self._close_oldest()  # the process has used up its files
+            with self._changing:
+                self._close_oldest()  # the process has used up its files
             chunk = Chunk.open(path)
         header = chunk.header
         found = (header.unit, header.part, header.num_rows, header.row_tokens, header.token_bytes, header.content.hex())
@@ -237,17 +238,17 @@ class CacheReader:
                 where=str(chunk.path), hint=REMEDY,
             )  # fmt: skip
         chunk.last_used = next(self._clock)
-        if len(self._open_chunks) >= self._max_open_chunks:
-            self._close_oldest()
-        self._open_chunks[index] = chunk
+        with self._changing:
+            if len(self._open_chunks) >= self._max_open_chunks:
+                self._close_oldest()
+            self._open_chunks[index] = chunk
         return chunk
 
     def _close_oldest(self) -> None:
         """Let go of an eighth of the open chunks; so many at a time that finding the oldest costs nothing per chunk."""
-        with self._closing:
-            oldest = sorted(self._open_chunks.items(), key=lambda entry: entry[1].last_used)
-            for index, _ in oldest[: -(-len(oldest) // 8)]:
-                del self._open_chunks[index]
+        oldest = sorted(self._open_chunks.items(), key=lambda entry: entry[1].last_used)
+        for index, _ in oldest[: -(-len(oldest) // 8)]:
+            del self._open_chunks[index]
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Check every byte of every chunk file and every line of the manifest.
