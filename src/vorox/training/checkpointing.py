@@ -276,9 +276,9 @@ class Checkpointer:
         self._retain(path)
         return path
 
-    def seconds_since_save(self) -> float:
-        """Age of the newest checkpoint of this process, or of the process."""
-        return self._clock() - self._saved_at
+    def seconds_since_save(self) -> float | None:
+        """How long ago this process saved, or began from a checkpoint; ``None`` if it did neither."""
+        return None if self._saved_step is None else self._clock() - self._saved_at
 
     def safe(self) -> str:
         """What is on disk by now, for people."""

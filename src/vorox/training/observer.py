@@ -76,7 +76,7 @@ class Observer:
         engine: Engine,
         queue: Queue,
         complete: Complete,
-        seconds_since_save: Callable[[], float],
+        seconds_since_save: Callable[[], float | None],
     ) -> None:
         self._log, self._tracker, self._display = log, tracker, display
         self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
@@ -120,7 +120,7 @@ class Observer:
             "tokens_total": float(progress.num_tokens),
             "epoch": epoch,
             "queue_depth": float(self._queue.depth()),
-            "seconds_since_save": age,
+            **({} if age is None else {"seconds_since_save": age}),
             **reading.metrics(),
             **memory,
             **device,
@@ -134,7 +134,7 @@ class Observer:
         values: StepValues,
         reading: Reading,
         epoch: float,
-        age: float,
+        age: float | None,
         memory: Mapping[str, float],
     ) -> StepView:
         total_steps = self._horizon.total_steps

@@ -1,0 +1,177 @@
+"""kill -9 of the real command at twenty random instants, resumed each time: the end is the straight run's, bit for bit.
+
+Every process is ``python -m vorox train`` with PyTorch on a tiny model. The instants are drawn from a seed: some at any
+time of a process's life, from right after its start; others where it matters, by watching the run's files: while the
+cache is built, between two logged steps, while a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_runs import configuration, write_text
+from vorox.core.atomic import read_manifest
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import checkpoint_path
+from vorox.training.history import read_history
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+STEPS = 40
+KILLS = 20
+KILLS_OF_A_LIFE = 5
+TIMEOUT_SECONDS = 120.0
+SETTINGS = [
+    f"train.num_steps={STEPS}", "checkpoint.every_steps=5", "eval.every_steps=10", "log.every_steps=1",
+    "eval.prompts=['the step']", "eval.sample_tokens=4", "model.dropout_fraction=0.1",
+]  # fmt: skip
+
+
+@dataclass
+class Life:
+    """One run directory and cache, from the first start to the end."""
+
+    directory: Path
+    settings: list[str] = field(default_factory=list)
+    configured: bool = False
+
+    def start(self) -> subprocess.Popen[bytes]:
+        if not self.configured:
+            write_text(self.directory / "text", documents=400)
+            configuration(self.directory)  # writes tiny.yaml
+            self.configured = True
+        command = [sys.executable, "-m", "vorox", "train", "tiny.yaml", *SETTINGS, *self.settings]
+        with (self.directory / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                command, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    @property
+    def run_directory(self) -> Path:
+        return next((self.directory / "runs").iterdir())
+
+    def finish(self) -> dict[str, Any]:
+        """Go on to the end; what the run came to."""
+        code = self.start().wait(TIMEOUT_SECONDS)
+        assert code == 0, (self.directory / "output.txt").read_text()
+        manifest = read_manifest(checkpoint_path(self.run_directory, STEPS))["metadata"]
+        chain = read_chain(self.run_directory)
+        assert list(chain) == list(range(1, STEPS + 1))
+        evaluations = read_history(self.run_directory / "evaluations.jsonl")
+        return {
+            "chain": [entry.chain for entry in chain.values()],
+            "saved_chain": manifest["chain"],
+            "fingerprint": manifest["fingerprint"],
+            "eval_losses": {step: float(record["loss"]).hex() for step, record in evaluations.items()},
+        }
+
+    def logged_steps(self) -> int:
+        files = list(self.directory.glob("runs/*/metrics.jsonl"))
+        return files[0].read_bytes().count(b'"loss"') if files else 0
+
+    def is_saving(self) -> bool:
+        return any(self.directory.glob("runs/*/checkpoints/.tmp-*"))
+
+    def is_building(self) -> bool:
+        return any(self.directory.glob("cache/*/chunks"))
+
+    def stage(self) -> str:
+        """What has been reached by now."""
+        for stage, pattern in (("saved", "runs/*/checkpoints/step-*"), ("steps", "runs/*/metrics.jsonl"),
+                               ("cache", "cache/*/chunks"), ("run", "runs/*")):  # fmt: skip
+            if any(self.directory.glob(pattern)):
+                return stage
+        return "nothing"
+
+
+def kill(life: Life, due: Callable[[], bool], delay_seconds: float) -> bool:
+    """Start, wait until something is seen and a moment longer, and kill; whether it was still alive then."""
+    process = life.start()
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while process.poll() is None and not due():
+        assert time.monotonic() < deadline, "neither ended nor seen"
+        time.sleep(0.001)
+    time.sleep(delay_seconds)
+    alive = process.poll() is None
+    process.kill()
+    code = process.wait(TIMEOUT_SECONDS)
+    assert alive or code == 0, (life.directory / "output.txt").read_text()
+    return alive
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run that nothing happens to, and the seconds that it takes."""
+    life = Life(tmp_path_factory.mktemp("straight"))
+    began = time.monotonic()
+    return {**life.finish(), "seconds": time.monotonic() - began}
+
+
+def assert_same(found: dict[str, Any], straight: dict[str, Any], what: str) -> None:
+    for key in ("chain", "saved_chain", "fingerprint", "eval_losses"):
+        assert found[key] == straight[key], f"{key} differs {what}"
+
+
+def test_killed_at_twenty_random_instants(straight: dict[str, Any], tmp_path: Path) -> None:
+    chooser = random.Random(20_260_730)
+    kinds = ["any time"] * 7 + ["building"] * 3 + ["between steps"] * 6 + ["saving"] * 4
+    chooser.shuffle(kinds)
+    killed: Counter[str] = Counter()
+    stages: Counter[str] = Counter()
+    for number in range(3 * KILLS):
+        if killed.total() >= KILLS:
+            break
+        life = Life(tmp_path / f"life-{number}")
+        life.directory.mkdir()
+        for _ in range(min(KILLS_OF_A_LIFE, KILLS - killed.total())):
+            kind = kinds[killed.total()]
+            if kind == "building" and life.is_building():
+                break  # only a new life builds
+            before = life.logged_steps()
+            wanted = before + chooser.randint(1, 12)
+            due = {
+                "any time": lambda: True,
+                "building": life.is_building,
+                "between steps": lambda wanted=wanted, life=life: life.logged_steps() >= wanted,
+                "saving": life.is_saving,
+            }[kind]
+            longest = straight["seconds"] if kind == "any time" else 0.05
+            if not kill(life, due, chooser.uniform(0, longest)):
+                break  # it had reached its end
+            killed[kind] += 1
+            stages[life.stage()] += 1
+        assert_same(life.finish(), straight, f"after {killed.total()} kills, stages {dict(stages)}")
+    assert killed.total() == KILLS, dict(killed)
+    assert {"building", "between steps", "saving"} <= set(killed), dict(killed)
+    assert len(stages) >= 3, dict(stages)
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_loader_threads_change_nothing(straight: dict[str, Any], tmp_path: Path, threads: int) -> None:
+    found = Life(tmp_path, settings=[f"data.loader.num_threads={threads}"]).finish()
+    assert_same(found, straight, f"with {threads} loader threads")
+
+
+def test_replay_says_bit_exact(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    assert kill(life, lambda: life.logged_steps() >= 12, 0.01)
+    life.finish()
+    for arguments in ([], ["--from", "37"]):
+        command = [sys.executable, "-m", "vorox", "replay", str(life.run_directory), "--json", *arguments]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert result.returncode == 0, result.stderr
+        report = json.loads(result.stdout)
+        assert report["difference"] is None
+        assert report["num_steps"] == (5 if arguments else STEPS)
