@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vorox.core import atomic
-from vorox.core.atomic import FileOperation, HashChainedLog, StagedDirectory
+from vorox.core.atomic import FileOperation, StagedDirectory
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import CheckpointError, DataError
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from vorox.core import atomic
-from vorox.core.atomic import FileOperation, HashChainedLog, StagedDirectory
+from vorox.core.atomic import FileOperation, StagedDirectory
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import CheckpointError
 
 

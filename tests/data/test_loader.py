@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_rows import FakeRows
-from vorox.core.atomic import HashChainedLog
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
 from vorox.data import loader

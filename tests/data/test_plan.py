@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from crash_enumeration import crash_states, record
 from fake_rows import FakeRows
-from vorox.core.atomic import HashChainedLog
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart

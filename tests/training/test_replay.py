@@ -18,7 +18,8 @@ import xxhash
 import vorox.train
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.core.atomic import MANIFEST_NAME, HashChainedLog, canonical_json, pretty_json, read_manifest
+from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json, read_manifest
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.lock import FileLock

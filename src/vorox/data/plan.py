@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import HashChainedLog, canonical_json
+from vorox.core.atomic import canonical_json
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture import Mixture
 from vorox.data.order import permutation_key, permute, unpermute

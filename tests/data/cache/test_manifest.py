@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_corpus import ByteTokenizer, recipe_for, small_corpus
-from vorox.core.atomic import HashChainedLog, make_directory
+from vorox.core.atomic import make_directory
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.data.cache import inventory
 from vorox.data.cache.format import ChunkRecord

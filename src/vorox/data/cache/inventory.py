@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from vorox.core.atomic import HashChainedLog, canonical_json
+from vorox.core.atomic import canonical_json
+from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 

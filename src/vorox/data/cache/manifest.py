@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import HashChainedLog, LogPosition, write_file
+from vorox.core.atomic import write_file
+from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.data.cache.format import ChunkRecord

@@ -1,0 +1,131 @@
+"""Append-only logs that tell when they were changed: plans and cache manifests.
+
+Every line is JSON that names the hash of the line before and carries a hash of itself. What a crash in the middle of an
+append can leave is a torn last line, which readers ignore and the next append cuts off; damage anywhere else is an
+error. Writing goes through ``core.atomic``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from vorox.core.atomic import append, canonical_json, truncate
+from vorox.core.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """The end of one line of a ``HashChainedLog``: where reading can go on without what lies before.
+
+    Attributes:
+        num_entries: Lines up to here.
+        line_start_bytes: Where the last of them begins.
+        end_bytes: Where it ends.
+        head: Its hash; empty at the start of the log.
+    """
+
+    num_entries: int = 0
+    line_start_bytes: int = 0
+    end_bytes: int = 0
+    head: str = ""
+
+
+class HashChainedLog:
+    """An append-only file of JSON lines, each naming the hash of the one before: plans and cache manifests.
+
+    A line is ``{"body": {...}, "prev": "<sha256 of the previous line>", "xxh3": "<hash of body and prev>"}``. A torn
+    last line (a crash in the middle of an append) is ignored by readers and cut off by the next append; damage
+    anywhere else is an error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def _line(body: Mapping[str, Any], previous: str) -> bytes:
+        payload = canonical_json({"body": body, "prev": previous})
+        checksum = format(xxhash.xxh3_64_intdigest(payload), "016x")
+        return payload[:-1] + b',"xxh3":"' + checksum.encode() + b'"}\n'
+
+    def read(self) -> tuple[list[dict[str, Any]], str]:
+        """All complete entries and the hash of the last line (empty for an empty log).
+
+        Raises:
+            DataError: A line before the last is damaged or the chain is broken.
+        """
+        bodies, position = self.read_after(LogPosition())
+        return bodies, position.head
+
+    def read_after(self, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
+        """The complete entries behind a position that was read before, and the position behind the last of them.
+
+        Raises:
+            DataError: The line before the position is not the one it was, or a line before the last is damaged.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(position.line_start_bytes)
+                last = file.read(position.end_bytes - position.line_start_bytes)
+                raw = file.read()
+        except FileNotFoundError:
+            last = raw = b""
+        if hashlib.sha256(last).hexdigest() != position.head and position.head:
+            raise self._damaged(position.num_entries)
+        bodies: list[dict[str, Any]] = []
+        offset, base = 0, position.end_bytes
+        while offset < len(raw):
+            end = raw.find(b"\n", offset)
+            line = raw[offset : end + 1] if end >= 0 else raw[offset:]
+            body = self._parse(line, position.head) if end >= 0 else None
+            if body is None:
+                if end < 0 or end + 1 == len(raw):
+                    break  # the torn end of an interrupted append
+                raise self._damaged(position.num_entries + 1)
+            bodies.append(body)
+            position = LogPosition(
+                position.num_entries + 1, base + offset, base + end + 1, hashlib.sha256(line).hexdigest()
+            )
+            offset = end + 1
+        return bodies, position
+
+    def _damaged(self, line_number: int) -> DataError:
+        return DataError(
+            f"line {line_number} is damaged or out of sequence", where=str(self.path),
+            hint="restore the file from a copy; what follows the damage cannot be trusted",
+        )  # fmt: skip
+
+    @classmethod
+    def _parse(cls, line: bytes, previous: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads(line)
+            body = value["body"]
+            return body if cls._line(body, previous) == line else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def append(self, bodies: Iterable[Mapping[str, Any]], *, after: LogPosition | None = None) -> str:
+        """Add entries durably and return the new head. The caller holds whatever lock the file needs.
+
+        Args:
+            bodies: What to add.
+            after: A position that the caller has read up to, so that nothing before it is read again.
+        """
+        _, position = self.read_after(after or LogPosition())
+        head = position.head
+        if self.path.exists() and self.path.stat().st_size > position.end_bytes:
+            truncate(self.path, position.end_bytes)
+        lines: list[bytes] = []
+        for body in bodies:
+            line = self._line(body, head)
+            head = hashlib.sha256(line).hexdigest()
+            lines.append(line)
+        if lines:
+            append(self.path, b"".join(lines), sync=True)
+        return head
