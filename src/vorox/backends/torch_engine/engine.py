@@ -93,9 +93,9 @@ class TorchEngine:
         self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
         self._train_forward = compiling.compiled(self.model, compute) if compute.compiled else self.model
         self._head = self.store.modules["embedding.weight" if spec.tie_embeddings else "head.weight"]
-        self._product = kernels.products(compute)
+        self._products = kernels.products(compute)
         self._loss = HeadLoss(
-            config.loss, self._head, self._product, compute.dtype, count_correct=config.log.accuracy
+            config.loss, self._head, self._products, compute.dtype, count_correct=config.log.accuracy
         )  # fmt: skip
         self._rotary: tuple[Tensor, Tensor] | None = None
         if spec.positions == "rope":
@@ -128,13 +128,12 @@ class TorchEngine:
         tokens_M, run = self._inputs(batch, index, is_training=True)
         if self._statistics is not None:
             self._statistics.micro_batch = index
-        scale: float | Tensor = 1.0 / max(1, batch.num_target_tokens)
-        if self.optimizer.is_scaled:
-            scale = self.optimizer.loss_scale * scale
+        scale = 1.0 / max(1, batch.num_target_tokens)
+        loss_scale = self.optimizer.loss_scale if self.optimizer.is_scaled else None
         with keyed_randomness(self._config.run.seed, batch.step, index, self.compute.device, active=run.dropout > 0):
             with self.compute.autocast():
                 hidden_MD = self._train_forward(tokens_M, run)
-            sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale)
+            sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale, loss_scale)
             hidden_MD.backward(d_hidden_MD)
         return sums
 
@@ -241,7 +240,7 @@ class TorchEngine:
 
     def _head_logits(self, hidden_MD: Tensor) -> Tensor:
         dtype = self.compute.dtype
-        return self._product(hidden_MD.to(dtype), self._head.to(dtype)).float()
+        return self._products(hidden_MD.to(dtype), self._head.to(dtype)).float()
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self._spec.max_positions_tokens:

@@ -21,8 +21,37 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.devices import Compute
 
-Product = Callable[[Tensor, Tensor], Tensor]
+ONEDNN_MIN_WORK = 1 << 20
+"""Below so many multiplications, starting a oneDNN product costs more than it saves."""
 _aten = torch.ops.aten
+
+
+class Products:
+    """Matrix products ``a @ b.T`` through one library; either factor may be a transposed view.
+
+    Args:
+        use_onednn: Take oneDNN for fp32 products that are worth it, else what ``torch.mm`` takes.
+    """
+
+    def __init__(self, *, use_onednn: bool) -> None:
+        self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
+
+    def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
+        if self._onednn is None or a_MK.shape[0] * a_MK.shape[1] * b_NK.shape[0] < ONEDNN_MIN_WORK:
+            return torch.mm(a_MK, b_NK.t())
+        return self._onednn(_dense(a_MK), _dense(b_NK), None, "none", [], "")
+
+    def add_to(self, sum_MN: Tensor, a_MK: Tensor, b_NK: Tensor, scale: float = 1.0) -> None:
+        """Add ``scale * a @ b.T`` in place."""
+        if self._onednn is None:
+            sum_MN.addmm_(a_MK, b_NK.t(), alpha=scale)
+        else:
+            sum_MN.add_(self(a_MK, b_NK), alpha=scale)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """oneDNN leaves its fast paths for strides that are neither those of a matrix nor of its transpose."""
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +78,19 @@ def select(compute: Compute) -> Kernels:
     """The set for a device and precision."""
     if not compute.is_direct:
         return PLAIN
-    product = products(compute)
+    chosen = products(compute)
     return Kernels(
         embed=_Embed.apply,
-        linear=lambda x, weight, bias: _Linear.apply(x, weight, bias, product),
+        linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen),
         rms_norm=_RmsNorm.apply,
         gate=_Gate.apply,
         rotate=_Rotate.apply,
     )
 
 
-def products(compute: Compute) -> Product:
-    """``a_MK, b_NK -> a @ b.T``; either argument may be a transposed view."""
-    if compute.products == "onednn":
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        return lambda a_MK, b_NK: linear(a_MK, b_NK, None, "none", [], "")
-    return lambda a_MK, b_NK: torch.mm(a_MK, b_NK.t())
+def products(compute: Compute) -> Products:
+    """The products of a device and precision."""
+    return Products(use_onednn=compute.products == "onednn" and compute.dtype == torch.float32)
 
 
 # -- plain ------------------------------------------------------------------------------------------------------------
@@ -124,20 +150,20 @@ class _Embed(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, product: Product
+        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, products: Products
     ) -> Tensor:
         ctx.save_for_backward(x_MD)
-        ctx.weight_OD, ctx.bias_O, ctx.product = weight_OD, bias_O, product
-        y_MO = product(x_MD, weight_OD.detach())
+        ctx.weight_OD, ctx.bias_O, ctx.products = weight_OD, bias_O, products
+        y_MO = products(x_MD, weight_OD.detach())
         return y_MO if bias_O is None else y_MO.add_(bias_O.detach())
 
     @staticmethod
     def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x_MD,) = ctx.saved_tensors
-        ctx.weight_OD.grad.add_(ctx.product(d_y_MO.t(), x_MD.t()))
+        ctx.products.add_to(ctx.weight_OD.grad, d_y_MO.t(), x_MD.t())
         if ctx.bias_O is not None:
             ctx.bias_O.grad.add_(d_y_MO.sum(0))
-        return ctx.product(d_y_MO, ctx.weight_OD.detach().t()), None, None, None
+        return ctx.products(d_y_MO, ctx.weight_OD.detach().t()), None, None, None
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.kernels import Product
+from vorox.backends.torch_engine.kernels import Products
 from vorox.core.schema import LossConfig
 
 CPU_CHUNK_BYTES = 4 << 20
@@ -53,16 +53,16 @@ class HeadLoss:
 
     Args:
         head: ``[V, D]``; its ``grad`` receives the gradient.
-        product: ``a @ b.T`` in fp32.
+        products: Matrix products.
         dtype: Arithmetic of the products.
         count_correct: Whether training counts correct targets.
     """
 
     def __init__(
-        self, config: LossConfig, head: nn.Parameter, product: Product, dtype: torch.dtype, *, count_correct: bool
+        self, config: LossConfig, head: nn.Parameter, products: Products, dtype: torch.dtype, *, count_correct: bool
     ) -> None:
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
-        self._head, self._product, self._dtype, self._count_correct = head, product, dtype, count_correct
+        self._head, self._products, self._dtype, self._count_correct = head, products, dtype, count_correct
         self._sum_dtype = torch.float32 if head.device.type == "mps" else torch.float64
         self._chunk_positions = config.chunk_tokens
         if head.device.type == "cpu":
@@ -74,41 +74,41 @@ class HeadLoss:
         sums = _Sums(hidden_MD.device, self._sum_dtype)
         head_VD = self._head.to(self._dtype)
         for chunk, chunk_labels in self._chunks(hidden_MD.detach(), labels):
-            logits_CV = self._product(chunk.to(self._dtype), head_VD).float()
+            logits_CV = self._products(chunk.to(self._dtype), head_VD).float()
             self._probabilities(logits_CV, chunk_labels, sums, count_correct=True)
         return sums.result()
 
     @torch.no_grad()
-    def train(self, hidden_MD: Tensor, labels: Labels, scale: float | Tensor) -> tuple[LossSums, Tensor]:
-        """The sums, and the gradient of ``scale`` x objective in the hidden state; that of the head is accumulated.
+    def train(
+        self, hidden_MD: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None = None
+    ) -> tuple[LossSums, Tensor]:
+        """The sums, and the gradient of the scaled objective in the hidden state; that of the head is accumulated.
 
         Args:
-            scale: One over the global number of targets, times the loss scale. May stay on the device.
+            scale: One over the global number of targets.
+            loss_scale: Further factor of half precision.
         """
         sums = _Sums(hidden_MD.device, self._sum_dtype)
-        head_VD, half = self._head.to(self._dtype), self._dtype != torch.float32
+        head_VD, is_half = self._head.to(self._dtype), self._dtype != torch.float32
         d_hidden_MD = torch.empty_like(hidden_MD)
         head_gradient = self._head.grad
         assert head_gradient is not None
         start = 0
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)
-            logits_CV = self._product(input_CD, head_VD).float()
+            logits_CV = self._products(input_CD, head_VD).float()
             d_logits_CV = self._gradient(logits_CV, chunk_labels, sums)
-            if half or isinstance(scale, Tensor):
-                d_logits_CV.mul_(scale)
-            d_logits_CV = d_logits_CV.to(self._dtype)
-            d_head_VD = self._product(d_logits_CV.t(), input_CD.t())
-            if half or isinstance(scale, Tensor):
-                head_gradient.add_(d_head_VD)
+            if is_half:
+                # Scale before rounding; in fp32 the products carry the scale for less.
+                d_logits_CV.mul_(scale if loss_scale is None else loss_scale * scale)
+                d_logits_CV = d_logits_CV.to(self._dtype)
+                head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
             else:
-                head_gradient.add_(d_head_VD, alpha=scale)
+                self._products.add_to(head_gradient, d_logits_CV.t(), input_CD.t(), scale)
             end = start + hidden_CD.shape[0]
-            d_hidden_MD[start:end] = self._product(d_logits_CV, head_VD.t())
+            d_hidden_MD[start:end] = self._products(d_logits_CV, head_VD.t())
             start = end
-        if not half and not isinstance(scale, Tensor):
-            d_hidden_MD.mul_(scale)
-        return sums.result(), d_hidden_MD
+        return sums.result(), d_hidden_MD if is_half else d_hidden_MD.mul_(scale)
 
     def _chunks(self, hidden_MD: Tensor, labels: Labels) -> list[tuple[Tensor, Labels]]:
         size = self._chunk_positions
