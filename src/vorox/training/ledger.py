@@ -7,6 +7,7 @@ the state it saves is one whose every step is in the chain, durably.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -86,7 +87,8 @@ class Ledger:
         values = step.result.fetch()
         self._chain.record(step.batch, values)
         self._on_step(step, values)
-        self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
+        if not _is_adapting(values):
+            self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
         if self.nonfinite_in_a_row > self._max_nonfinite_steps:
             raise NumericalError(
                 f"loss or gradient was not finite {self.nonfinite_in_a_row} times in a row "
@@ -94,3 +96,8 @@ class Ledger:
                 where=f"step {step.progress.step:,}",
                 hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",
             )
+
+
+def _is_adapting(values: StepValues) -> bool:
+    """Whether fp16 merely found its loss scale too large: the loss is finite, and the scale can still go down."""
+    return not values.finite and math.isfinite(values.loss) and values.extra.get("loss_scale", 1.0) > 1.0

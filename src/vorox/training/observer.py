@@ -60,6 +60,7 @@ class Observer:
         queue: The loader's numbers.
         complete: Continues the fixed prompts.
         seconds_since_save: Age of the newest checkpoint.
+        planned_memory_bytes: What the plan says the device will need.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class Observer:
         queue: Queue,
         complete: Complete,
         seconds_since_save: Callable[[], float | None],
+        planned_memory_bytes: float | None = None,
     ) -> None:
         self._log, self._tracker, self._display = log, tracker, display
         self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
         self._rows_per_epoch, self._vocab_size = rows_per_epoch, vocab_size
         self._engine, self._queue, self._complete = engine, queue, complete
         self._memory = HostMemory()
-        self._seconds_since_save = seconds_since_save
+        self._seconds_since_save, self._planned_memory_bytes = seconds_since_save, planned_memory_bytes
         self._impossible_said = False
 
     def step(self, step: StartedStep, values: StepValues) -> None:
@@ -154,6 +156,7 @@ class Observer:
             eta_seconds=eta_seconds(self._throughput.total(), total_steps - step.progress.step),
             time_fractions=reading.time_fractions,
             memory_bytes={name: value for name, value in used.items() if value is not None},
+            planned_memory_bytes=self._planned_memory_bytes,
             queue_depth=self._queue.depth(),
             queue_capacity=self._queue.capacity,
             seconds_since_save=age,

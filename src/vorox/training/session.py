@@ -25,9 +25,11 @@ from vorox.data.dataset import Corpus
 from vorox.data.loader import BatchStream, first_cursor
 from vorox.data.plan import Plan
 from vorox.experiments.tracking import Tracker
+from vorox.models import flops, memory
 from vorox.models.huggingface import huggingface_files
 from vorox.models.spec import ModelSpec
-from vorox.runtime.throughput import Throughput
+from vorox.runtime.ceiling import peak_flops_per_second
+from vorox.runtime.throughput import Limits, Throughput
 from vorox.training import feed, resume, sampling
 from vorox.training.chain import ReplayChain
 from vorox.training.checkpointing import Checkpointer, RunState, checkpoint_path
@@ -39,6 +41,11 @@ from vorox.training.observer import Observer, Queue
 from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.stop import StopRequest
 
+DETERMINISM = {
+    "D0": "nothing is promised",
+    "D1": "the same batches, not the same bits",
+    "D2": "the same bits on this machine",
+}
 _LENGTH_KEYS = ("train.num_steps", "train.num_tokens", "train.num_epochs", "schedule.warmup")
 
 
@@ -134,6 +141,13 @@ def open_session(
         log=setting.log,
     )
     corpus.tokenizer.save(run.tokenizer_directory)
+    facts = resume.environment(engine)
+    setting.log.event(
+        "engine",
+        f"{setting.spec.num_parameters:,} parameters on {facts.get('device', engine.name)}, "
+        f"{total_steps:,} steps; determinism {facts['determinism']}: {DETERMINISM[str(facts['determinism'])]}",
+        environment=facts,
+    )
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
@@ -190,7 +204,7 @@ def _observer(
         log=setting.log,
         tracker=tracker,
         display=display,
-        throughput=Throughput(),
+        throughput=Throughput(_limits(setting)),
         horizon=length,
         every_steps=config.log.every_steps,
         rows_per_epoch=num_train_rows(setting.corpus),
@@ -203,4 +217,33 @@ def _observer(
         ),
         complete=lambda engine: sampling.complete(engine, tokenizer, config.eval.prompts, settings),
         seconds_since_save=checkpointer.seconds_since_save,
+        planned_memory_bytes=_planned_memory_bytes(setting),
     )
+
+
+def _limits(setting: Setting) -> Limits:
+    """What the speed is held against: the model's arithmetic and the data sheet of the device."""
+    config, spec, length = setting.config, setting.spec, setting.config.data.sequence_length_tokens
+    dtype = config.precision.dtype
+    arithmetic = "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
+    # Where documents are kept apart, most of the attention may be skipped; the matrices never.
+    least = 6.0 * flops.num_matmul_weights(spec)
+    return Limits(
+        flops_per_token=flops.flops_per_token(spec, length),
+        least_flops_per_token=least if config.data.document_mask else flops.causal_flops_per_token(spec, length),
+        peak_flops_per_second=peak_flops_per_second(str(setting.engine.environment().get("device", "")), arithmetic),
+    )
+
+
+def _planned_memory_bytes(setting: Setting) -> float:
+    config = setting.config
+    estimate = memory.training_memory(
+        setting.spec,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+        dtype_bytes=4 if config.precision.dtype == "fp32" else 2,
+        optimizer=config.optimizer.name,
+        recompute_blocks=config.train.activation_checkpointing == "block",
+        loss_chunk_tokens=config.loss.chunk_tokens,
+    )
+    return float(estimate.total_bytes)
