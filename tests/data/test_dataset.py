@@ -639,3 +639,17 @@ def test_lost_memory_of_hashes_changes_nothing(tmp_path: Path, texts: RunConfig,
     for file in (tmp_path / "cache" / "versions").glob("*.json"):
         change(file)
     assert contents(prepare(texts, build=False)) == contents(first)
+
+
+def test_repair_builds_damaged_chunks_again(texts: RunConfig) -> None:
+    corpus = prepare(texts)
+    before = contents(corpus)
+    chunk = sorted(corpus.root.rglob("*.psc"))[0]
+    damaged = bytearray(chunk.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    chunk.write_bytes(damaged)
+    with pytest.raises(DataError, match="repair"):
+        verify(prepare(texts))
+    repaired = prepare(texts, repair=True)
+    assert contents(repaired) == before
+    verify(repaired)

@@ -117,13 +117,16 @@ def cache_root(data: DataConfig) -> Path:
     return Path(data.cache.directory or os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser().absolute()
 
 
-def prepare(config: RunConfig, *, on_progress: PrepareProgress | None = None, build: bool = True) -> Corpus:
+def prepare(
+    config: RunConfig, *, on_progress: PrepareProgress | None = None, build: bool = True, repair: bool = False
+) -> Corpus:
     """Make everything that training reads.
 
     Args:
         config: The whole configuration; the sections ``data`` and ``tokenizer`` count.
         on_progress: Told what is being done.
         build: Build what is missing. Off: refuse instead.
+        repair: Check every byte of what is there first, and build damaged chunks again.
 
     Raises:
         ConfigError: The configuration contradicts itself, or holds out nothing where it should.
@@ -141,7 +144,7 @@ def prepare(config: RunConfig, *, on_progress: PrepareProgress | None = None, bu
         config.tokenizer, data, sources, weights, root=root, build=build,
         on_progress=lambda done, total: report("tokenizer", done, total, {}),
     )  # fmt: skip
-    preparation = _Preparation(data, tokenizer, root, report, build)
+    preparation = _Preparation(data, tokenizer, root, report, build, repair)
     return Corpus(data, tokenizer, tuple(preparation.open_source(source) for source in sources), weights, root)
 
 
@@ -220,6 +223,7 @@ class _Preparation:
     root: Path
     report: PrepareProgress
     build: bool
+    repair: bool
 
     def open_source(self, source: Source) -> CorpusSource:
         train, train_report = self._open_split(source, "train")
@@ -245,7 +249,8 @@ class _Preparation:
         report = build_cache(
             directory, recipe, source.files, units, lambda unit: read_unit(source, unit, split, rule), self.tokenizer,
             codec=self.data.cache.codec, block_rows=self.data.cache.block_rows,
-            bad_record_fraction=config.bad_record_fraction, on_progress=self._watch(f"{config.name} {split}", units),
+            bad_record_fraction=config.bad_record_fraction, repair=self.repair,
+            on_progress=self._watch(f"{config.name} {split}", units),
         )  # fmt: skip
         return CacheReader.open(directory, recipe), report
 
