@@ -59,11 +59,9 @@ def train(
 
     Args:
         config: What to train.
-        resume_from: ``auto``: the latest run of this very configuration, or a new one; ``never``: a new one. A path:
-            that run, or one checkpoint of it.
+        resume_from: ``auto``: the latest run of this configuration, or a new one. A path: that run or checkpoint.
         minutes: Replaces the length of the run by what fits into this time.
-        display: Shows the run to a person.
-        on_progress: Told how the preparation of the data goes.
+        display: Shows the run; ``on_progress`` is told how the preparation of the data goes.
         argv: The command, for the record.
 
     Raises:
@@ -81,8 +79,7 @@ def train(
                 progress = loop.train(parts, progress)
                 speed = parts.observer.finish(progress)
             log.event("finished", f"Finished after {progress.step:,} steps", step=progress.step, chain=progress.chain)
-            losses = dict(parts.evaluations.losses)
-            return Outcome(run.directory, progress, losses, setting.engine.fingerprint(), speed)
+            return Outcome(run.directory, progress, parts.evaluations.losses, setting.engine.fingerprint(), speed)
 
 
 def make_setting(

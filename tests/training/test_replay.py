@@ -37,6 +37,7 @@ from vorox.training.replay import ReplayReport, replay
 from vorox.training.session import Setting
 
 STEPS = 12
+CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +379,7 @@ def test_a_difference_that_no_loss_shows_is_found_in_the_state(
 
 
 def test_another_environment_is_told_beside_the_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumpyEngine, "environment", lambda self: {"engine": "numpy", "numpy": "9.9"})
+    monkeypatch.setattr(NumpyEngine, "environment", lambda self: CHANGED)
     report = again(directory)
     assert report.is_exact
     assert any(text.startswith("numpy was ") for text in report.environment)

@@ -29,6 +29,7 @@ from vorox.training.display import NoDisplay
 from vorox.training.history import read_history
 
 STEPS = 12
+CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
 
 
 class Killed(BaseException):
@@ -320,6 +321,18 @@ def test_resume_with_another_length_and_pace(tmp_path: Path) -> None:
     assert rates[16] == pytest.approx(0.0001)
 
 
+def test_another_length_survives_a_kill_before_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    longer = recorded_config(directory, ["train.num_steps=16", "train.max_nonfinite_steps=5"])
+    with monkeypatch.context() as patch:
+        at_step(patch, 14, kill)
+        with pytest.raises(Killed):
+            run(longer, resume_from=directory)
+    again = run(recorded_config(directory), resume_from=directory)
+    assert again.progress.step == 16
+    assert run(recorded_config(directory), resume_from=directory).progress.step == 16
+
+
 def test_resume_from_an_older_checkpoint_abandons_what_came_after(straight: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(tmp_path)
     directory = run(config).run_directory
@@ -335,7 +348,7 @@ def test_a_changed_environment_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         at_step(patch, 9, kill)
         with pytest.raises(Killed):
             run(config)
-    monkeypatch.setattr(NumpyEngine, "environment", lambda self: {"engine": "numpy", "numpy": "9.9", "blas": "new"})
+    monkeypatch.setattr(NumpyEngine, "environment", lambda self: CHANGED)
     directory = run(config).run_directory
     said = events(directory, "environment_changed")
     assert len(said) == 1

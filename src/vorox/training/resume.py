@@ -73,7 +73,7 @@ def restore(
         engine: Freshly made.
         spec: The model, as manifests record it.
         log: Told about fallbacks and a changed environment.
-        checkpoint: Which one; ``None`` takes the newest valid one. Later ones are put aside.
+        checkpoint: Which one; ``None`` takes the newest valid one.
 
     Raises:
         CheckpointError: There are checkpoints but none is valid, or it belongs to another model.
@@ -82,11 +82,6 @@ def restore(
     if found is None:
         return None
     load(engine, found, spec)
-    for step, path in step_directories(run_directory).items():
-        if step > found.step:
-            aside = set_aside(path, "replaced", f"the run was resumed from step {found.step}")
-            message = f"{path.name} is of an abandoned attempt and was renamed to {aside.name}"
-            log.event("checkpoint_replaced", message, level="warning")
     changed = environment_differences(found.metadata["environment"], environment(engine))
     if changed:
         log.event(
@@ -96,6 +91,15 @@ def restore(
             changes=changed,
         )
     return read_state(found.path)
+
+
+def abandon_after(run_directory: Path, step: int, log: RunLog) -> None:
+    """Put the checkpoints of later steps aside: the run goes on from this step, and comes by there again."""
+    for later, path in step_directories(run_directory).items():
+        if later > step:
+            aside = set_aside(path, "replaced", f"the run was resumed from step {step}")
+            message = f"{path.name} is of an abandoned attempt and was renamed to {aside.name}"
+            log.event("checkpoint_replaced", message, level="warning")
 
 
 def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.config import config_digest
+from vorox.core.config import config_digest, differences
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import VoroxError
@@ -78,7 +78,7 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     changes = resume.check_config(recorded, config)
     state = resume.restore(directory, setting.engine, spec=setting.spec.to_json(), log=log, checkpoint=checkpoint)
     length = horizon(config, num_train_rows=num_train_rows(corpus), full_dataset_tokens=corpus.estimated_tokens)
-    if state is not None and not any(change.key.startswith(_LENGTH_KEYS) for change in changes):
+    if state is not None and not _has_other_length(directory, config, state.progress.step):
         length = state.horizon  # fixed when the run began, whatever the caches hold by now
     plan = feed.open_plan(run.plan_path, config, corpus, length.total_steps)
     if state is None:
@@ -91,9 +91,17 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     if changes:
         listed = "; ".join(map(str, changes))
         log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
-        resume.record_config_change(directory, recorded, config, state.progress.step)
+    resume.abandon_after(directory, state.progress.step, log)
+    resume.record_config_change(directory, recorded, config, state.progress.step)
+    if changes:
         run.record_config()
     return replace(state, horizon=length), plan
+
+
+def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
+    """Whether the configuration says another length than the one that the checkpoint of a step was made with."""
+    before, _ = resume.config_in_force(directory, step - 1)
+    return any(change.key.startswith(_LENGTH_KEYS) for change in differences(before, config))
 
 
 def num_train_rows(corpus: Corpus) -> int:
