@@ -45,7 +45,7 @@ def test_measures_what_a_run_costs() -> None:
     assert costs.step_seconds == pytest.approx(0.4)
     assert costs.evaluation_seconds == pytest.approx(0.7)
     assert costs.startup_seconds == pytest.approx(4.6)
-    assert engine.steps == 2 + 5, "two to warm up, then two seconds' worth"
+    assert engine.steps == 1 + 2 + 5, "the first, half a second to warm up, then two seconds' worth"
 
 
 def test_without_validation() -> None:

@@ -23,10 +23,12 @@ from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.training import feed
 
-WARMUP_STEPS = 2
-MIN_TIMED_STEPS = 3
+WARMUP_SECONDS = 0.5
+MIN_TIMED_STEPS = 2
 MAX_TIMED_STEPS = 20
 TIMED_SECONDS = 2.0
+MAX_STEPS = 64
+"""Steps that the throwaway plan covers; warming up stops short of it."""
 MAX_EVALUATION_BATCHES = 2
 MARGIN_FRACTION = 0.04
 """Share of the time that is kept back for saves, logging and a machine that gets slower when it gets warm."""
@@ -37,7 +39,7 @@ class Costs:
     """What a run of this configuration costs on this machine.
 
     Attributes:
-        startup_seconds: What the first steps take beyond their share (compilation, allocation).
+        startup_seconds: What the first step takes beyond its share (compilation, allocation).
         step_seconds: Median of a training step with its data.
         evaluation_seconds: One validation.
     """
@@ -76,7 +78,9 @@ def measure(
         engine.synchronize()
         return clock() - started
 
-    first = [step() for _ in range(WARMUP_STEPS)]
+    warmup = [step()]
+    while sum(warmup[1:]) < WARMUP_SECONDS and len(warmup) + MAX_TIMED_STEPS < MAX_STEPS:
+        warmup.append(step())
     timed: list[float] = []
     while len(timed) < MIN_TIMED_STEPS or (sum(timed) < TIMED_SECONDS and len(timed) < MAX_TIMED_STEPS):
         timed.append(step())
@@ -88,17 +92,16 @@ def measure(
         for batch in evaluation_batches:
             engine.eval_step(batch)
         evaluation_seconds = (clock() - started) / len(evaluation_batches) * num_evaluation_batches
-    return Costs(max(0.0, sum(first) - WARMUP_STEPS * step_seconds), step_seconds, evaluation_seconds)
+    return Costs(max(0.0, warmup[0] - step_seconds), step_seconds, evaluation_seconds)
 
 
 def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
     """Costs of a run on real batches, under a plan that is thrown away as well."""
-    num_steps = WARMUP_STEPS + MAX_TIMED_STEPS
     start = feed.plan_start(config, corpus)
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     with tempfile.TemporaryDirectory(prefix="vorox-budget-") as directory:
         plan = Plan.create(Path(directory) / "plan.jsonl", endless, corpus.train)
-        plan.extend_to(num_steps * config.train.global_batch_sequences, corpus.train)
+        plan.extend_to(MAX_STEPS * config.train.global_batch_sequences, corpus.train)
         cursor = first_cursor(plan, config.run.seed)
         validation = feed.validation_set(config, corpus)
         held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
