@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tiny_runs
-from vorox.cli import main
+from vorox.cli import main, quantities
 from vorox.core.run_lookup import run_attempts, run_directories
 from vorox.training.checkpointing import step_directories
 
@@ -234,3 +234,69 @@ def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.Monk
     config, arguments = seen[0]
     assert config.run.name == "quickstart-llama-2x256"
     assert arguments["resume_from"] == "auto"
+
+
+def test_a_dry_run_says_what_would_happen_and_writes_nothing(vorox: Run, prepared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    code, out, err = vorox("train", "tiny.yaml", "--dry-run")
+    assert code == 0, err
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+    assert not Path("runs").exists()
+    assert not Path("cache").exists()
+    lines = {line.split(None, 1)[0]: line.split(None, 1)[1] for line in out.splitlines() if not line.startswith(" ")}
+    assert lines["configuration"].startswith("tiny, digest ")
+    assert lines["run"].endswith("would be made")
+    assert "text: 1 files" in lines["data"]
+    assert lines["tokenizer"] == "byte, 257 tokens: ready"
+    assert "cache          text train: ready, " in out
+    assert lines["batch"] == "4 rows = 2 x 2 rows x 1 process; 64 tokens a step"
+    assert lines["length"].startswith("12 steps, 768 tokens, ")
+    assert lines["saves"] == "every 4 steps, at the end; validates every 6 steps, at the end"
+    # 257 x 16 embedding, 2 norms a layer and 1 at the end, 4 x 16 x 16 attention and 3 x 64 x 16 MLP, by hand
+    expected = {"embedding": 257 * 16, "norm": 3 * 16, "matrix": 4 * 16 * 16 + 3 * 64 * 16}
+    for kind, number in {**expected, "all": sum(expected.values())}.items():
+        assert any(line.split()[:2] == [kind, f"{number:,}"] for line in out.splitlines()), kind
+    assert quantities.count(6 * (257 * 16 + expected["matrix"]) + 12 * 16 * 16) in out
+    assert "memory" in lines
+
+
+def test_a_dry_run_knows_what_is_missing(vorox: Run, tmp_path: Path) -> None:
+    code, out, err = vorox("train", "tiny.yaml", "--dry-run", f"data.cache.directory={tmp_path / 'elsewhere'}")
+    assert code == 0, err
+    assert "cache          text train: to be built" in out
+    assert not (tmp_path / "elsewhere").exists()
+    code, out, err = vorox("train", "tiny.yaml", "--dry-run", "tokenizer.kind=char")
+    assert code == 0, err
+    assert "vocabulary from the text: to be trained" in out
+
+
+def test_a_dry_run_sees_the_run_that_it_would_go_on_with(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    assert f"{directory} would go on after step 12" in vorox("train", "tiny.yaml", "--dry-run")[1]
+    assert "with a number behind (1 exist)" in vorox("train", "tiny.yaml", "--dry-run", "--resume", "never")[1]
+    assert "would go on after step 12" in vorox("train", "--dry-run", "--resume", "latest")[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [
+        ("data.sources.0.paths=[missing/]", 4, "missing"),
+        ("model.num_heads=3", 2, "not divisible"),
+        ("data.sources.0.weight=-1", 2, "not positive"),
+    ],
+)
+def test_a_dry_run_ends_as_the_run_would(vorox: Run, override: str, code: int, message: str) -> None:
+    found, _, err = vorox("train", "tiny.yaml", "--dry-run", override)
+    assert found == code
+    assert message in err
+
+
+def test_a_model_that_does_not_fit_leaves_with_3(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr("tiny_runs.NumpyEngine.environment", lambda self: {"device_kind": "cpu"})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1000})())
+    code, _, err = vorox("train", "tiny.yaml", "--dry-run")
+    assert code == 3
+    assert "train.micro_batch_sequences=1 or train.activation_checkpointing=block" in err

@@ -9,7 +9,7 @@ still to be built is said to be a guess.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +70,9 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     yield from _model_lines(config, spec)
     yield from _batch_lines(config)
     yield from _length_lines(config, text)
-    yield f"engine         {_engine_line(config, spec)}"
+    engine, facts = _ask_engine(config, spec)
+    yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+    yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
     yield "Nothing was built or written."
 
 
@@ -204,6 +206,7 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
 
 def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     from vorox.core.config import model_label
+    from vorox.models.flops import flops_per_token
 
     heads = f"{spec.num_heads} heads" + (
         f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
@@ -219,6 +222,8 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     for kind, number in by_kind.items():
         yield f"                 {kind:<{width}}  {number:>15,}"
     yield f"                 {'all':<{width}}  {spec.num_parameters:>15,}  ({quantities.count(spec.num_parameters)})"
+    flops = flops_per_token(spec, config.data.sequence_length_tokens)
+    yield f"               {quantities.count(flops)} FLOPs per token, forward and backward"
 
 
 def _batch_lines(config: RunConfig) -> Iterator[str]:
@@ -257,7 +262,7 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     yield f"saves          {', '.join(saves) or 'never'}; validates {', '.join(validations) or 'never'}"
 
 
-def _engine_line(config: RunConfig, spec: ModelSpec) -> str:
+def _ask_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
     """Ask the engine with a model of one small layer: it refuses what it cannot honour."""
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
@@ -272,5 +277,50 @@ def _engine_line(config: RunConfig, spec: ModelSpec) -> str:
         vocab_size=256,
     )
     engine = backends.load(config.backend).create(config, small, DistributedContext())
-    facts = ", ".join(f"{name} {value}" for name, value in engine.environment().items() if name != "engine")
-    return f"{engine.name}: {facts}"
+    return engine.name, {name: value for name, value in engine.environment().items() if name != "engine"}
+
+
+def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[str]:
+    """The estimate, against what this machine has where the host's memory is the device's."""
+    import psutil
+
+    from vorox.core.errors import DoesNotFitError
+    from vorox.models.memory import training_memory
+
+    estimate = training_memory(
+        spec,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+        dtype_bytes=4 if config.precision.dtype == "fp32" else 2,
+        optimizer=config.optimizer.name,
+        recompute_blocks=config.train.activation_checkpointing == "block",
+        loss_chunk_tokens=config.loss.chunk_tokens,
+    )
+    parts = {
+        "parameters": estimate.parameter_bytes,
+        "gradients": estimate.gradient_bytes,
+        "optimizer": estimate.optimizer_bytes,
+        "activations": estimate.activation_bytes,
+        "logits": estimate.logits_bytes,
+    }
+    available = psutil.virtual_memory().total
+    against = f" of {quantities.size(available)}" if device == "cpu" else ""
+    detail = ", ".join(f"{name} {quantities.size(value)}" for name, value in parts.items())
+    yield f"memory         about {quantities.size(estimate.total_bytes)}{against}: {detail}"
+    if device == "cpu" and estimate.total_bytes > available:
+        raise DoesNotFitError(
+            f"training takes about {quantities.size(estimate.total_bytes)}, this machine has "
+            f"{quantities.size(available)}",
+            where="memory",
+            hint=_smaller(config),
+        )
+
+
+def _smaller(config: RunConfig) -> str:
+    """Settings that need less memory and change little else."""
+    hints: list[str] = []
+    if config.train.micro_batch_sequences > 1:
+        hints.append(f"train.micro_batch_sequences={config.train.micro_batch_sequences // 2}")
+    if config.train.activation_checkpointing == "none":
+        hints.append("train.activation_checkpointing=block")
+    return " or ".join([*hints, "a smaller model"])
