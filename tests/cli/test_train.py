@@ -64,6 +64,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert code == 0, err
     (directory,) = runs()
     assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens a step\n")
+    assert f"Writing in {directory}\n" in out
     commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
     assert list(commands) == ["resume", "generate", "export", "replay"]
     assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
@@ -101,6 +102,7 @@ def test_resume_never_begins_another_run(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     assert vorox("train", "tiny.yaml", "--resume", "never")[0] == 0
     first, second = runs()
+    assert f"Going on in {second}\n" in vorox("train", "tiny.yaml")[1]
     assert second.name == f"{first.name}-2"
     assert chain_heads(first) == chain_heads(second)
 
@@ -274,7 +276,7 @@ def test_a_dry_run_sees_the_run_that_it_would_go_on_with(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     (directory,) = runs()
     assert f"{directory} would go on after step 12" in vorox("train", "tiny.yaml", "--dry-run")[1]
-    assert "with a number behind (1 exist)" in vorox("train", "tiny.yaml", "--dry-run", "--resume", "never")[1]
+    assert f"{directory}-2 would be made" in vorox("train", "tiny.yaml", "--dry-run", "--resume", "never")[1]
     assert "would go on after step 12" in vorox("train", "--dry-run", "--resume", "latest")[1]
 
 

@@ -77,23 +77,17 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
 
 
 def _run_line(config: RunConfig, resume_from: str | Path) -> str:
+    from vorox.cli.train import expected_directory
     from vorox.core.lock import lock_holder
-    from vorox.core.run_context import run_id
-    from vorox.core.run_lookup import same_run_directories
     from vorox.training.checkpointing import step_directories
 
-    directory = Path(config.run.directory) / run_id(config)
-    if isinstance(resume_from, Path):
-        existing = [resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from]
-    else:
-        existing = same_run_directories(directory.parent, directory.name)
-    if not existing or resume_from == "never":
-        return f"{directory} would be made" + (f", with a number behind ({len(existing)} exist)" if existing else "")
-    latest = existing[-1]
-    holder = lock_holder(latest / "LOCK")
-    steps = step_directories(latest)
+    directory, exists = expected_directory(config, resume_from)
+    if not exists:
+        return f"{directory} would be made"
+    holder = lock_holder(directory / "LOCK")
+    steps = step_directories(directory)
     state = f"would go on after step {max(steps):,}" if steps else "would begin again: it has no checkpoint"
-    return f"{latest} {state}" + (f"; NOW IN USE by {holder}" if holder else "")
+    return f"{directory} {state}" + (f"; NOW IN USE by {holder}" if holder else "")
 
 
 def _look_at_text(config: RunConfig) -> _Text:

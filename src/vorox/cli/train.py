@@ -153,6 +153,9 @@ def _run(
     preparation = PreparationDisplay()
     display = _Screen(open_display(), preparation)
     typer.echo(_first_line(config))
+    if minutes is None:
+        directory, exists = expected_directory(config, resume_from)
+        typer.echo(f"{'Going on' if exists else 'Writing'} in {directory}")
     try:
         outcome = train_run(
             config, resume_from=resume_from, minutes=minutes, display=display, on_progress=preparation, argv=command
@@ -197,7 +200,21 @@ def _first_line(config: RunConfig) -> str:
         else f"{train.num_epochs:g} epochs"
     )
     sources = ", ".join(source.name for source in data.sources)
+    label, name = model_label(config), config.run.name or ""
+    model = name if label in name else f"{name}: {label}".removeprefix(": ")
     return (
-        f"{config.run.name or model_label(config)}: {model_label(config)} on {sources}, {length}, "
-        f"{train.global_batch_sequences} x {data.sequence_length_tokens} tokens a step"
+        f"{model} on {sources}, {length}, {train.global_batch_sequences} x {data.sequence_length_tokens} tokens a step"
     )
+
+
+def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path, bool]:
+    """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
+    from vorox.core.run_context import fresh_directory, run_id
+    from vorox.core.run_lookup import same_run_directories
+
+    if isinstance(resume_from, Path):
+        return (resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from), True
+    existing = same_run_directories(Path(config.run.directory), run_id(config))
+    if not existing or resume_from == "never":
+        return fresh_directory(config), False
+    return existing[-1], True

@@ -40,6 +40,15 @@ def run_id(config: RunConfig) -> str:
     return f"{slug(readable)}-{config_digest(config)[:8]}"
 
 
+def fresh_directory(config: RunConfig) -> Path:
+    """Where a new run of this configuration would lie."""
+    base = Path(config.run.directory) / run_id(config)
+    directory, number = base, 2
+    while is_run(directory):
+        directory, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return directory
+
+
 class RunContext:
     """An open run: where its files are, and the record of this attempt. Use it as a context manager.
 
@@ -83,11 +92,7 @@ class RunContext:
         Raises:
             ConfigError: The directory cannot be written.
         """
-        base = Path(config.run.directory) / run_id(config)
-        directory, number = base, 2
-        while is_run(directory):
-            directory, number = base.with_name(f"{base.name}-{number}"), number + 1
-        return cls._enter(directory, config, argv, distributed)
+        return cls._enter(fresh_directory(config), config, argv, distributed)
 
     @classmethod
     def open(
