@@ -256,11 +256,15 @@ def memory_stats(device: torch.device) -> dict[str, float]:
     """Bytes in use and at the peak; reads counters only."""
     if device.type == "cuda":
         return {
-            "device_memory_bytes": float(torch.cuda.memory_allocated(device)),
-            "device_memory_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+            "memory/device_bytes": float(torch.cuda.memory_allocated(device)),
+            "memory/device_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+            "memory/device_reserved_bytes": float(torch.cuda.memory_reserved(device)),
         }
     if device.type == "mps":
-        return {"device_memory_bytes": float(torch.mps.current_allocated_memory())}
+        return {
+            "memory/device_bytes": float(torch.mps.current_allocated_memory()),
+            "memory/device_reserved_bytes": float(torch.mps.driver_allocated_memory()),
+        }
     return {}
 
 

@@ -11,6 +11,7 @@ Shape legend: A micro-batches, B rows, T positions, M = B x T, D width, V vocabu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class TorchEngine:
         )
         attend = attention.ATTENTION[config.model.attention_kernel]
         self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
-        self._train_forward = compiling.compiled(self.model, compute) if compute.compiled else self.model
+        self._run_block = compiling.compiled_block(compute) if compute.compiled else None
         self._head = self.store.modules["embedding.weight" if spec.tie_embeddings else "head.weight"]
         self._products = kernels.products(compute)
         self._loss = HeadLoss(
@@ -132,7 +133,7 @@ class TorchEngine:
         loss_scale = self.optimizer.loss_scale if self.optimizer.is_scaled else None
         with keyed_randomness(self._config.run.seed, batch.step, index, self.compute.device, active=run.dropout > 0):
             with self.compute.autocast():
-                hidden_MD = self._train_forward(tokens_M, run)
+                hidden_MD = self.model(tokens_M, run, self._run_block)
             sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale, loss_scale)
             hidden_MD.backward(d_hidden_MD)
         return sums
@@ -280,6 +281,19 @@ class TorchEngine:
     def environment(self) -> Mapping[str, str | int | bool]:
         """What decides bit-equality besides the configuration."""
         return devices.environment(self.compute)
+
+    @torch.no_grad()
+    def matmul_seconds(self, m: int, k: int, n: int) -> float:
+        """Multiply ``[m, k] @ [k, n]`` in the run's arithmetic and wait; seconds of the product alone."""
+        device, dtype = self.compute.device, self.compute.dtype
+        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to nobody
+        left_MK = torch.randn(m, k, device=device, generator=generator).to(dtype)
+        right_NK = torch.randn(n, k, device=device, generator=generator).to(dtype)
+        self.synchronize()
+        began = time.perf_counter()
+        self._product(left_MK, right_NK)
+        self.synchronize()
+        return time.perf_counter() - began
 
     def synchronize(self) -> None:
         """Wait until the device is idle (for timing)."""

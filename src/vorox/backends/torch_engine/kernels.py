@@ -12,7 +12,7 @@ H head width, X heads of queries, keys and values together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Products:
     """
 
     def __init__(self, *, use_onednn: bool) -> None:
+        self.is_onednn = use_onednn
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
 
     def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -76,9 +77,9 @@ class Kernels:
 
 def select(compute: Compute) -> Kernels:
     """The set for a device and precision."""
-    if not compute.is_direct:
-        return PLAIN
     chosen = products(compute)
+    if not compute.is_direct:
+        return replace(PLAIN, linear=_traceable_linear) if chosen.is_onednn else PLAIN
     return Kernels(
         embed=_Embed.apply,
         linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen),
@@ -130,6 +131,37 @@ def activate(x_MF: Tensor, activation: str) -> Tensor:
     if activation == "gelu_tanh":
         return F.gelu(x_MF, approximate="tanh")
     return F.relu(x_MF) if activation == "relu" else F.silu(x_MF)
+
+
+# -- compiled with oneDNN ---------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("vorox::product", mutates_args=())
+def _opaque_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """``a @ b.T`` by oneDNN, as one operation that the compiler does not look into."""
+    return Products(use_onednn=True)(a_MK, b_NK)
+
+
+@_opaque_product.register_fake
+def _(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0])
+
+
+def _save_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 - PyTorch's shape
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, d_y_MN: Tensor) -> tuple[Tensor, Tensor]:
+    a_MK, b_NK = ctx.saved_tensors
+    return _opaque_product(d_y_MN, b_NK.t()), _opaque_product(d_y_MN.t(), a_MK.t())
+
+
+_opaque_product.register_autograd(_product_backward, setup_context=_save_factors)
+
+
+def _traceable_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
+    y_MO = _opaque_product(x_MD, weight_OD)
+    return y_MO if bias_O is None else y_MO + bias_O
 
 
 # -- direct -----------------------------------------------------------------------------------------------------------

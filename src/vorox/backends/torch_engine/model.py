@@ -9,7 +9,7 @@ Shape legend: B rows, T positions, M = B x T, D width, N query heads, K key/valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,16 +146,24 @@ class Block(nn.Module):
         self.mlp = Mlp(parts, layer)
 
     def forward(self, x_MD: Tensor, run: Pass) -> Tensor:
-        taps, layer = self._taps, self._layer
+        taps = self._taps
         if taps.active:
-            x_MD = taps.apply("block_input", layer, x_MD, run.shape_BT)
+            x_MD = taps.apply("block_input", self._layer, x_MD, run.shape_BT)
         x_MD = x_MD + _dropped(self.attention(self.attention_norm(x_MD), run), run.dropout)
         if taps.active:
-            x_MD = taps.apply("after_attention", layer, x_MD, run.shape_BT)
+            x_MD = taps.apply("after_attention", self._layer, x_MD, run.shape_BT)
         x_MD = x_MD + _dropped(self.mlp(self.mlp_norm(x_MD)), run.dropout)
         if taps.active:
-            x_MD = taps.apply("after_mlp", layer, x_MD, run.shape_BT)
+            x_MD = taps.apply("after_mlp", self._layer, x_MD, run.shape_BT)
         return x_MD
+
+
+RunBlock = Callable[[nn.Module, Tensor, Pass], Tensor]
+
+
+def call_block(block: nn.Module, x_MD: Tensor, run: Pass) -> Tensor:
+    """One block; what gets compiled, once for all blocks."""
+    return block(x_MD, run)
 
 
 class Decoder(nn.Module):
@@ -167,19 +175,26 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(parts, layer) for layer in range(parts.spec.num_layers))
         self.final_norm = Norm(parts, "final_norm", kind=parts.spec.norm)
 
-    def forward(self, tokens_M: Tensor, run: Pass) -> Tensor:
-        """Tokens to the final hidden state ``[M, D]``, which the head turns into logits."""
+    def forward(self, tokens_M: Tensor, run: Pass, run_block: RunBlock | None = None) -> Tensor:
+        """Tokens to the final hidden state ``[M, D]``, which the head turns into logits.
+
+        Args:
+            tokens_M: Token ids.
+            run: Everything else about this pass.
+            run_block: How a block is called, if not plainly.
+        """
         x_MD = self._embed(tokens_M, self.embedding)
         if self.position_embedding is not None:
             assert run.positions is not None
             place_BTD = self._embed(run.positions.flatten(), self.position_embedding).view(*run.positions.shape, -1)
             x_MD = (x_MD.view(*run.shape_BT, -1) + place_BTD).view(x_MD.shape)
         x_MD = _dropped(x_MD, run.dropout)
+        call = call_block if run_block is None else run_block
         for block in self.blocks:
             if run.recompute_blocks:
-                x_MD = checkpoint(block, x_MD, run, use_reentrant=False, preserve_rng_state=run.dropout > 0)
+                x_MD = checkpoint(call, block, x_MD, run, use_reentrant=False, preserve_rng_state=run.dropout > 0)
             else:
-                x_MD = block(x_MD, run)
+                x_MD = call(block, x_MD, run)
         return self.final_norm(x_MD)
 
 
