@@ -75,7 +75,7 @@ def train(
             setting = make_setting(config, dist, log, on_progress)
             state, plan = begin(setting, run, _checkpoint(resume_from))
             run.note(environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps)
-            with open_session(setting, run, state, plan, display, stop) as (parts, progress), stop.deferred():
+            with stop.deferred(), open_session(setting, run, state, plan, display, stop) as (parts, progress):
                 progress = loop.train(parts, progress)
                 speed = parts.observer.finish(progress)
             log.event("finished", f"Finished after {progress.step:,} steps", step=progress.step, chain=progress.chain)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from conformance.engines import LR, POSITIONS, VOCAB, batch, make_engine, packed_batch, rows
-from vorox.core.atomic import StagedDirectory
+from vorox.core.atomic import MANIFEST_NAME, StagedDirectory
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError
 from vorox.core.records import IGNORED_LABEL, Batch, DataShard, StepValues
+from vorox.training.checkpointing import state_bytes
 
 ENGINES = ["numpy", pytest.param("torch", marks=pytest.mark.torch)]
 pytestmark = pytest.mark.parametrize("name", ENGINES)
@@ -108,6 +109,14 @@ def test_save_load_step_is_the_same_bits(name: str, tmp_path: Path) -> None:
         given = batch(rows(4, seed=index), step=index)
         assert step(other, given, LR / index) == step(engine, given, LR / index)
     assert other.fingerprint() == engine.fingerprint()
+
+
+def test_says_how_many_bytes_a_save_takes(name: str, tmp_path: Path) -> None:
+    """A full disk is reported with what is needed, so saving must go through the directory that it is given."""
+    engine = make_engine(name)
+    path = save(engine, tmp_path / "saved")
+    written = sum(file.stat().st_size for file in path.iterdir() if file.name != MANIFEST_NAME)
+    assert state_bytes(engine) == written > 1000
 
 
 def test_refuses_the_state_of_another_architecture(name: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class ReplayChain:
     def record(self, batch: Batch, values: StepValues) -> None:
         """Add a step. Steps come in order."""
         entry = ChainEntry.of(self.head, batch, values)
-        self._history.append(asdict(entry))
+        self._history.append({name: getattr(entry, name) for name in ChainEntry.__slots__})
         self.head = entry.chain
 
     def flush(self) -> None:

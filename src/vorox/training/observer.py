@@ -55,7 +55,7 @@ class Observer:
         horizon: Length of the run.
         every_steps: Steps between two logged ones; the first and the last are logged too.
         rows_per_epoch: Rows of one pass over all sources.
-        vocab_size: Of the tokenizer; ln of it is where the loss of an untrained model starts.
+        vocab_size: Of the model; ln of it is where the loss of an untrained model starts.
         engine: Its device numbers are read.
         queue: The loader's numbers.
         complete: Continues the fixed prompts.

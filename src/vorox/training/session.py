@@ -28,7 +28,7 @@ from vorox.experiments.tracking import Tracker
 from vorox.models import flops, memory
 from vorox.models.huggingface import huggingface_files
 from vorox.models.spec import ModelSpec
-from vorox.runtime.ceiling import peak_flops_per_second
+from vorox.runtime.ceiling import measure_ceiling, peak_flops_per_second, training_shapes
 from vorox.runtime.throughput import Limits, Throughput
 from vorox.training import feed, resume, sampling
 from vorox.training.chain import ReplayChain
@@ -216,7 +216,7 @@ def _observer(
         horizon=length,
         every_steps=config.log.every_steps,
         rows_per_epoch=num_train_rows(setting.corpus),
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=setting.spec.vocab_size,
         engine=setting.engine,
         queue=Queue(
             wait_seconds=lambda: batches.wait_seconds,
@@ -240,7 +240,19 @@ def _limits(setting: Setting) -> Limits:
         flops_per_token=flops.flops_per_token(spec, length),
         least_flops_per_token=least if config.data.document_mask else flops.causal_flops_per_token(spec, length),
         peak_flops_per_second=peak_flops_per_second(str(setting.engine.environment().get("device", "")), arithmetic),
+        ceiling_flops_per_second=_matmul_ceiling(setting) if config.log.matmul_ceiling else None,
     )
+
+
+def _matmul_ceiling(setting: Setting) -> float:
+    """What this machine reaches on the matrices of this model, measured in a moment before step 1."""
+    config, spec = setting.config, setting.spec
+    weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
+    positions = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+    shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
+    measured = measure_ceiling(shapes, setting.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
+    setting.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
+    return measured.flops_per_second
 
 
 def _planned_memory_bytes(setting: Setting) -> float:
