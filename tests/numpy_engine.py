@@ -10,6 +10,7 @@ Shape legend: A micro-batches, B rows, T positions, V vocabulary, D width, N pos
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,12 @@ class NumpyEngine:
 
     def environment(self) -> Mapping[str, str | int | bool]:
         return {"engine": self.name, "numpy": np.__version__, "determinism": "D2"}
+
+    def matmul_seconds(self, m: int, k: int, n: int) -> float:
+        left, right = _philox(m, k).standard_normal((m, k)), _philox(k, n).standard_normal((k, n))
+        began = time.perf_counter()
+        np.matmul(left, right)
+        return time.perf_counter() - began
 
     def synchronize(self) -> None:
         pass

@@ -111,6 +111,14 @@ class Engine(Protocol):
         """What decides bit-equality besides the configuration: versions, device, threads, determinism level."""
         ...
 
+    def matmul_seconds(self, m: int, k: int, n: int) -> float:
+        """Multiply ``[m, k] @ [k, n]`` of normal random numbers in the run's arithmetic and wait for the result.
+
+        Returns:
+            Seconds of the product alone. Disturbs no bit of the training.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until the devices are idle (for timing)."""
         ...

@@ -291,7 +291,7 @@ class TorchEngine:
         right_NK = torch.randn(n, k, device=device, generator=generator).to(dtype)
         self.synchronize()
         began = time.perf_counter()
-        self._product(left_MK, right_NK)
+        self._products(left_MK, right_NK)
         self.synchronize()
         return time.perf_counter() - began
 

@@ -67,6 +67,10 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
+    matmul_ceiling: bool = Field(
+        default=True,
+        description="Measure the matrix products of this model before step 1 and show the speed as a share of them.",
+    )
     accuracy: bool = Field(default=False, description="Share of training targets that had the highest logit.")
     parameter_norms: bool = Field(default=False, description="L2 norm of all parameters.")
     activation_statistics: bool = Field(
