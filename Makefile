@@ -53,8 +53,9 @@ types: $(STAMP_DEV)
 docs: $(STAMP_DEV)
 	@$(BIN)/mkdocs build --strict
 
-bench: $(STAMP_DEV)
-	@$(BIN)/python benchmarks/run.py $(ARGS)
+bench:
+	@test -x .venv-bench/bin/python || benchmarks/setup.sh
+	@for script in train_throughput loop_overhead loader startup; do .venv-bench/bin/python benchmarks/$$script.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache
