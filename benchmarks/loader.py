@@ -152,7 +152,8 @@ def main() -> None:
         )  # fmt: skip
         seconds = first_batch_seconds(folder, corpora["lz4"], rounds * 3)
         for name, values in seconds.items():
-            print(f"{name}: {statistics.median(values) * 1e3:.1f} ms ({min(values) * 1e3:.1f} to {max(values) * 1e3:.1f})")  # fmt: skip
+            spread = f"{min(values) * 1e3:.1f} to {max(values) * 1e3:.1f}"
+            print(f"{name}: {statistics.median(values) * 1e3:.1f} ms ({spread})")
         interleave.RESULTS.mkdir(exist_ok=True)
         (interleave.RESULTS / "loader_start.json").write_text(json.dumps(seconds) + "\n", encoding="utf-8")
 

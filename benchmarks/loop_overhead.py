@@ -73,12 +73,9 @@ def compare(folder: Path, name: str, steps: int, rounds: int) -> None:
     )
     bare_engine = backends.load("torch").create(config, spec, DistributedContext())
     seconds: dict[str, list[float]] = {"bare": [], "ours": []}
-    with (
-        RunContext.create(config) as run,
-        open_log(run, NoDisplay(), DistributedContext()) as log,
-        StopRequest() as stop,
-    ):
-        setting = make_setting(config, DistributedContext(), log, None)
+    dist = DistributedContext()
+    with RunContext.create(config) as run, open_log(run, NoDisplay(), dist) as log, StopRequest() as stop:
+        setting = make_setting(config, dist, log, None)
         state, plan = begin(setting, run, None)
         with open_session(setting, run, state, plan, NoDisplay(), stop) as (parts, progress):
             prepared = list(itertools.islice(parts.batches, 8))
