@@ -93,7 +93,7 @@ class TorchEngine:
         attend = attention.ATTENTION[config.model.attention_kernel]
         self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
         self._run_block = compiling.compiled_block(compute) if compute.compiled else None
-        self._head = self.store.modules["embedding.weight" if spec.tie_embeddings else "head.weight"]
+        self._head = self.model.head_weight
         self._products = kernels.products(compute)
         self._loss = HeadLoss(
             config.loss, self._head, self._products, compute.dtype, count_correct=config.log.accuracy

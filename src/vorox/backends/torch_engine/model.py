@@ -65,6 +65,16 @@ class Parts:
     taps: Taps
 
 
+class Embedding(nn.Module):
+    def __init__(self, parts: Parts, name: str) -> None:
+        super().__init__()
+        self.weight = parts.parameters[f"{name}.weight"]
+        self._embed = parts.kernels.embed
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
+
+
 class Linear(nn.Module):
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
@@ -169,11 +179,17 @@ def call_block(block: nn.Module, x_MD: Tensor, run: Pass) -> Tensor:
 class Decoder(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self._embed = parts.kernels.embed
-        self.embedding = parts.parameters["embedding.weight"]
-        self.position_embedding = parts.parameters.get("position_embedding.weight")
+        self.embedding = Embedding(parts, "embedding")
+        is_learned = parts.spec.positions == "learned"
+        self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
         self.blocks = nn.ModuleList(Block(parts, layer) for layer in range(parts.spec.num_layers))
         self.final_norm = Norm(parts, "final_norm", kind=parts.spec.norm)
+        self.head = None if parts.spec.tie_embeddings else Linear(parts, "head")
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """``[V, D]``, for the loss and for logits."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(self, tokens_M: Tensor, run: Pass, run_block: RunBlock | None = None) -> Tensor:
         """Tokens to the final hidden state ``[M, D]``, which the head turns into logits.
@@ -183,11 +199,10 @@ class Decoder(nn.Module):
             run: Everything else about this pass.
             run_block: How a block is called, if not plainly.
         """
-        x_MD = self._embed(tokens_M, self.embedding)
+        x_MD = self.embedding(tokens_M)
         if self.position_embedding is not None:
             assert run.positions is not None
-            place_BTD = self._embed(run.positions.flatten(), self.position_embedding).view(*run.positions.shape, -1)
-            x_MD = (x_MD.view(*run.shape_BT, -1) + place_BTD).view(x_MD.shape)
+            x_MD = (x_MD.view(*run.shape_BT, -1) + self.position_embedding(run.positions)).view(x_MD.shape)
         x_MD = _dropped(x_MD, run.dropout)
         call = call_block if run_block is None else run_block
         for block in self.blocks:

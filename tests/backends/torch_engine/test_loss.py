@@ -1,0 +1,172 @@
+"""Loss and gradients against F.cross_entropy in float64, for every term, chunking and precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine import loss as loss_module
+from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.kernels import Products
+from vorox.backends.torch_engine.loss import HeadLoss, Labels
+from vorox.core.records import IGNORED_LABEL
+from vorox.core.schema import LossConfig
+
+pytestmark = pytest.mark.torch
+POSITIONS, WIDTH, VOCAB = 150, 24, 67
+
+
+@dataclass(frozen=True)
+class Case:
+    hidden: Tensor
+    head: nn.Parameter
+    labels: np.ndarray
+
+    @property
+    def targets(self) -> Labels:
+        return labels_to_device(self.labels, torch.device("cpu"))
+
+
+def case(*, ignored_fraction: float = 0.0, spread: float = 1.0) -> Case:
+    generator = np.random.default_rng(3)
+    labels = generator.integers(0, VOCAB, (1, POSITIONS), np.int32)
+    labels[generator.random(labels.shape) < ignored_fraction] = IGNORED_LABEL
+    head = nn.Parameter(torch.from_numpy(generator.normal(0, spread, (VOCAB, WIDTH)).astype(np.float32)))
+    head.grad = torch.zeros_like(head)
+    return Case(torch.from_numpy(generator.normal(0, 1, (POSITIONS, WIDTH)).astype(np.float32)), head, labels)
+
+
+def head_loss(
+    given: Case, config: LossConfig | None = None, *, dtype: torch.dtype = torch.float32, onednn: bool = False
+) -> HeadLoss:
+    return HeadLoss(config or LossConfig(), given.head, Products(use_onednn=onednn), dtype, count_correct=True)
+
+
+def oracle(given: Case, config: LossConfig, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plain cross entropy, and gradients of the whole objective, in float64 over logits that stand whole."""
+    hidden = given.hidden.double().requires_grad_()
+    head = given.head.detach().double().requires_grad_()
+    logits = hidden @ head.T
+    labels = torch.from_numpy(given.labels[0]).long()
+    objective = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=config.label_smoothing_fraction)
+    log_partition = logits.logsumexp(-1)[labels != IGNORED_LABEL]
+    objective = objective + config.z_loss_weight * log_partition.square().sum()
+    (objective * scale).backward()
+    plain = F.cross_entropy(logits.detach(), labels, reduction="sum")
+    return plain, log_partition.square().sum(), hidden.grad, head.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, POSITIONS, 10_000])
+@pytest.mark.parametrize("ignored_fraction", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("terms", [{}, {"z_loss_weight": 0.01}, {"label_smoothing_fraction": 0.2},
+                                   {"z_loss_weight": 0.01, "label_smoothing_fraction": 0.2}], ids=str)  # fmt: skip
+def test_against_cross_entropy(chunk_tokens: int, ignored_fraction: float, terms: dict[str, float]) -> None:
+    config, given, scale = LossConfig(chunk_tokens=chunk_tokens, **terms), case(ignored_fraction=ignored_fraction), 0.01
+    plain, squares, d_hidden, d_head = oracle(given, config, scale)
+    sums, found = head_loss(given, config).train(given.hidden, given.targets, scale)
+    torch.testing.assert_close(sums.cross_entropy, plain, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.double(), d_hidden, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(given.head.grad.double(), d_head, rtol=1e-5, atol=1e-7)
+    if config.z_loss_weight:
+        torch.testing.assert_close(sums.squared_log_partition, squares, rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_add_to_what_is_there() -> None:
+    given = case()
+    given.head.grad.fill_(2.0)
+    _, _, _, d_head = oracle(given, LossConfig(), 1.0)
+    head_loss(given).train(given.hidden, given.targets, 1.0)
+    torch.testing.assert_close(given.head.grad.double() - 2, d_head, rtol=1e-5, atol=1e-4)
+
+
+def test_the_full_logits_never_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the computation has more positions than a chunk and the vocabulary at once."""
+    given, largest = case(), 0
+    original = Products.__call__
+
+    def measured(self: Products, a: Tensor, b: Tensor) -> Tensor:
+        nonlocal largest
+        result = original(self, a, b)
+        if result.shape[-1] == VOCAB:
+            largest = max(largest, result.shape[0])
+        return result
+
+    monkeypatch.setattr(Products, "__call__", measured)
+    head_loss(given, LossConfig(chunk_tokens=16)).train(given.hidden, given.targets, 1.0)
+    assert largest == 16
+
+
+def test_chunks_stay_in_the_cache_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CPU_CHUNK_BYTES", 4 * VOCAB * 100)
+    given = case()
+    chunks = head_loss(given, LossConfig(chunk_tokens=1000))._chunks(given.hidden, given.targets)
+    assert [len(hidden) for hidden, _ in chunks] == [100, 50]
+
+
+def test_unlikely_targets_do_not_underflow() -> None:
+    """A probability of exp(-500) is 0 in fp32; its logarithm is not."""
+    given = case(spread=60.0)
+    plain, _, d_hidden, _ = oracle(given, LossConfig(), 1.0)
+    sums, found = head_loss(given).train(given.hidden, given.targets, 1.0)
+    assert float(plain) / POSITIONS > 200
+    torch.testing.assert_close(sums.cross_entropy, plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.double(), d_hidden, rtol=1e-4, atol=0.01)  # of weights around 60
+
+
+def test_evaluation_counts_and_sums() -> None:
+    given = case(ignored_fraction=0.4)
+    logits = given.hidden.double() @ given.head.detach().double().T
+    labels = torch.from_numpy(given.labels[0]).long()
+    sums = head_loss(given, LossConfig(z_loss_weight=1.0, label_smoothing_fraction=0.5)).evaluate(
+        given.hidden, given.targets
+    )
+    torch.testing.assert_close(sums.cross_entropy, F.cross_entropy(logits, labels, reduction="sum"), rtol=1e-6, atol=0)
+    assert int(sums.num_correct) == int((logits.argmax(-1) == labels).sum()) > 0
+    assert not given.head.grad.any()
+
+
+def test_positions_that_are_not_trained_on_may_hold_anything() -> None:
+    given = case()
+    labels = given.labels.copy()
+    labels[0, 10] = IGNORED_LABEL
+    clean, dirty = Case(given.hidden, given.head, labels), Case(given.hidden.clone(), given.head, labels)
+    dirty.hidden[10] = float("inf")
+    first, d_clean = head_loss(clean).train(clean.hidden, clean.targets, 1.0)
+    second, d_dirty = head_loss(dirty).train(dirty.hidden, dirty.targets, 1.0)
+    assert float(first.cross_entropy) == float(second.cross_entropy)
+    assert torch.equal(d_clean, d_dirty)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_trained_position_shows_in_the_loss(value: float) -> None:
+    given = case()
+    given.hidden[3, 0] = value
+    sums, _ = head_loss(given).train(given.hidden, given.targets, 1.0)
+    assert not math.isfinite(float(sums.cross_entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_and_carries_the_loss_scale(dtype: torch.dtype) -> None:
+    given = case()
+    plain, _, d_hidden, d_head = oracle(given, LossConfig(), 1e-3)
+    sums, found = head_loss(given, dtype=dtype).train(given.hidden, given.targets, 1e-3, torch.tensor(256.0))
+    tolerance = 0.02 if dtype == torch.bfloat16 else 0.003
+    assert float(sums.cross_entropy) == pytest.approx(float(plain), rel=tolerance)
+    assert found.dtype == torch.float32
+    for mine, theirs in ((found, d_hidden), (given.head.grad, d_head)):
+        error = (mine.double() / 256 - theirs).norm() / theirs.norm()
+        assert float(error) < tolerance
+
+
+def test_with_both_libraries() -> None:
+    given = case()
+    first, d_first = head_loss(given).train(given.hidden, given.targets, 1.0)
+    second, d_second = head_loss(given, onednn=True).train(given.hidden, given.targets, 1.0)
+    assert float(first.cross_entropy) == pytest.approx(float(second.cross_entropy), rel=1e-6)
+    torch.testing.assert_close(d_first, d_second, rtol=1e-5, atol=1e-5)

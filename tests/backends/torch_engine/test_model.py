@@ -1,0 +1,104 @@
+"""Every architecture against the numpy decoder in float64, its gradients against finite differences, and its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.torch_engine.small_models import (
+    GPT2,
+    LLAMA,
+    MODELS,
+    POSITIONS,
+    QWEN3,
+    batch_of,
+    make,
+    random_rows,
+    randomise,
+)
+from reference_decoder import numpy_logits
+from vorox.backends.torch_engine.parameters import module_name
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_logits_against_numpy(name: str, kernel: str) -> None:
+    engine = make(MODELS[name] | {"attention_kernel": kernel})
+    weights = randomise(engine)
+    tokens = random_rows(3)[:, :-1]
+    expected = numpy_logits(engine._spec, weights, tokens)
+    assert expected.std() > 0.5, "the comparison would be trivial"
+    np.testing.assert_allclose(engine.logits(tokens), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_gradients_against_finite_differences(name: str) -> None:
+    """Directional derivatives of the mean loss of the numpy decoder, one random direction per parameter."""
+    engine = make(MODELS[name], optimizer__clip_norm=None)
+    weights = {key: array.astype(np.float64) for key, array in randomise(engine, seed=2).items()}
+    rows = random_rows(2, seed=5)
+    engine.train_step(batch_of(rows), lr=0.0, weight_decay=0.0)
+    gradients = {key: view.double().numpy() for key, view in engine.store.views(engine.store.gradients)}
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        logits = numpy_logits(engine._spec, changed, rows[:, :-1])
+        logits = logits - logits.max(-1, keepdims=True)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return -float(np.take_along_axis(log_p, rows[:, 1:, None], -1).mean())
+
+    generator = np.random.default_rng(3)
+    for key, array in weights.items():
+        direction, step = generator.normal(size=array.shape), 1e-6
+        slope = (loss(weights | {key: array + step * direction}) - loss(weights | {key: array - step * direction})) / 2
+        found = float((gradients[key] * direction).sum())
+        assert found == pytest.approx(slope / step, rel=2e-3, abs=2e-5), key
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_modules_hold_exactly_the_table(name: str) -> None:
+    engine = make(MODELS[name])
+    spec = engine._spec
+    expected = {module_name(parameter.name, gated=spec.is_gated) for parameter in spec.parameters}
+    assert {name for name, _ in engine.model.named_parameters()} == expected
+    assert [name for name, _ in engine.export_weights()] == [parameter.name for parameter in spec.parameters]
+    assert {name: array.shape for name, array in engine.export_weights()} == {p.name: p.shape for p in spec.parameters}
+    total = sum(parameter.numel() for parameter in engine.store.modules.values())
+    assert total == spec.num_parameters
+
+
+def test_fused_parameters_are_their_parts() -> None:
+    engine = make(QWEN3)
+    weights = randomise(engine)
+    fused = engine.store.modules["blocks.1.attention.qkv.weight"].detach().numpy()
+    parts = [weights[f"blocks.1.attention.{part}.weight"] for part in ("query", "key", "value")]
+    assert np.array_equal(fused, np.concatenate(parts))
+    gate_up = engine.store.modules["blocks.0.mlp.gate_up.weight"].detach().numpy()
+    assert np.array_equal(
+        gate_up, np.concatenate([weights["blocks.0.mlp.gate.weight"], weights["blocks.0.mlp.up.weight"]])
+    )
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
+def test_a_position_does_not_see_the_future(model: dict[str, Any]) -> None:
+    engine = make(model)
+    randomise(engine)
+    rows = random_rows(2)[:, :-1]
+    changed = rows.copy()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 61
+    first, second = engine.logits(rows), engine.logits(changed)
+    np.testing.assert_array_equal(first[:, :10], second[:, :10])
+    assert np.abs(first[:, 10:] - second[:, 10:]).max() > 0.1
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
+def test_shorter_rows_than_in_training(model: dict[str, Any]) -> None:
+    engine = make(model)
+    randomise(engine)
+    rows = random_rows(2)[:, :-1]
+    np.testing.assert_allclose(engine.logits(rows[:, :7]), engine.logits(rows)[:, :7], atol=2e-5)
+    assert engine.logits(rows[:, :1]).shape == (2, 1, 61)
+    assert engine.logits(rows).shape == (2, POSITIONS, 61)

@@ -1,0 +1,93 @@
+"""Muon: what the orthogonalisation does to singular values, and whole updates against torch.optim.Muon."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from backends.torch_engine.small_models import GPT2, LR, batch_of, make, random_rows
+from vorox.backends.torch_engine import muon
+from vorox.backends.torch_engine.parameters import ORTHOGONAL
+
+pytestmark = pytest.mark.torch
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """The published iteration for one matrix, in float64."""
+    x = matrix.double()
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(matrix.T).T
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
+def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    matrices = torch.from_numpy(np.random.default_rng(1).normal(size=(3, *shape)).astype(np.float32))
+    matrices[1] *= 1e-6
+    matrices[2] *= 1e6
+    found = muon.orthogonalise(matrices)
+    for matrix, result in zip(matrices, found, strict=True):
+        values = torch.linalg.svdvals(result)
+        assert float(values.min()) > 0.4, "nothing that matters is lost"
+        assert float(values.max()) < 1.3
+        torch.testing.assert_close(result.double(), newton_schulz(matrix), rtol=1e-3, atol=1e-3)
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert float((u.T @ result @ v.T).diagonal().min()) > 0.4, "the singular vectors stay"
+
+
+def test_a_zero_gradient_stays_zero() -> None:
+    assert not muon.orthogonalise(torch.zeros(1, 4, 6)).any()
+
+
+def test_updates_against_pytorch() -> None:
+    """Every canonical matrix for itself, though queries, keys and values are stored as one.
+
+    PyTorch iterates in bf16, hence the tolerance; the iteration itself is held to float64 above.
+    """
+    engine = make(GPT2, optimizer__name="muon", optimizer__clip_norm=None, optimizer__muon_lr=0.05)
+    matrices = {p.name for p in engine._spec.parameters if p.kind == "matrix"}
+    theirs = {
+        name: torch.nn.Parameter(view.detach().clone())
+        for name, view in engine.store.views({ORTHOGONAL: engine.store.values[ORTHOGONAL]})
+    }
+    assert set(theirs) == matrices
+    oracle = torch.optim.Muon(theirs.values(), lr=1.0, weight_decay=0.1, momentum=0.95, nesterov=True)
+    for step in range(3):
+        lr = LR / (step + 1)
+        engine.train_step(batch_of(random_rows(8, step)), lr=lr, weight_decay=0.1)
+        for name, gradient in engine.store.views({ORTHOGONAL: engine.store.gradients[ORTHOGONAL]}):
+            theirs[name].grad = gradient.clone()
+        oracle.param_groups[0]["lr"] = 0.05 * lr / LR
+        before = {name: value.detach().clone() for name, value in theirs.items()}
+        oracle.step()
+        for name, view in engine.store.views({ORTHOGONAL: engine.store.values[ORTHOGONAL]}):
+            change, expected = view.detach() - before[name], theirs[name].detach() - before[name]
+            assert float((change - expected).norm() / expected.norm()) < 0.06, name
+            theirs[name].data.copy_(view)  # compare single updates, not the divergence of trajectories
+
+
+def test_everything_else_is_adamw() -> None:
+    muon_engine = make(GPT2, optimizer__name="muon")
+    adamw_engine = make(GPT2)
+    for engine in (muon_engine, adamw_engine):
+        engine.train_step(batch_of(random_rows(8)), lr=LR, weight_decay=0.1)
+    expected = dict(adamw_engine.export_weights())
+    for parameter in muon_engine._spec.parameters:
+        if parameter.kind != "matrix":
+            found = dict(muon_engine.export_weights())[parameter.name]
+            np.testing.assert_allclose(found, expected[parameter.name], rtol=1e-6, atol=1e-7, err_msg=parameter.name)
+    assert set(muon_engine.optimizer.buffers) == {"exp_avg", "exp_avg_sq", "momentum"}
+    state = sum(b.numel() for groups in muon_engine.optimizer.buffers.values() for b in groups.values())
+    assert state < 2 * sum(buffer.numel() for buffer in muon_engine.store.values.values())
+
+
+def test_learns() -> None:
+    engine, given = make(optimizer__name="muon", optimizer__muon_lr=0.02), batch_of(random_rows(4))
+    losses = [engine.train_step(given, lr=LR, weight_decay=0.1).fetch().loss for _ in range(30)]
+    assert losses[-1] < losses[0] - 1.0
