@@ -213,3 +213,11 @@ def test_eta_includes_pauses() -> None:
     with meter.pause("save"):
         clock.now += 5.0
     assert eta_seconds(meter.total(), 100) == 150.0
+
+
+def test_a_ceiling_measured_in_a_busy_moment_can_only_rise() -> None:
+    meter = Throughput(Limits(flops_per_token=10.0, ceiling_flops_per_second=100.0))
+    meter.raise_ceiling(150.0)
+    assert meter.limits.ceiling_flops_per_second == 150.0
+    meter.raise_ceiling(120.0)
+    assert meter.limits.ceiling_flops_per_second == 150.0

@@ -52,7 +52,9 @@ class Run:
         self.now = 0.0
         self.config = CheckpointConfig.model_validate(config)
         chain = ReplayChain(directory, progress_at(0))
-        self.ledger = Ledger(chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_step=lambda *_: None)
+        self.ledger = Ledger(
+            chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_start=lambda: None, on_step=lambda *_: None
+        )
         self.checkpointer = self.open()
 
     def open(self, saved_step: int | None = None) -> Checkpointer:

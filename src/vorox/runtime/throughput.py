@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vorox.core.errors import NumericalError
@@ -151,6 +151,11 @@ class Throughput:
             for window in (self._window, self._whole):
                 if window is not None:
                     window.paused[use] += spent
+
+    def raise_ceiling(self, flops_per_second: float) -> None:
+        """Take a new measurement of the matmul rate into account; the highest counts."""
+        highest = max(flops_per_second, self.limits.ceiling_flops_per_second or 0.0)
+        self.limits = replace(self.limits, ceiling_flops_per_second=highest)
 
     def read(self) -> Reading:
         """The window since the last ``read``; begins the next one."""

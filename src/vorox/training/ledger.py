@@ -42,6 +42,7 @@ class Ledger:
         chain: Takes every step.
         max_nonfinite_steps: Non-finite steps in a row that are skipped before the run stops.
         nonfinite_in_a_row: Those that the checkpoint ended with.
+        on_start: Told when a step has been started (and, on a device that does not run ahead, done).
         on_step: Told about every settled step.
     """
 
@@ -51,9 +52,10 @@ class Ledger:
         *,
         max_nonfinite_steps: int,
         nonfinite_in_a_row: int,
+        on_start: Callable[[], None],
         on_step: Callable[[StartedStep, StepValues], None],
     ) -> None:
-        self._chain, self._on_step = chain, on_step
+        self._chain, self._on_start, self._on_step = chain, on_start, on_step
         self._max_nonfinite_steps = max_nonfinite_steps
         self._pending: StartedStep | None = None
         self.nonfinite_in_a_row = nonfinite_in_a_row
@@ -64,6 +66,7 @@ class Ledger:
         Raises:
             NumericalError: Too many steps in a row were not finite.
         """
+        self._on_start()
         before, self._pending = self._pending, step
         if before is not None:
             self._settle(before)

@@ -166,6 +166,7 @@ def open_session(
             ReplayChain(run.directory, progress),
             max_nonfinite_steps=config.train.max_nonfinite_steps,
             nonfinite_in_a_row=state.nonfinite_in_a_row,
+            on_start=observer.started,
             on_step=observer.step,
         )
         schedule = Schedule.of(config.schedule, config.optimizer, state.horizon)
@@ -226,6 +227,7 @@ def _observer(
         complete=lambda engine: sampling.complete(engine, tokenizer, config.eval.prompts, settings),
         seconds_since_save=checkpointer.seconds_since_save,
         planned_memory_bytes=_planned_memory_bytes(setting),
+        measure_ceiling=(lambda: _matmul_ceiling(setting)) if config.log.matmul_ceiling else None,
     )
 
 
