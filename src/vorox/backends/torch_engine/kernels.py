@@ -106,7 +106,7 @@ def _plain_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | 
 
 
 def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
-    return F.rms_norm(x_MD, weight_D.shape, weight_D, eps)
+    return F.rms_norm(x_MD, weight_D.shape, weight_D.to(x_MD.dtype), eps)  # one type, or it is not one kernel
 
 
 def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:

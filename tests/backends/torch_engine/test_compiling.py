@@ -1,0 +1,72 @@
+"""The compiled model computes what the uncompiled one does, says when it compiles, and compiles once for all blocks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, engine_of, make, random_rows, train
+from vorox.backends.torch_engine import compiling
+from vorox.core.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (GPT2 | {"num_layers": 4}, {}),
+        (LLAMA | {"num_layers": 4, "num_kv_heads": 2}, {"train__activation_checkpointing": "block"}),
+        (LLAMA | {"num_layers": 4, "dropout_fraction": 0.1}, {}),
+    ],
+    ids=["gpt2", "llama, recomputed", "llama, dropout"],
+)
+def test_equal_within_tolerance(
+    model: dict[str, Any], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    plain, compiled = make(model, **settings), make(model, runtime__compile=True, **settings)
+    twin = make(model, runtime__compile=True, **settings)
+    with caplog.at_level(logging.INFO, "vorox.torch_engine"):
+        found = train(compiled, 3)
+    assert [record.message.split(" ")[0] for record in caplog.records] == ["compiling", "compiled"]
+    if not model.get("dropout_fraction"):  # a compiled model draws other numbers
+        assert found == pytest.approx(train(plain, 3), rel=2e-6)
+    assert train(twin, 3) == found, "bit for bit"
+    assert twin.fingerprint() == compiled.fingerprint()
+    torch._dynamo.reset()
+
+
+def test_statistics_and_compiling_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="activation statistics need an uncompiled model"):
+        engine_of(configuration(runtime__compile=True, log__activation_statistics=True))
+
+
+def test_taps_and_compiling_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="a compiled model has no taps"):
+        make(runtime__compile=True).taps.attach("after_mlp", 0, lambda x: None)
+
+
+def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise compiling.BackendCompilerFailed(lambda: None, RuntimeError("No working C++ compiler found"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    with pytest.raises(ConfigError, match="does not compile") as caught:
+        make(runtime__compile=True).train_step(batch_of(random_rows(2)), lr=0.0, weight_decay=0.0)
+    assert "runtime.compile=false" in caught.value.hint
+
+
+def test_evaluation_never_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    engine = make(runtime__compile=True)
+    assert engine.eval_step(batch_of(random_rows(2))).loss_sum > 0
+    assert engine.logits(random_rows(2)[:, :-1]).shape == (2, 24, 61)

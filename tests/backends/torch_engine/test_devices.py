@@ -1,0 +1,166 @@
+"""What the machine cannot do is refused with the key; what it can is set, and recorded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from backends.torch_engine.small_models import configuration, engine_of
+from vorox import backends
+from vorox.backends.torch_engine import devices
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
+
+pytestmark = pytest.mark.torch
+ALONE = DistributedContext()
+CUDA = torch.device("cuda", 0)
+
+
+def refused(config: RunConfig, key: str, message: str, dist: DistributedContext = ALONE) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        devices.prepare(config, dist)
+    assert key in caught.value.where
+
+
+def test_many_processes() -> None:
+    message = "but the torch engine trains on one device"
+    config = configuration(parallel__data_parallel_size=2)
+    refused(config, "parallel.data_parallel_size", f"data_parallel_size = 2, {message}")
+    refused(configuration(), "parallel.data_parallel_size", message, DistributedContext(0, 4))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_a_device_that_is_not_there(kind: str) -> None:
+    if {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[kind]:
+        pytest.skip(f"this machine has {kind}")
+    refused(configuration(runtime__device=kind), "runtime.device", f"device = {kind}, but PyTorch .* finds none")
+
+
+def test_tf32_is_for_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(configuration(precision__matmul="tf32"), "precision.matmul", "tf32 is for NVIDIA GPUs, not for cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    with pytest.raises(ConfigError, match="Tesla T4 has no TensorFloat-32"):
+        devices._set_float32_products("tf32", CUDA)
+
+
+def test_bf16_is_for_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    with pytest.raises(ConfigError, match="bf16 is not supported by Tesla V100") as caught:
+        devices._select_dtype("bf16", CUDA)
+    assert "fp16" in caught.value.hint
+    assert devices._select_dtype("fp16", CUDA) is torch.float16
+
+
+@pytest.mark.parametrize(("present", "expected"), [(("cuda", "mps"), "cuda"), (("mps",), "mps"), ((), "cpu")])
+def test_auto_takes_the_first_that_exists(
+    present: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in present)
+    assert devices._select_device("auto").type == expected
+
+
+class TestDeterminism:
+    def test_levels(self) -> None:
+        assert devices.prepare(configuration(), ALONE).determinism == "D2"
+        for level in ("D0", "D1", "D2"):
+            assert devices.prepare(configuration(runtime__determinism=level), ALONE).determinism == level
+
+    def test_d2_is_refused_where_it_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ConfigError, match="cannot be kept on mps"):
+            devices._set_determinism("D2", torch.device("mps"), compiled=False)
+        with pytest.raises(ConfigError, match="compiled CUDA kernels"):
+            devices._set_determinism("D2", CUDA, compiled=True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        with pytest.raises(ConfigError, match="needs CUBLAS_WORKSPACE_CONFIG before CUDA starts"):
+            devices._set_determinism("D2", CUDA, compiled=False)
+
+    def test_d2_on_cuda_tells_pytorch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[bool] = []
+        monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda _: None)
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        devices._set_determinism("D2", CUDA, compiled=False)
+        assert asked == [True]
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user set is kept"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        devices._set_determinism("D1", CUDA, compiled=True)
+        assert asked == [True, False]
+
+
+class TestThreads:
+    def test_given(self) -> None:
+        assert devices.prepare(configuration(runtime__num_threads=2), ALONE).num_threads == 2
+        assert torch.get_num_threads() == 2
+        assert devices.prepare(configuration(runtime__num_threads=1), ALONE).num_threads == 1
+        assert torch.get_num_threads() == 1
+
+    def test_default_is_the_physical_cores_that_we_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        devices.physical_cores.cache_clear()
+        monkeypatch.setattr(devices.psutil, "cpu_count", lambda logical: 8 if logical else 4)
+        monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
+        assert devices.physical_cores() == 3
+        devices.physical_cores.cache_clear()
+        monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+        assert devices.physical_cores() == 4
+        devices.physical_cores.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [("AuthenticAMD", "AVX512", "onednn"), ("GenuineIntel", "AVX512", "blas"), ("AuthenticAMD", "AVX2", "blas")],
+)
+def test_products_follow_from_the_processor(
+    vendor: str, capability: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_is_intel", lambda: vendor == "GenuineIntel")
+    monkeypatch.setattr(devices, "has_onednn_linear", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert devices._select_products(torch.device("cpu")) == expected
+    assert devices._select_products(CUDA) == "blas"
+
+
+def test_environment_records_what_decides_the_bits() -> None:
+    found = engine_of(configuration()).environment()
+    assert found["torch"] == torch.__version__
+    assert found["num_threads"] == 1
+    assert found["device_kind"] == "cpu"
+    assert found["determinism"] == "D2"
+    assert found["matrix_products"] in {"blas", "onednn"}
+    assert found["instruction_set"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match=r"backend = 'tensorflow' is unknown; known are torch"):
+        backends.load("tensorflow")
+
+
+def test_a_missing_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(backends.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="needs torch, which is not installed") as caught:
+        backends.load("torch")
+    assert caught.value.hint == "pip install 'vorox[torch]'"
+
+
+def test_a_broken_installation_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
+
+    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="sympy"):
+        backends.load("torch")
