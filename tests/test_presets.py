@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vorox.core.config import config_digest, dump_yaml, load_config
-from vorox.core.presets import run_presets
+from vorox.core.config.presets import run_presets
 from vorox.models.spec import model_spec
 
 ROOT = Path(__file__).parents[1]

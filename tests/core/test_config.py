@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from vorox.core.checks import exact_weight
-from vorox.core.config import (
+from vorox.core.config.checks import exact_weight
+from vorox.core.config.explain import explain
+from vorox.core.config.fields import leaf_keys, nearest
+from vorox.core.config.overrides import is_override
+from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.resolve import (
     NOT_IN_DIGEST,
     config_digest,
     differences,
@@ -22,10 +26,6 @@ from vorox.core.config import (
     resolve_config,
 )
 from vorox.core.errors import ConfigError
-from vorox.core.explain import explain
-from vorox.core.fields import leaf_keys, nearest
-from vorox.core.overrides import is_override
-from vorox.core.presets import model_presets, run_presets
 
 SMALL = """
 data:
@@ -445,7 +445,9 @@ def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkey
     config = load_config(small)
     values, digest = flat_values(config), config_digest(config)
     for key in values:
-        monkeypatch.setattr("vorox.core.config.flat_values", lambda _, key=key: {**values, key: "another value"})
+        monkeypatch.setattr(
+            "vorox.core.config.resolve.flat_values", lambda _, key=key: {**values, key: "another value"}
+        )
         same = key in changes_no_bit or key.startswith(sections)
         assert (config_digest(config) == digest) == same, key
         assert in_digest(key) != same

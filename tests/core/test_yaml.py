@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vorox.core.config.yaml_reader import MAX_DEPTH, read_mapping, read_value, resolve_plain
+from vorox.core.config.yaml_writer import write_inline, write_yaml
 from vorox.core.errors import ConfigError
-from vorox.core.yaml_reader import MAX_DEPTH, read_mapping, read_value, resolve_plain
-from vorox.core.yaml_writer import write_inline, write_yaml
 
 
 def value_of(text: str) -> object:

@@ -37,9 +37,9 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
     Raises:
         ConfigError: There is an option that the command does not have, or a word too many.
     """
+    from vorox.core.config.fields import nearest, schema_fields
+    from vorox.core.config.overrides import is_override
     from vorox.core.errors import ConfigError
-    from vorox.core.fields import nearest, schema_fields
-    from vorox.core.overrides import is_override
 
     known = {key for key in schema_fields() if "." not in key} | {"preset"}
     positional: list[str] = []

@@ -15,7 +15,7 @@ from vorox.cli.arguments import OVERRIDES_CONTEXT, sort_words
 
 if TYPE_CHECKING:
     from vorox.core.config import ResolvedConfig
-    from vorox.core.explain import Explanation
+    from vorox.core.config.explain import Explanation
 
 app = typer.Typer(
     name="config", help="Show, explain and compare configurations.", no_args_is_help=True, add_completion=False
@@ -48,7 +48,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say what a setting is, what it accepts, and what it is in a configuration."""
-    from vorox.core.explain import explain as explain_key
+    from vorox.core.config.explain import explain as explain_key
 
     resolved = _resolve(words, options=("--json",)) if words else None
     explanation = explain_key(key, resolved)
@@ -105,8 +105,8 @@ def _resolve(words: list[str], options: tuple[str, ...]) -> ResolvedConfig:
 
 def configuration_source(name: str) -> str | Path:
     """What ``load_config`` takes for a name: a preset or file as it is, a run by its recorded configuration."""
+    from vorox.core.config.presets import run_presets
     from vorox.core.errors import ConfigError
-    from vorox.core.presets import run_presets
     from vorox.core.run_lookup import find_run
 
     if name in run_presets() or Path(name).is_file():
@@ -118,8 +118,8 @@ def configuration_source(name: str) -> str | Path:
 
 
 def _explanation_lines(explanation: Explanation) -> list[str]:
-    from vorox.core.fields import schema_fields
-    from vorox.core.yaml_writer import write_inline
+    from vorox.core.config.fields import schema_fields
+    from vorox.core.config.yaml_writer import write_inline
 
     field = explanation.field
     lines = [field.key, f"  {field.description}"]

@@ -89,7 +89,7 @@ def _choose(
 
 def _quoted(text: str) -> str:
     """A text as the value of an override, so that nothing in it is taken for a number or a list."""
-    from vorox.core.yaml_writer import write_scalar
+    from vorox.core.config.yaml_writer import write_scalar
 
     return write_scalar(text)
 

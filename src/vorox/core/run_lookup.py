@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from vorox.core.config.fields import nearest
 from vorox.core.errors import ConfigError
-from vorox.core.fields import nearest
 
 
 def run_directories(root: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory
-from vorox.core.checks import exact_weight
+from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vorox.core import atomic
+from vorox.core.config.yaml_reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.json_lines import read_lines
 from vorox.core.lock import FileLock, lock_holder
 from vorox.core.run_lookup import run_attempts, run_directories
-from vorox.core.yaml_reader import read_mapping
 from vorox.experiments.tracking import last_values
 
 CHECKPOINTS_NAME = "checkpoints"

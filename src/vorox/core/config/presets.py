@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vorox.core.yaml_reader import Json, read_mapping
+from vorox.core.config.yaml_reader import Json, read_mapping
 
-PRESETS_DIRECTORY = Path(__file__).resolve().parent.parent / "presets"
+PRESETS_DIRECTORY = Path(__file__).resolve().parents[2] / "presets"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import yaml
 
-from vorox.core.yaml_reader import Json, KeyPath
+from vorox.core.config.yaml_reader import Json, KeyPath
 
 Comment = Callable[[KeyPath], str]
 _PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from vorox.core.config.yaml_reader import Json, KeyPath, read_value
 from vorox.core.errors import ConfigError
-from vorox.core.yaml_reader import Json, KeyPath, read_value
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.(\w+))*")
 

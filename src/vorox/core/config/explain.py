@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from vorox.core.conditions import CONDITIONS
-from vorox.core.config import ResolvedConfig, flat_values, in_digest, known_key
-from vorox.core.fields import REQUIRED, SchemaField, find_field, schema_fields, wildcard
-from vorox.core.yaml_reader import Json
-from vorox.core.yaml_writer import write_inline
+from vorox.core.config.conditions import CONDITIONS
+from vorox.core.config.fields import REQUIRED, SchemaField, find_field, schema_fields, wildcard
+from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest, known_key
+from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml_writer import write_inline
 
 
 @dataclass(frozen=True, slots=True)

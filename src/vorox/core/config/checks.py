@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from vorox.core.conditions import EXCLUSIVE
-from vorox.core.config_tree import Problem
+from vorox.core.config.conditions import EXCLUSIVE
+from vorox.core.config.tree import Problem
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
 

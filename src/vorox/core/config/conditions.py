@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vorox.core.config_tree import ConfigTree, Problem
-from vorox.core.fields import find_field
-from vorox.core.yaml_reader import Json
+from vorox.core.config.fields import find_field
+from vorox.core.config.tree import ConfigTree, Problem
+from vorox.core.config.yaml_reader import Json
 
 
 @dataclass(frozen=True, slots=True)

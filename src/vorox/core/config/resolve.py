@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.atomic import canonical_json
-from vorox.core.config_tree import ConfigTree, Problem, document_assignments
+from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
+from vorox.core.config.overrides import Assignment, parse_override
+from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.tree import ConfigTree, Problem, document_assignments
+from vorox.core.config.validation import validate
+from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
+from vorox.core.config.yaml_writer import write_inline, write_yaml
 from vorox.core.errors import ConfigError
-from vorox.core.fields import find_field, in_yaml_words, nearest, wildcard
-from vorox.core.overrides import Assignment, parse_override
-from vorox.core.presets import model_presets, run_presets
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
-from vorox.core.validation import validate
-from vorox.core.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
-from vorox.core.yaml_writer import write_inline, write_yaml
 
 NOT_IN_DIGEST = (
     "model.preset",

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from vorox.core.fields import REQUIRED, did_you_mean, find_field, schema_fields
-from vorox.core.overrides import Assignment
-from vorox.core.presets import ModelPresets
-from vorox.core.yaml_reader import Json, KeyPath, YamlDocument
+from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
+from vorox.core.config.overrides import Assignment
+from vorox.core.config.presets import ModelPresets
+from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
 
 
 @dataclass(frozen=True, slots=True)

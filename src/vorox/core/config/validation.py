@@ -12,12 +12,12 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vorox.core.checks import find_problems
-from vorox.core.conditions import settle_conditions
-from vorox.core.config_tree import ConfigTree, Problem, dotted
-from vorox.core.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.checks import find_problems
+from vorox.core.config.conditions import settle_conditions
+from vorox.core.config.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.tree import ConfigTree, Problem, dotted
+from vorox.core.config.yaml_reader import Json, KeyPath, resolve_plain
 from vorox.core.schema import RunConfig
-from vorox.core.yaml_reader import Json, KeyPath, resolve_plain
 
 
 def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
