@@ -25,7 +25,7 @@ from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
-from vorox.data import tokenizer as tokenizers
+from vorox.data.tokenizers import tokenizer as tokenizers
 from vorox.models.huggingface import huggingface_config, huggingface_files
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec

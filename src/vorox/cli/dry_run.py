@@ -18,9 +18,9 @@ from vorox.cli import quantities
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.data.sources import Source
-    from vorox.data.splits import Split
-    from vorox.data.tokenizer import Tokenizer
+    from vorox.data.text.sources import Source
+    from vorox.data.text.splits import Split
+    from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.models.spec import ModelSpec
 
 _BYTES_PER_TOKEN = {"bpe": 3.6, "file": 4.0, "byte": 1.0, "char": 1.0}
@@ -98,9 +98,9 @@ def _look_at_text(config: RunConfig) -> _Text:
     from vorox.core.atomic import canonical_json
     from vorox.core.errors import DataError
     from vorox.data.dataset import cache_root, exact_weights
-    from vorox.data.sources import list_source
-    from vorox.data.storage import ContentVersions
-    from vorox.data.tokenizer_store import tokenizer_for
+    from vorox.data.text.sources import list_source
+    from vorox.data.text.storage import ContentVersions
+    from vorox.data.tokenizers.store import tokenizer_for
 
     class ReadOnly(ContentVersions):
         def save(self) -> None:

@@ -37,7 +37,7 @@ def generate(
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import find_run
-    from vorox.data.tokenizer import load
+    from vorox.data.tokenizers.tokenizer import load
     from vorox.training.sampling import SamplingSettings, complete
 
     directory = find_run(root, run)

@@ -23,7 +23,7 @@ from vorox.core.atomic import MANIFEST_NAME, StagedDirectory
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Int32Array
-from vorox.data import tokenizer as tokenizers
+from vorox.data.tokenizers import tokenizer as tokenizers
 from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface, require_family
 from vorox.models.spec import ModelSpec, model_spec

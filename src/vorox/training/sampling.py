@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
-from vorox.data.tokenizer import Tokenizer
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 FloatArray = npt.NDArray[np.float64]
 

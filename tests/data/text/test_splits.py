@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vorox.core.schema.data import ValidationConfig
-from vorox.data import splits
-from vorox.data.splits import document_filter, file_split, tail_start
+from vorox.data.text import splits
+from vorox.data.text.splits import document_filter, file_split, tail_start
 
 places = st.text(st.characters(codec="utf-8"), min_size=1)
 

@@ -20,10 +20,10 @@ from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
-from vorox.data.excerpt import excerpt
-from vorox.data.sources import Source, cut_units, read_unit
-from vorox.data.splits import SPLITS
-from vorox.data.tokenizer import Tokenizer, load, train
+from vorox.data.text.sources import Source, cut_units, read_unit
+from vorox.data.text.splits import SPLITS
+from vorox.data.tokenizers.excerpt import excerpt
+from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
 
 IDENTITY_NAME = "IDENTITY.json"
 TrainingProgress = Callable[[int, int], None]

@@ -19,10 +19,10 @@ from tokenizers import models, pre_tokenizers
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig
-from vorox.data.encoders import byte_alphabet
-from vorox.data.sources import list_source
-from vorox.data.storage import local_path
-from vorox.data.tokenizer import Tokenizer, load, train
+from vorox.data.text.sources import list_source
+from vorox.data.text.storage import local_path
+from vorox.data.tokenizers.encoders import byte_alphabet
+from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
 
 KINDS = ("bpe", "byte", "char")
 EXTRA = "äöüß€😀 \u3000\x00\x7f\ufeff\u200d\U0010ffff\r\n\t<|endoftext|>"
@@ -146,7 +146,7 @@ class TestLongDocuments:
     def test_pieces_never_show(self, tokenizers: dict[str, Tokenizer], text: str, piece: int) -> None:
         whole = tokenizers["bpe"].encode(text)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vorox.data.encoders._PIECE_CHARACTERS", piece)
+            patch.setattr("vorox.data.tokenizers.encoders._PIECE_CHARACTERS", piece)
             assert np.array_equal(tokenizers["bpe"].encode(text), whole)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -161,8 +161,8 @@ class TestLongDocuments:
 
 class TestTraining:
     PROGRAM = (
-        "import sys, hashlib; from vorox.core.schema.data import *; from vorox.data.tokenizer import train; "
-        "from vorox.data.sources import list_source; from vorox.data.storage import local_path; "
+        "import sys, hashlib; from vorox.core.schema.data import *; from vorox.data.tokenizers.tokenizer import train; "
+        "from vorox.data.text.sources import list_source; from vorox.data.text.storage import local_path; "
         "listed = list_source(SourceConfig(name='s', format='python_stdlib', max_bytes=1 << 20)); "
         "tokenizer = train(TokenizerConfig(vocab_size=1500), (local_path(f.uri).read_text() for f in listed.stored)); "
         "print(hashlib.sha256(tokenizer.files()['tokenizer.json']).hexdigest(), tokenizer.fingerprint)"

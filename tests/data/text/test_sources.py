@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
-from vorox.data.excerpt import allocate, excerpt
-from vorox.data.sources import Source, cut_units, list_files, list_source, read_unit
+from vorox.data.text.sources import Source, cut_units, list_files, list_source, read_unit
+from vorox.data.tokenizers.excerpt import allocate, excerpt
 
 
 def source(paths: Path | list[Path], form: str = "txt", **options: Any) -> SourceConfig:
@@ -77,7 +77,7 @@ class TestStandardLibrary:
 
     def test_is_the_same_list_in_any_directory_and_locale(self, tmp_path: Path) -> None:
         program = (
-            "from vorox.core.schema.data import SourceConfig; from vorox.data.sources import list_source; "
+            "from vorox.core.schema.data import SourceConfig; from vorox.data.text.sources import list_source; "
             "print(list_source(SourceConfig(name='other', format='python_stdlib')).digest)"
         )
         environment = {**os.environ, "LC_ALL": "C", "PYTHONHASHSEED": "7", "HOME": str(tmp_path)}

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import TokenizerConfig
-from vorox.data.encoders import (
+from vorox.data.records import TokenArray
+from vorox.data.tokenizers.encoders import (
     REPLACEMENT,
     Encoder,
     TokenType,
@@ -34,7 +35,6 @@ from vorox.data.encoders import (
     token_bytes,
     writes_bytes,
 )
-from vorox.data.records import TokenArray
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
