@@ -77,8 +77,8 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
 
 
 def _run_line(config: RunConfig, resume_from: str | Path) -> str:
-    from vorox.cli.train import expected_directory
     from vorox.core.lock import lock_holder
+    from vorox.core.run_context import expected_directory
     from vorox.training.checkpointing import step_directories
 
     directory, exists = expected_directory(config, resume_from)

@@ -148,6 +148,7 @@ def _run(
     from vorox.cli.last_screen import last_screen
     from vorox.cli.preparation import PreparationDisplay
     from vorox.cli.progress import open_display
+    from vorox.core.run_context import expected_directory
     from vorox.train import train as train_run
 
     preparation = PreparationDisplay()
@@ -205,16 +206,3 @@ def _first_line(config: RunConfig) -> str:
     return (
         f"{model} on {sources}, {length}, {train.global_batch_sequences} x {data.sequence_length_tokens} tokens a step"
     )
-
-
-def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path, bool]:
-    """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
-    from vorox.core.run_context import fresh_directory, run_id
-    from vorox.core.run_lookup import same_run_directories
-
-    if isinstance(resume_from, Path):
-        return (resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from), True
-    existing = same_run_directories(Path(config.run.directory), run_id(config))
-    if not existing or resume_from == "never":
-        return fresh_directory(config), False
-    return existing[-1], True

@@ -40,6 +40,16 @@ def run_id(config: RunConfig) -> str:
     return f"{slug(readable)}-{config_digest(config)[:8]}"
 
 
+def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path, bool]:
+    """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
+    if isinstance(resume_from, Path):
+        return (resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from), True
+    existing = same_run_directories(Path(config.run.directory), run_id(config))
+    if not existing or resume_from == "never":
+        return fresh_directory(config), False
+    return existing[-1], True
+
+
 def fresh_directory(config: RunConfig) -> Path:
     """Where a new run of this configuration would lie."""
     base = Path(config.run.directory) / run_id(config)
