@@ -83,9 +83,10 @@ def texts_source(root: Path, **options: Any) -> dict[str, Any]:
 @contextmanager
 def unprivileged(folder: Path) -> Iterator[None]:
     """Root may read and write everything; be somebody else for a moment."""
-    for place in (folder, *folder.parents[:2]):
-        place.chmod(place.stat().st_mode | 0o011)
     user = os.geteuid()
+    for place in (folder, *folder.parents):
+        if place.stat().st_uid == user and place.parent != place and not place.stat().st_mode & 0o001:
+            place.chmod(place.stat().st_mode | 0o011)
     if user == 0:
         os.seteuid(65534)
     try:
