@@ -9,7 +9,6 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.model import Pass, RunBlock, call_block
@@ -39,6 +38,8 @@ def check(config: RunConfig, compute: Compute) -> None:
 
 def compiled_block(compute: Compute) -> RunBlock:
     """A block, compiled at its first call together with its backward pass, and shared by all blocks."""
+    from torch._dynamo.exc import BackendCompilerFailed  # a second of imports that only compiling needs
+
     graph = torch.compile(call_block, dynamic=False, fullgraph=True)
     calls = 0
 
