@@ -90,6 +90,15 @@ def test_a_mask_is_made_only_when_a_row_has_several_documents(
     assert (found.mask is None) == is_causal
 
 
+def test_a_compiled_model_always_gets_a_mask() -> None:
+    """Changing between mask and no mask would compile in the middle of a run."""
+    one = np.ones((2, 5), np.int32)
+    found = attention.document_visibility(one, CPU, always_mask=True)
+    assert found.mask is not None
+    assert found.mask.expand(2, 1, 5, 5).equal(torch.ones(2, 1, 5, 5).tril().bool())
+    assert attention.document_visibility(None, CPU, always_mask=True) is CAUSAL
+
+
 def test_no_position_sees_nothing() -> None:
     """A query without a key would be 0 / 0, even in padding."""
     segments = np.array([[1, 1, 2, 0, 0, 0]], np.int32)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 from torch._dynamo.exc import BackendCompilerFailed
 
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, engine_of, make, random_rows, train
@@ -43,6 +46,26 @@ def test_equal_within_tolerance(
         assert found == pytest.approx(train(plain, 3), rel=2e-6)
     assert train(twin, 3) == found, "bit for bit"
     assert twin.fingerprint() == compiled.fingerprint()
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_compiles_again_after_the_first_step() -> None:
+    """Not for the next block, another step, or a micro-batch whose rows happen to hold one document each."""
+    torch._dynamo.reset()
+    engine, compiled = make(LLAMA | {"num_layers": 3}, runtime__compile=True), torch._dynamo.utils.counters["stats"]
+    before = compiled["unique_graphs"]
+    for step, num_documents in enumerate((2, 1, 3)):
+        given = batch_of(random_rows(4, step), 2, step=step)
+        segments = np.repeat(np.arange(1, num_documents + 1, dtype=np.int32), 24 // num_documents)
+        segments_ABT = np.broadcast_to(segments, given.tokens_ABT.shape).copy()
+        positions_ABT = np.broadcast_to(
+            np.arange(24, dtype=np.int32) % (24 // num_documents), segments_ABT.shape
+        ).copy()
+        given = dataclasses.replace(given, segment_ids_ABT=segments_ABT, position_ids_ABT=positions_ABT)
+        engine.train_step(given, lr=0.01, weight_decay=0.1).fetch()
+    assert compiled["unique_graphs"] - before == 1
     torch._dynamo.reset()
 
 

@@ -40,14 +40,21 @@ Attend = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 """(query_BNTH, key_BKSH, value_BKSH, visibility, dropout) -> mixed_BNTH."""
 
 
-def document_visibility(segment_ids_BT: Int32Array | None, device: torch.device) -> Visibility:
+def document_visibility(
+    segment_ids_BT: Int32Array | None, device: torch.device, *, always_mask: bool = False
+) -> Visibility:
     """Causal within documents. Plain causality if no row holds more than one; padding at its end sees anything.
 
     Decided on the host, before anything reaches the device.
+
+    Args:
+        segment_ids_BT: Document of each position, 0 for padding.
+        device: Where the mask is needed.
+        always_mask: Make a mask even if causality would do: a compiled graph is made for one of the two.
     """
     if segment_ids_BT is None:
         return CAUSAL
-    if bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all()):
+    if not always_mask and bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all()):
         return CAUSAL
     num_positions = segment_ids_BT.shape[1]
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
@@ -76,9 +83,9 @@ def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[Tenso
 def sdpa(query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, visibility: Visibility, dropout: float) -> Tensor:
     """PyTorch's fused attention."""
     is_grouped = query_BNTH.shape[1] != key_BKSH.shape[1]
-    native = query_BNTH.device.type == "cpu" or (query_BNTH.is_cuda and visibility.mask is None)
-    if is_grouped and not native:
-        # Kernels that take a mask want as many key heads as query heads.
+    is_flash = query_BNTH.is_cuda and visibility.mask is None and query_BNTH.dtype != torch.float32
+    if is_grouped and not is_flash and query_BNTH.device.type != "cpu":
+        # The kernels of accelerators that take a mask or fp32 want as many key heads as query heads.
         key_BKSH, value_BKSH = (_repeat_heads(x, query_BNTH.shape[1]) for x in (key_BKSH, value_BKSH))
         is_grouped = False
     return F.scaled_dot_product_attention(

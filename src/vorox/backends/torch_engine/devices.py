@@ -80,13 +80,12 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "D2" if device.type == "cpu" else "D1"
+    default_threads = physical_cores() if device.type == "cpu" else torch.get_num_threads()
+    num_threads = config.runtime.num_threads or default_threads
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
     if device.type == "cpu":
-        num_threads = config.runtime.num_threads or physical_cores()
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
         _keep_freed_memory()
-    else:
-        num_threads = torch.get_num_threads()
     _set_float32_products(config.precision.matmul, device)
     _set_determinism(determinism, device, compiled=config.runtime.compile)
     return Compute(

@@ -159,7 +159,9 @@ class TorchEngine:
         tokens_BT = batch.tokens_ABT[index]
         run = self._pass(
             tokens_BT.shape,
-            attention.document_visibility(segments_BT, self.compute.device),
+            attention.document_visibility(
+                segments_BT, self.compute.device, always_mask=is_training and self.compute.compiled
+            ),
             positions_BT=positions_BT,
             is_training=is_training,
         )
