@@ -113,8 +113,10 @@ class TorchEngine:
         with devices.memory_errors("training"):
             self.store.zero_gradients()
             self.taps.measure(self._statistics)
-            sums = [self._train_micro_batch(batch, index) for index in range(batch.tokens_ABT.shape[0])]
-            self.taps.measure(None)
+            try:
+                sums = [self._train_micro_batch(batch, index) for index in range(batch.tokens_ABT.shape[0])]
+            finally:
+                self.taps.measure(None)
             count = max(1, batch.num_target_tokens)
             loss = torch.stack([part.cross_entropy for part in sums]).sum() / count
             outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)

@@ -201,21 +201,21 @@ class _Linear(torch.autograd.Function):
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
-        weight = weight_D.detach()
         norm_M1 = torch.linalg.vector_norm(x_MD, dim=-1, keepdim=True)
         scale_M1 = norm_M1.square_().div_(x_MD.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_MD, scale_M1)
+        unit_MD = x_MD * scale_M1
+        ctx.save_for_backward(unit_MD, scale_M1)
         ctx.weight_D = weight_D
-        return (x_MD * scale_M1).mul_(weight)
+        return unit_MD * weight_D.detach()
 
     @staticmethod
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_MD, scale_M1 = ctx.saved_tensors
-        unit_MD = x_MD * scale_M1
-        ctx.weight_D.grad.add_((d_y_MD * unit_MD).sum(0))
-        d_unit_MD = d_y_MD * ctx.weight_D.detach()
-        projection_M1 = (d_unit_MD * unit_MD).mean(-1, keepdim=True)
-        return d_unit_MD.addcmul_(unit_MD, projection_M1, value=-1).mul_(scale_M1), None, None
+        unit_MD, scale_M1 = ctx.saved_tensors
+        weight_D = ctx.weight_D.detach()
+        d_weight_MD = d_y_MD * unit_MD
+        ctx.weight_D.grad.add_(d_weight_MD.sum(0))
+        projection_M1 = torch.mv(d_weight_MD, weight_D).div_(-unit_MD.shape[-1])[:, None]
+        return (unit_MD * projection_M1).addcmul_(d_y_MD, weight_D).mul_(scale_M1), None, None
 
 
 class _Gate(torch.autograd.Function):
