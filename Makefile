@@ -38,10 +38,10 @@ train: $(STAMP)
 	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 test: $(STAMP_DEV) lint types
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 quick: $(STAMP_DEV)
-	@$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP_DEV)
 	@$(BIN)/ruff check .
