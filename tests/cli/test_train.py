@@ -234,7 +234,7 @@ def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.Monk
     assert code == 130
     assert "the preset quickstart" in out
     config, arguments = seen[0]
-    assert config.run.name == "quickstart-llama-2x192"
+    assert config.run.name == "quickstart-llama-2x128"
     assert arguments["resume_from"] == "auto"
 
 

@@ -494,7 +494,7 @@ def test_run_names_come_from_the_file_and_the_model(small: str) -> None:
     assert load_config(written(SMALL, "gpt2_124m.yaml"), ["model.preset=gpt2-124m"]).run.name == "gpt2_124m"
     assert load_config(small, ["run.name=mine"]).run.name == "mine"
     assert load_config(small, ["run.name=null"]).run.name is None
-    assert load_config("quickstart", ["model.num_layers=2"]).run.name == "quickstart-llama-2x256"
+    assert load_config("quickstart", ["model.num_layers=2"]).run.name == "quickstart-llama-2x128"
 
 
 @pytest.mark.parametrize(
