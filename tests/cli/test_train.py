@@ -89,6 +89,16 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "finished"]
 
 
+def test_the_last_screen_offers_only_what_works(vorox: Run) -> None:
+    """A prompt that cannot be typed on one line, and a model that transformers does not know."""
+    words = ['eval.prompts=["\\n", "the \'step\'"]', "eval.sample_tokens=4", "model.activation=relu"]
+    code, out, err = vorox("train", "tiny.yaml", *words)
+    assert code == 0, err
+    commands = dict(line.split(None, 1) for line in out.splitlines()[-3:])
+    assert list(commands) == ["resume", "generate", "replay"]
+    assert shlex.split(commands["generate"])[-1] == "the 'step'"
+
+
 def test_the_same_command_again_says_that_it_has_finished(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     code, out, _ = vorox("train", "tiny.yaml")

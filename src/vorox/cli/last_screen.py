@@ -32,17 +32,23 @@ def last_screen(outcome: Outcome) -> list[str]:
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)
-    prompt = shlex.quote(config.eval.prompts[0] if config.eval.prompts else "The")
+    prompt = shlex.quote(next((text for text in config.eval.prompts if text.isprintable()), "The"))
     positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
     if config.eval.sample_tokens > positions // 2:
         prompt += f" --tokens {positions // 2}"
     lines += [
         f"  resume    vorox train --resume {run} train.num_steps={2 * step}",
         f"  generate  vorox generate {run} -p {prompt}",
-        f"  export    vorox export {run} --to hf --check",
+        *([f"  export    vorox export {run} --to hf --check"] if _has_huggingface_form(directory) else []),
         f"  replay    vorox replay {run} --from {first} --to {last}",
     ]
     return lines
+
+
+def _has_huggingface_form(directory: Path) -> bool:
+    """Whether the newest checkpoint is a model that transformers knows."""
+    checkpoints = _checkpoint_steps(directory)
+    return bool(checkpoints) and (checkpoints[max(checkpoints)] / "config.json").is_file()
 
 
 def _results(outcome: Outcome, config: RunConfig) -> list[str]:
