@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -35,7 +36,7 @@ def first_step_seconds(command: list[str], marker: str, cwd: Path, environment: 
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if marker in line:
+            if re.search(marker, line):
                 return time.perf_counter() - started
     finally:
         process.kill()
@@ -65,7 +66,7 @@ def main() -> None:
             f"run.directory={folder}/runs", f"data.cache.directory={folder}/cache", "log.every_steps=1",
             "--resume", "never",
         ]  # fmt: skip
-        contenders = {"vorox, first step": (ours, "Step      1/", ROOT, {})}
+        contenders = {"vorox, first step": (ours, r"Step +1/", ROOT, {})}
         if nanogpt.exists():
             theirs = [
                 sys.executable, "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
