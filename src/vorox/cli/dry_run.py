@@ -279,17 +279,9 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     import psutil
 
     from vorox.core.errors import DoesNotFitError
-    from vorox.models.memory import training_memory
+    from vorox.models.memory import planned_memory
 
-    estimate = training_memory(
-        spec,
-        micro_batch_sequences=config.train.micro_batch_sequences,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-        dtype_bytes=4 if config.precision.dtype == "fp32" else 2,
-        optimizer=config.optimizer.name,
-        recompute_blocks=config.train.activation_checkpointing == "block",
-        loss_chunk_tokens=config.loss.chunk_tokens,
-    )
+    estimate = planned_memory(spec, config)
     parts = {
         "parameters": estimate.parameter_bytes,
         "gradients": estimate.gradient_bytes,

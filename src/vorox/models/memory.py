@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vorox.core.schema import RunConfig
 from vorox.models.spec import ModelSpec
 
 FP32_BYTES = 4
@@ -33,6 +34,19 @@ class MemoryEstimate:
             + self.activation_bytes
             + self.logits_bytes
         )
+
+
+def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+    """Estimate the peak of a training step of a run."""
+    return training_memory(
+        spec,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+        dtype_bytes=FP32_BYTES if config.precision.dtype == "fp32" else 2,
+        optimizer=config.optimizer.name,
+        recompute_blocks=config.train.activation_checkpointing == "block",
+        loss_chunk_tokens=config.loss.chunk_tokens,
+    )
 
 
 def training_memory(

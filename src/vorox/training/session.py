@@ -226,7 +226,7 @@ def _observer(
         ),
         complete=lambda engine: sampling.complete(engine, tokenizer, config.eval.prompts, settings),
         seconds_since_save=checkpointer.seconds_since_save,
-        planned_memory_bytes=_planned_memory_bytes(setting),
+        planned_memory_bytes=float(memory.planned_memory(setting.spec, config).total_bytes),
         measure_ceiling=(lambda: _matmul_ceiling(setting)) if config.log.matmul_ceiling else None,
     )
 
@@ -255,17 +255,3 @@ def _matmul_ceiling(setting: Setting) -> float:
     measured = measure_ceiling(shapes, setting.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     setting.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
     return measured.flops_per_second
-
-
-def _planned_memory_bytes(setting: Setting) -> float:
-    config = setting.config
-    estimate = memory.training_memory(
-        setting.spec,
-        micro_batch_sequences=config.train.micro_batch_sequences,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-        dtype_bytes=4 if config.precision.dtype == "fp32" else 2,
-        optimizer=config.optimizer.name,
-        recompute_blocks=config.train.activation_checkpointing == "block",
-        loss_chunk_tokens=config.loss.chunk_tokens,
-    )
-    return float(estimate.total_bytes)
