@@ -24,21 +24,26 @@ def test_gpt2_124m_is_the_published_figure() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("products", ["onednn", "blas"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_against_the_counter_of_torch(family: str) -> None:
+def test_against_the_counter_of_torch(family: str, products: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reference attention multiplies whole T x T matrices, which is what the convention counts."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from vorox import backends
+    from vorox.backends.torch_engine import devices
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.records import Batch, DataCursor
 
+    if products == "onednn" and not devices.has_onednn_linear():
+        pytest.skip("this build of PyTorch has no oneDNN product")
+    monkeypatch.setattr(devices, "_select_products", lambda device: products)  # whatever this processor would choose
     rows, length, vocab_size = 2, 64, 256
     overrides = [
         f"model.family={family}", "model.num_layers=3", "model.hidden_size=96", "model.num_heads=4",
         "model.num_kv_heads=null", "model.head_dim=null", "model.intermediate_size=160",
-        "model.attention_kernel=reference", f"data.sequence_length_tokens={length}",
+        "model.attention_kernel=reference", "optimizer.name=adamw", f"data.sequence_length_tokens={length}",
     ]  # fmt: skip
     config = load_config("quickstart", overrides)
     spec = spec_of(overrides, vocab_size=vocab_size, length=length)
@@ -58,8 +63,13 @@ def test_against_the_counter_of_torch(family: str) -> None:
     def product_flops(left: tuple[int, int], right: tuple[int, int], *_: object, **__: object) -> int:
         return 2 * left[0] * left[1] * right[0]
 
-    # oneDNN's product is not one of the operations that the counter knows.
-    known = {torch.ops.mkldnn._linear_pointwise: product_flops}
+    def added_product_flops(_: object, left: tuple[int, int], right: tuple[int, int], **__: object) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    # Neither oneDNN's product nor a product added in place is one of the operations that the counter knows.
+    known = {torch.ops.aten.addmm_: added_product_flops}
+    if products == "onednn":
+        known[torch.ops.mkldnn._linear_pointwise] = product_flops
     with FlopCounterMode(display=False, custom_mapping=known) as counter:
         engine.train_step(batch, lr=1e-3, weight_decay=0.0).fetch()
     assert counter.get_total_flops() == pytest.approx(rows * length * flops_per_token(spec, length), rel=0.01)
