@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(STAMP_DEV): $(STAMP)
 	@echo "Installing what the tests need into $(VENV) (once) ..."
-	@$(PIP) install -e '.[hf,tensorboard,dev]' -c constraints.txt
+	@$(PIP) install -e '.[hf,s3,gcs,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
 	@touch $@
 
 train: $(STAMP)
