@@ -1,0 +1,19 @@
+"""``vorox data``: build, verify, count and look at the token caches of a configuration. Parsing and printing only.
+
+One module per group of commands; each command is a plain function that is registered here.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from vorox.cli.arguments import OVERRIDES_CONTEXT
+from vorox.cli.data.build import build
+from vorox.cli.data.inspect import peek, stats, verify
+
+app = typer.Typer(
+    name="data", help="Build, verify, count and look at token caches.", no_args_is_help=True, add_completion=False
+)
+
+for _command in (build, verify, stats, peek):
+    app.command(context_settings=OVERRIDES_CONTEXT)(_command)

@@ -1,0 +1,46 @@
+"""What the commands of ``vorox data`` share: words to a configuration, a display during work, reports as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vorox.cli.arguments import sort_words
+from vorox.cli.config import configuration_source
+
+if TYPE_CHECKING:
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.core.schema import RunConfig
+    from vorox.data.cache.report import BuildReport
+
+Words = Annotated[
+    list[str],
+    typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then overrides."),
+]
+
+
+def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
+    from vorox.core.config import load_config
+
+    sorted_words = sort_words(words, options=options, max_positional=1)
+    source = configuration_source(sorted_words.positional[0]) if sorted_words.positional else None
+    return load_config(source, sorted_words.overrides)
+
+
+@contextlib.contextmanager
+def showing() -> Generator[PreparationDisplay]:
+    from vorox.cli.preparation import PreparationDisplay
+
+    display = PreparationDisplay()
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+def report_json(report: BuildReport) -> dict[str, Any]:
+    return {**asdict(report), "utilisation_fraction": report.utilisation_fraction}
