@@ -124,6 +124,10 @@ class Tokenizer:
         for name, content in self.files().items():
             write_file(directory / name, content)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes the same tokenizer of the same file."""
+        return _remade, (self.files()[TOKENIZER_NAME].decode("utf-8"), self.end_of_text)
+
     def _refuse_ambiguous_end(self, value: dict[str, Any], where: str) -> None:
         ids = self._library.encode(self.end_of_text, add_special_tokens=False).ids
         if self.end_of_text_id in ids or spells(value, self.end_of_text):
@@ -131,6 +135,10 @@ class Tokenizer:
                 f"text that spells {self.end_of_text!r} would be taken for the end of the text", where=where,
                 hint="choose a tokenizer.end_of_text that mixes letters and punctuation, such as <|endoftext|>",
             )  # fmt: skip
+
+
+def _remade(text: str, end_of_text: str) -> Tokenizer:
+    return Tokenizer(text, end_of_text, where="a tokenizer of another process")
 
 
 def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
