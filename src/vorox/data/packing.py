@@ -3,10 +3,11 @@
 Document lengths go in, rows of fragments come out. A row holds ``row_tokens`` tokens, one more than the model sees, so
 that every position has a token to predict.
 
-``best_fit`` keeps documents whole where they fit. A longer one becomes fragments that overlap by one token: the last
-token of a fragment is its last target and the first input of the next. Windows of fragments are packed longest first
-into the fullest row that still has room; rows that are not yet full stay open for the next window. ``concat`` cuts
-the stream of all documents every ``row_tokens - 1`` tokens, as most trainers do.
+``best_fit`` keeps every document whole that fits into a row. A longer one becomes fragments that overlap by one token:
+the last token of a fragment is its last target and the first input of the next. Fragments are packed longest first into
+the fullest row that still has room; at the end, rows that hold nothing but ends of long documents are taken apart to
+fill what the others have left. ``concat`` cuts the stream of all documents every ``row_tokens - 1`` tokens, as most
+trainers do.
 
 Invariants: nothing is discarded; each token of a document except its first is a target exactly once; the rows are a
 function of the lengths alone.
@@ -14,6 +15,7 @@ function of the lengths alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +25,8 @@ import numpy.typing as npt
 
 PackingMethod = Literal["best_fit", "concat"]
 
-DEFAULT_WINDOW_FRAGMENTS = 4096
 _FULL_PERCENT = 98
-"""Rows at least this full are closed at the end of a window; the others wait for fragments of the next."""
+"""Rows at least this full are left as they are; less room would take pieces too small to learn from."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -73,7 +74,6 @@ def pack(
     lengths: Sequence[int] | npt.NDArray[np.integer],
     row_tokens: int,
     method: PackingMethod = "best_fit",
-    window: int = DEFAULT_WINDOW_FRAGMENTS,
 ) -> Packing:
     """Place documents of the given lengths into rows.
 
@@ -81,24 +81,25 @@ def pack(
         lengths: Tokens of each document, its end-of-text token included. A document of none takes no room.
         row_tokens: Tokens of a row, at least 2.
         method: ``best_fit`` or ``concat``.
-        window: Fragments that ``best_fit`` looks at together.
 
     Returns:
         The rows, in the order in which they were opened.
     """
-    if row_tokens < 2 or window < 1:
-        raise ValueError(f"row_tokens is {row_tokens} (at least 2) and window is {window} (at least 1)")
+    if row_tokens < 2:
+        raise ValueError(f"row_tokens is {row_tokens}, at least 2 are needed")
     lengths_D = np.asarray(lengths, dtype=np.int64)
     if lengths_D.size and int(lengths_D.min()) < 0:
         raise ValueError("a document has a negative length")
     if method == "concat":
         return _concatenate(lengths_D, row_tokens)
-    documents, offsets, fragment_lengths = split_documents(lengths_D, row_tokens)
-    rows = _best_fit(fragment_lengths, row_tokens, window)
-    order = np.array([fragment for row in rows for fragment in row], dtype=np.int64)
+    documents, offsets, lengths_F = split_documents(lengths_D, row_tokens)
+    rows = _best_fit(lengths_F.tolist(), row_tokens)
+    fragments = np.stack([documents, offsets, lengths_F], axis=1).tolist()
+    rows = _fill_open_rows(rows, fragments, lengths_D > row_tokens, row_tokens)
+    placed_F3 = np.array([fragments[fragment] for row in rows for fragment in row], dtype=np.int64).reshape(-1, 3)
     row_ptr = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=row_ptr[1:])
-    return Packing(row_tokens, row_ptr, documents[order], offsets[order], fragment_lengths[order])
+    return Packing(row_tokens, row_ptr, *np.ascontiguousarray(placed_F3.T))
 
 
 def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -114,8 +115,8 @@ def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array,
     return documents, offsets, np.minimum(lengths_D[documents] - offsets, row_tokens)
 
 
-def _best_fit(lengths: Int64Array, row_tokens: int, window: int) -> list[list[int]]:
-    """Fragments of every row, best-fit decreasing within windows.
+def _best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Fragments of every row, best-fit decreasing.
 
     Open rows are kept by their free space, and an integer has the bit ``n`` set while some row has ``n`` tokens free:
     the lowest set bit at or above a fragment's length is the best fit, in a handful of operations for any row length.
@@ -123,29 +124,76 @@ def _best_fit(lengths: Int64Array, row_tokens: int, window: int) -> list[list[in
     rows: list[list[int]] = []
     rows_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     free_mask = 0
-    most_free_when_full = row_tokens - -(-row_tokens * _FULL_PERCENT // 100)
-    for start in range(0, len(lengths), window):
-        longest_first: list[int] = (start + np.argsort(-lengths[start : start + window], kind="stable")).tolist()
-        for fragment in longest_first:
-            length = int(lengths[fragment])
-            fitting = free_mask >> length
-            if fitting:
-                free = length + (fitting & -fitting).bit_length() - 1
-                row = rows_by_free[free].pop()
-                if not rows_by_free[free]:
-                    free_mask &= ~(1 << free)
-                rows[row].append(fragment)
-            else:
-                free, row = row_tokens, len(rows)
-                rows.append([fragment])
-            free -= length
-            if free:
-                rows_by_free[free].append(row)
-                free_mask |= 1 << free
-        for free in range(1, most_free_when_full + 1):
-            rows_by_free[free].clear()
-        free_mask &= -1 << (most_free_when_full + 1)
+    longest_first: list[int] = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
+    for fragment in longest_first:
+        length = lengths[fragment]
+        fitting = free_mask >> length
+        if fitting:
+            free = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_free[free].pop()
+            if not rows_by_free[free]:
+                free_mask &= ~(1 << free)
+            rows[row].append(fragment)
+        else:
+            free, row = row_tokens, len(rows)
+            rows.append([fragment])
+        free -= length
+        if free:
+            rows_by_free[free].append(row)
+            free_mask |= 1 << free
     return rows
+
+
+def _fill_open_rows(
+    rows: list[list[int]], fragments: list[list[int]], is_long_D: npt.NDArray[np.bool_], row_tokens: int
+) -> list[list[int]]:
+    """Take the emptiest rows apart that hold only ends of long documents, and fill the other open rows with the pieces.
+
+    When the short documents are used up, best fit leaves every end longer than half a row alone in its row. Long
+    documents are cut anyway, so cutting them once more costs less than padding; the roomiest rows are filled first,
+    which keeps the pieces few.
+
+    Args:
+        rows: Fragments of every row; added to in place.
+        fragments: Document, offset and length of each; added to in place.
+        is_long_D: Documents that do not fit into a row.
+
+    Returns:
+        The rows that are left.
+    """
+    least_free = max(2, row_tokens - row_tokens * _FULL_PERCENT // 100)
+    free = [row_tokens - sum(fragments[fragment][2] for fragment in held) for held in rows]
+    roomiest_first = sorted((row for row in range(len(rows)) if free[row] >= least_free), key=lambda row: -free[row])
+    receivers = deque(roomiest_first)
+    room = sum(free[row] - 1 for row in roomiest_first)  # a piece that is cut off shares a token with the next one
+    filled: set[int] = set()
+    dissolved: set[int] = set()
+    for donor in roomiest_first:
+        if donor in filled or not all(is_long_D[fragments[fragment][0]] for fragment in rows[donor]):
+            continue
+        lost = len(rows[donor]) * least_free  # what may be left over where a fragment ends
+        if room - (free[donor] - 1) < row_tokens - free[donor] + lost:
+            break
+        room -= free[donor] - 1
+        dissolved.add(donor)
+        for fragment in rows[donor]:
+            document, offset, length = fragments[fragment]
+            piece = 0
+            while piece < length:
+                offset, length = (offset + piece - 1, length - piece + 1) if piece else (offset, length)
+                while receivers[0] in dissolved:
+                    receivers.popleft()
+                row = receivers[0]
+                piece = min(length, free[row])
+                rows[row].append(len(fragments))
+                fragments.append([document, offset, piece])
+                filled.add(row)
+                free[row] -= piece
+                room -= piece
+                if free[row] < least_free:
+                    room -= free[row] - 1
+                    receivers.popleft()
+    return [held for row, held in enumerate(rows) if row not in dissolved]
 
 
 def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:

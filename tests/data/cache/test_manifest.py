@@ -64,7 +64,7 @@ def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
     assert read_recipe(tmp_path) == RECIPE
     changes = {
         "tokenizer": "other", "vocab_size": 300, "end_of_text_id": 7, "row_tokens": 65, "source": {"name": "x"},
-        "split": {"name": "validation"}, "packing": "concat", "packing_window": 8, "chunk_rows": 4096,
+        "split": {"name": "validation"}, "packing": "concat", "chunk_rows": 4096,
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Recipe)}
     digests = {RECIPE.digest, *(dataclasses.replace(RECIPE, **{name: v}).digest for name, v in changes.items())}
@@ -77,8 +77,8 @@ def test_recipe_digest_is_frozen():
     assert recipe.dtype == "uint32"
     assert dataclasses.replace(recipe, vocab_size=65536).dtype == "uint16"
     expected = (
-        '{"chunk_rows":4096,"dtype":"uint32","end_of_text_id":3,"format":"vorox-cache/1","packing":"best_fit",'
-        '"packing_window":4096,"row_tokens":1025,"source":{"a":[1,null]},"split":{"b":"c"},"tokenizer":"t",'
+        '{"chunk_rows":4096,"dtype":"uint32","end_of_text_id":3,"format":"vorox-cache/2","packing":"best_fit",'
+        '"row_tokens":1025,"source":{"a":[1,null]},"split":{"b":"c"},"tokenizer":"t",'
         '"vocab_size":65537}'
     )
     assert recipe.digest == hashlib.sha256(expected.encode()).hexdigest()

@@ -189,7 +189,7 @@ def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkConte
     """The rows of a unit, cut into chunks."""
     document_ends = np.cumsum(text.documents_D["num_tokens"].astype(np.int64))
     document_starts = document_ends - text.documents_D["num_tokens"]
-    packing = pack(text.documents_D["num_tokens"], recipe.row_tokens, recipe.packing, recipe.packing_window)
+    packing = pack(text.documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
     num_rows = packing.num_rows
     if num_rows == 0:
         return []

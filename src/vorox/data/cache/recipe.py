@@ -16,10 +16,10 @@ from typing import Any
 
 from vorox.core.atomic import canonical_json, pretty_json, write_file
 from vorox.core.errors import DataError
-from vorox.data.packing import DEFAULT_WINDOW_FRAGMENTS, PackingMethod
+from vorox.data.packing import PackingMethod
 
 RECIPE_NAME = "RECIPE.json"
-FORMAT = "vorox-cache/1"
+FORMAT = "vorox-cache/2"
 DEFAULT_CHUNK_ROWS = 4096
 _LARGEST_VOCABULARY_OF_TWO_BYTES = 1 << 16
 
@@ -36,7 +36,6 @@ class Recipe:
         source: What the source is, JSON values only.
         split: Which part of it this is and how the split is defined, JSON values only.
         packing: How documents become rows.
-        packing_window: Fragments that best-fit packing looks at together.
         chunk_rows: Rows of a full chunk: part of every row's address.
     """
 
@@ -47,7 +46,6 @@ class Recipe:
     source: Mapping[str, Any]
     split: Mapping[str, Any]
     packing: PackingMethod = "best_fit"
-    packing_window: int = DEFAULT_WINDOW_FRAGMENTS
     chunk_rows: int = DEFAULT_CHUNK_ROWS
 
     @property
@@ -72,7 +70,6 @@ class Recipe:
             "row_tokens": self.row_tokens,
             "dtype": self.dtype,
             "packing": self.packing,
-            "packing_window": self.packing_window,
             "chunk_rows": self.chunk_rows,
             "source": dict(self.source),
             "split": dict(self.split),
