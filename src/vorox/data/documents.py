@@ -7,7 +7,11 @@ came from; that is what provenance answers with.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class SourceFile:
 @dataclass(frozen=True, slots=True)
 class UnitSpan:
     """A byte range ``[start_byte, end_byte)`` of one file, cut at record boundaries.
+
+    The bytes are those of the content: of the decompressed stream where a file is compressed, of the file itself
+    where it is Parquet (a run of row groups).
 
     Attributes:
         file_index: Index into the source's file list.
@@ -55,9 +62,11 @@ class Document:
     Attributes:
         file_index: Index into the source's file list.
         ordinal: Number of the record within its file; bad records keep theirs.
-        byte_offset: First byte of the record in the (decompressed) file.
-        byte_length: Bytes of the record.
+        byte_offset: First byte of the record in the (decompressed) file; in Parquet, whose records have no bytes of
+            their own, the first of its row group: there the ordinal tells the records apart.
+        byte_length: Bytes of the record, or of its row group.
         text: The text, decoded.
+        metadata: The other columns or fields that the source asks for; ``None`` unless it asks for some.
     """
 
     file_index: int
@@ -65,6 +74,26 @@ class Document:
     byte_offset: int
     byte_length: int
     text: str
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDocument:
+    """One text that was tokenised elsewhere, and the bytes that it was read from.
+
+    Attributes:
+        file_index: Index into the source's file list.
+        ordinal: Number of the record within its file; bad records keep theirs.
+        byte_offset: First byte of the record in the file.
+        byte_length: Bytes of the record, with those of the end-of-text id behind it.
+        tokens: Its token ids, uint16 or uint32, without the end-of-text id.
+    """
+
+    file_index: int
+    ordinal: int
+    byte_offset: int
+    byte_length: int
+    tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +111,7 @@ class BadRecord:
     byte_length: int
     line: int | None
     reason: str
+
+
+Record = Document | TokenDocument | BadRecord
+"""What a span of a file holds."""
