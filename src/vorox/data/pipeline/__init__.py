@@ -1,0 +1,1 @@
+"""Stages in threads, and the bounded queues between them."""

@@ -1,0 +1,275 @@
+"""Stages in threads with bounded queues between them, and an iterator over what comes out at the end.
+
+An iterable of items goes in at the front; each stage takes items from the queue before it and puts what it makes of
+them into the queue behind it. A ``Stage`` makes one item of one item and may have several threads; a ``Flow`` sees all
+items in order and makes as many of them as it likes, in one thread. Invariants: what comes out, and where it fails, is
+what the same functions give one after the other in one thread; however it ends, no thread is left running.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vorox.data.pipeline.queues import CreditQueue
+from vorox.data.pipeline.statistics import PipelineStatistics, StageStatistics
+
+_JOIN_SECONDS = 10.0
+"""How long an ending pipeline waits for a thread that is in the middle of something, such as a read that hangs."""
+
+
+class Item(Protocol):
+    """What flows: it knows its size, and its place for messages."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def place(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pure function of one item.
+
+    Attributes:
+        name: For statistics and messages.
+        work: Makes an item of an item.
+        threads: How many work at once.
+        reserve_bytes: Bytes to reserve for what becomes of an item, before it is made; None for the item's own size.
+    """
+
+    name: str
+    work: Callable[[Any], Item]
+    threads: int = 1
+    reserve_bytes: Callable[[Any], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A function of all items in order, which may give more or fewer.
+
+    Attributes:
+        name: For statistics and messages.
+        work: Takes the items, gives items.
+    """
+
+    name: str
+    work: Callable[[Iterator[Any]], Iterator[Item]]
+    threads: int = 1
+
+
+class _Failure:
+    """An exception on its way to the consumer, behind everything that comes before it."""
+
+    size_bytes = 0
+
+    def __init__(self, error: BaseException, stage: str, place: str) -> None:
+        self.error = error
+        error.add_note(f"in stage {stage!r} of the data pipeline" + (f", at {place}" if place else ""))
+
+
+@dataclass
+class _Counter:
+    """What the threads of one stage did so far."""
+
+    items: int = 0
+    size_bytes: int = 0
+    busy_seconds: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, items: int, size_bytes: int, busy_seconds: float) -> None:
+        with self.lock:
+            self.items += items
+            self.size_bytes += size_bytes
+            self.busy_seconds += busy_seconds
+
+
+class _Front:
+    """The iterable that feeds the first stage, behind the face of a queue: taken one item at a time, by any thread."""
+
+    def __init__(self, items: Iterable[Any], stop: Callable[[], bool]) -> None:
+        self._items = iter(items)
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._ended = False
+        self.taken = 0
+
+    def get(self) -> tuple[int, Any] | None:
+        with self._lock:
+            if self._ended or self._stop():
+                self._ended = True
+                return None
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._ended = True
+                return None
+            except BaseException as error:
+                self._ended = True
+                item = _Failure(error, "input", "")
+            self.taken += 1
+            return self.taken - 1, item
+
+    def cancel(self) -> None:
+        self._ended = True
+
+
+class Pipeline:
+    """Stages that work at the same time. Iterate over it once.
+
+    Args:
+        items: What goes in; taken one by one, in a thread, when there is room.
+        stages: In the order of the flow, at least one.
+        queue_bytes: Credits of each queue.
+        consumer: What the caller does with the items that come out, for statistics.
+        stop: Asked before an item is taken; once it says yes, what was taken is finished and nothing else begun.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        stages: Sequence[Stage | Flow],
+        *,
+        queue_bytes: int,
+        consumer: str = "write",
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self._stages = tuple(stages)
+        self._consumer = consumer
+        self._failed = False
+        self._front = _Front(items, lambda: self._failed or (stop is not None and stop()))
+        names = [*(stage.name for stage in stages), consumer]
+        self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
+        self._counters = [_Counter() for _ in names]
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name=f"vorox-{stage.name}-{number}", daemon=True)
+            for index, stage in enumerate(stages)
+            for number in range(stage.threads)
+        ]
+        self._started_seconds = self._ended_seconds = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        """What the last stage makes, in order.
+
+        Raises:
+            BaseException: Whatever a stage raised, behind all items that come before it, with a note that names the
+                stage and the place.
+        """
+        self._started_seconds = time.perf_counter()
+        for thread in self._threads:
+            thread.start()
+        try:
+            while (taken := self._queues[-1].get()) is not None:
+                _, item = taken
+                if isinstance(item, _Failure):
+                    raise item.error
+                self._counters[-1].add(1, item.size_bytes, 0.0)
+                yield item
+        finally:
+            self._close()
+
+    def statistics(self) -> PipelineStatistics:
+        """How it goes, or how it went."""
+        now = self._ended_seconds or time.perf_counter()
+        seconds = now - self._started_seconds if self._started_seconds else 0.0
+        queues = tuple(queue.statistics() for queue in self._queues)
+        starved = [0.0, *(queue.consumer_wait_seconds for queue in queues)]
+        blocked = [*(queue.producer_wait_seconds for queue in queues), 0.0]
+        names = [*((stage.name, stage.threads) for stage in self._stages), (self._consumer, 1)]
+        busy = [counter.busy_seconds for counter in self._counters]
+        busy[-1] = max(seconds - starved[-1], 0.0)
+        stages = tuple(
+            StageStatistics(name, threads, counter.items, counter.size_bytes, busy[i], starved[i] + blocked[i])
+            for i, ((name, threads), counter) in enumerate(zip(names, self._counters, strict=True))
+        )
+        return PipelineStatistics(seconds, stages, queues)
+
+    def _close(self) -> None:
+        self._front.cancel()
+        for queue in self._queues:
+            queue.cancel()
+        give_up = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(give_up - time.monotonic(), 0.0))
+        self._ended_seconds = time.perf_counter()
+
+    def _run(self, index: int) -> None:
+        """The life of one thread."""
+        before = self._queues[index - 1] if index else self._front
+        stage = self._stages[index]
+        if isinstance(stage, Stage):
+            self._run_stage(stage, before, self._queues[index], self._counters[index])
+        else:
+            self._run_flow(stage, before, self._queues[index], self._counters[index])
+
+    def _run_stage(self, stage: Stage, before: CreditQueue | _Front, behind: CreditQueue, counter: _Counter) -> None:
+        while (taken := before.get()) is not None:
+            sequence, item = taken
+            size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and _is_good(item) else item.size_bytes
+            if not behind.reserve(sequence, size_bytes):
+                return
+            if _is_good(item):
+                started = time.perf_counter()
+                try:
+                    item = stage.work(item)
+                except BaseException as error:
+                    item = self._failure(error, stage.name, item.place)
+                counter.add(1, item.size_bytes, time.perf_counter() - started)
+            behind.fill(sequence, item, item.size_bytes)
+        behind.finish(before.taken)
+
+    def _run_flow(self, flow: Flow, before: CreditQueue | _Front, behind: CreditQueue, counter: _Counter) -> None:
+        inputs = _Inputs(before)
+        outputs = flow.work(iter(inputs))
+        sequence = 0
+        while True:
+            started, waited = time.perf_counter(), inputs.wait_seconds
+            try:
+                item = next(outputs, None)
+            except BaseException as error:
+                item = self._failure(error, flow.name, inputs.place)
+            busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
+            if item is None:
+                item = inputs.failure
+            counter.add(int(item is not None and _is_good(item)), item.size_bytes if item else 0, busy_seconds)
+            if item is None or not behind.put(sequence, item, item.size_bytes):
+                break
+            sequence += 1
+            if not _is_good(item):
+                break
+        behind.finish(sequence)
+
+    def _failure(self, error: BaseException, stage: str, place: str) -> _Failure:
+        self._failed = True
+        return _Failure(error, stage, place)
+
+
+def _is_good(item: Any) -> bool:
+    return not isinstance(item, _Failure)
+
+
+class _Inputs:
+    """The items before a flow, and the failure that ended them if one did."""
+
+    def __init__(self, before: CreditQueue | _Front) -> None:
+        self._before = before
+        self.failure: _Failure | None = None
+        self.place = ""
+        self.wait_seconds = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            started = time.perf_counter()
+            taken = self._before.get()
+            self.wait_seconds += time.perf_counter() - started
+            if taken is None:
+                return
+            if isinstance(taken[1], _Failure):
+                self.failure = taken[1]
+                return
+            self.place = taken[1].place
+            yield taken[1]

@@ -1,0 +1,179 @@
+"""Stages in threads give what the same functions give in a row: items, order, the place of a failure, and an end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vorox.core.errors import DataError
+from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int
+    size_bytes: int = 8
+
+    @property
+    def place(self) -> str:
+        return f"number {self.value}"
+
+
+def numbers(count: int):
+    return (Number(value) for value in range(count))
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("vorox-")]
+
+
+def doubled(item: Number) -> Number:
+    return Number(2 * item.value, item.size_bytes)
+
+
+def repeated(items):
+    """Each number as often as its last digit says: a flow that drops some and multiplies others."""
+    for item in items:
+        for _ in range(item.value % 3):
+            yield item
+
+
+def summed(items):
+    """Sums of up to three neighbours."""
+    while group := list(itertools.islice(items, 3)):
+        yield Number(sum(item.value for item in group), sum(item.size_bytes for item in group))
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(0, 40), threads=st.integers(1, 4), queue_bytes=st.integers(1, 100), seed=st.integers(0, 10**6))
+def test_what_comes_out_is_what_one_thread_makes(count, threads, queue_bytes, seed):
+    delays = random.Random(seed)
+    waits = [delays.random() * 0.0005 for _ in range(64)]
+
+    def slow(item: Number) -> Number:
+        time.sleep(waits[item.value % 64])
+        return Number(item.value + 1, delays.randrange(50))
+
+    stages = [Flow("repeat", repeated), Stage("slow", slow, threads), Stage("double", doubled, 2), Flow("sum", summed)]
+    found = [item.value for item in Pipeline(numbers(count), stages, queue_bytes=queue_bytes)]
+    flat = [2 * (value + 1) for value in range(count) for _ in range(value % 3)]
+    assert found == [sum(flat[first : first + 3]) for first in range(0, len(flat), 3)]
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("failing", ["stage", "flow", "input"])
+def test_a_failure_comes_behind_everything_before_it_and_names_stage_and_place(threads, failing):
+    def breaks(item: Number) -> Number:
+        if item.value >= 5:
+            time.sleep(0.001 * (9 - item.value))  # the later ones fail first
+            raise DataError(f"bad {item.value}", where="file, record 5")
+        return item
+
+    def flow_breaks(items):
+        for item in items:
+            yield breaks(item) if failing == "flow" else item
+
+    def source():
+        for value in range(9):
+            yield breaks(Number(value)) if failing == "input" else Number(value)
+
+    stages = [Stage("work", breaks if failing == "stage" else doubled, threads), Flow("collect", flow_breaks)]
+    if failing == "flow":
+        stages = stages[1:]
+    pipeline = Pipeline(source(), stages, queue_bytes=1000)
+    found = []
+    with pytest.raises(DataError, match="bad 5") as caught:
+        found.extend(item.value for item in pipeline)
+    assert found == [2 * value if failing == "input" else value for value in range(5)]
+    assert caught.value.where == "file, record 5"
+    stage = {"stage": "'work'", "flow": "'collect'", "input": "'input'"}[failing]
+    (note,) = caught.value.__notes__
+    assert stage in note
+    assert failing == "input" or "number 5" in note
+    assert our_threads() == []
+
+
+def test_nothing_is_left_running_when_the_consumer_walks_away():
+    taken = []
+    source = (taken.append(value) or Number(value) for value in itertools.count())
+    pipeline = Pipeline(source, [Stage("double", doubled, 2), Flow("sum", summed)], queue_bytes=40)
+    results = iter(pipeline)
+    assert next(results).value == 0 + 2 + 4
+    results.close()
+    assert our_threads() == []
+    assert len(taken) < 60  # bounded by the queues, not by the consumer's patience
+    after = len(taken)
+    time.sleep(0.01)
+    assert len(taken) == after
+
+
+def test_a_stop_finishes_what_was_taken_and_begins_nothing_else():
+    taken = []
+    source = (taken.append(value) or Number(value) for value in itertools.count())
+    pipeline = Pipeline(source, [Stage("double", doubled, 2)], queue_bytes=64, stop=lambda: len(taken) >= 10)
+    assert [item.value for item in pipeline] == [2 * value for value in range(10)]
+    assert taken == list(range(10))
+
+
+def test_memory_is_bounded_by_credits_when_the_consumer_is_slow():
+    made = []
+
+    def make(item: Number) -> Number:
+        made.append(item.value)
+        return Number(item.value, 1000)
+
+    stage = Stage("make", make, 3, reserve_bytes=lambda item: 1000)
+    pipeline = Pipeline(numbers(200), [stage], queue_bytes=5000)
+    for index, _ in enumerate(pipeline):
+        if index == 20:
+            time.sleep(0.05)
+            assert len(made) <= 21 + 5 + 1
+    (queue,) = pipeline.statistics().queues
+    assert queue.peak_bytes <= 6000
+    assert queue.items == 200
+    assert queue.held_bytes == 0
+
+
+@pytest.mark.parametrize("slow", ["read", "work", "write"])
+def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow):
+    def pause(stage: str) -> None:
+        if stage == slow:
+            time.sleep(0.004)
+
+    def read(items):
+        for item in items:
+            pause("read")
+            yield item
+
+    def work(item: Number) -> Number:
+        pause("work")
+        return item
+
+    pipeline = Pipeline(numbers(30), [Flow("read", read), Stage("work", work, 2)], queue_bytes=16)
+    for _ in pipeline:
+        pause("write")
+    statistics = pipeline.statistics()
+    assert statistics.bottleneck == slow
+    assert [stage.name for stage in statistics.stages] == ["read", "work", "write"]
+    assert [queue.name for queue in statistics.queues] == ["read>work", "work>write"]
+    assert all((stage.items, stage.size_bytes) == (30, 240) for stage in statistics.stages)
+    assert 0.05 < statistics.seconds < 20
+    by_name = {stage.name: stage for stage in statistics.stages}
+    assert by_name[slow].busy_seconds >= 30 * 0.004 * 0.9
+    others = {"read", "work", "write"} - {slow}
+    assert all(by_name[name].wait_seconds > by_name[slow].wait_seconds for name in others - {"work"})
+
+
+def test_a_pipeline_that_has_done_nothing_names_no_bottleneck():
+    pipeline = Pipeline([], [Stage("work", doubled)], queue_bytes=10)
+    assert pipeline.statistics().bottleneck == ""
+    assert list(pipeline) == []
+    assert pipeline.statistics().bottleneck == ""
