@@ -42,6 +42,10 @@ class DocumentSpan(NamedTuple):
         byte_length: Bytes of the record.
         document_token_offset: First token of the segment within the document.
         length: Tokens of the segment.
+        file_index: The file, by its place in the cache's list.
+        ordinal: Number of the record within its file.
+        document_tokens: Tokens of the whole document, its end of text included.
+        text_xxh3: xxh3-64 of the document's text: whether what a source gives today is what was read.
     """
 
     uri: str
@@ -49,6 +53,10 @@ class DocumentSpan(NamedTuple):
     byte_length: int
     document_token_offset: int
     length: int
+    file_index: int
+    ordinal: int
+    document_tokens: int
+    text_xxh3: int
 
 
 class CacheReader:
@@ -129,6 +137,16 @@ class CacheReader:
         """The files of the source."""
         return tuple(read_files(self.directory))
 
+    @cached_property
+    def _spans_4S(self) -> npt.NDArray[np.int64]:
+        """Unit, file, first byte and end of every span of every unit."""
+        spans = [
+            (unit.unit_id, span.file_index, span.start_byte, span.end_byte)
+            for unit in self.units
+            for span in unit.spans
+        ]
+        return np.array(spans, np.int64).reshape(-1, 4).T
+
     @property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
         """First row of each unit, and the number of rows at the end."""
@@ -205,11 +223,32 @@ class CacheReader:
         segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
         spans: list[DocumentSpan] = []
         for document_index, token_offset, length in segments_S3.tolist():
-            document = documents_D[document_index]
-            uri = self.files[int(document["file"])].uri
-            place = (int(document["byte_offset"]), int(document["byte_length"]))
-            spans.append(DocumentSpan(uri, *place, token_offset, length))
+            file, ordinal, offset, size, num_tokens, _, text_xxh3 = documents_D[document_index].item()
+            place = (self.files[file].uri, offset, size, token_offset, length)
+            spans.append(DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3))
         return spans
+
+    def rows_of_document(self, file_index: int, byte: int | None = None) -> npt.NDArray[np.int64]:
+        """Rows that hold tokens of the documents of a file, ascending: the inverse of ``documents_of``.
+
+        Args:
+            file_index: The file, by its place in ``files``.
+            byte: Only of the document whose record has this byte. None: of all its documents.
+
+        Raises:
+            DataError: A chunk is missing or damaged.
+        """
+        unit_S, file_S, start_S, end_S = self._spans_4S
+        wanted_S = file_S == file_index
+        if byte is not None:
+            wanted_S &= (start_S <= byte) & (byte < end_S)
+        found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for unit in np.unique(unit_S[wanted_S]).tolist():
+            low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
+            for index in range(int(low), int(high)):
+                chunk = self._open_chunks.get(index) or self._open(index)
+                found.append(chunk.rows_of(file_index, byte) + self._chunk_row_starts[index])
+        return np.concatenate(found)
 
     def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Chunk, by its place in the manifest, and row in it."""
