@@ -29,6 +29,7 @@ UNITS = (
 COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
 WITHOUT_UNIT = {
     "data.sources.*.weight": "a ratio between sources",
+    "data.sources.*.end_of_text_id": "a token id",
     "tokenizer.vocab_size": "tokens of a vocabulary, as everybody calls it",
     "model.vocab_size": "as everybody calls it",
     "model.hidden_size": "as everybody calls it",

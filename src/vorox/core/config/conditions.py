@@ -30,9 +30,24 @@ def _is(*values: Json) -> Callable[[Json], bool]:
     return lambda value: value in values
 
 
+def _on_the_hub(paths: Json) -> bool:
+    return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
+
+
+_FILES = ("txt", "jsonl", "csv", "parquet", "bin")
+_FIELDS = ("jsonl", "csv", "parquet")
+
 CONDITIONS: tuple[Condition, ...] = (
-    Condition("data.sources.*.paths", "data.sources.*.format", _is("txt", "jsonl"), "format txt or jsonl"),
-    Condition("data.sources.*.text_field", "data.sources.*.format", _is("jsonl"), "format jsonl"),
+    Condition("data.sources.*.paths", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
+    Condition("data.sources.*.fallback", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
+    Condition("data.sources.*.text_field", "data.sources.*.format", _is(*_FIELDS), "format jsonl, csv or parquet"),
+    Condition("data.sources.*.metadata_fields", "data.sources.*.format", _is(*_FIELDS), "format jsonl, csv or parquet"),
+    Condition("data.sources.*.delimiter", "data.sources.*.format", _is("csv"), "format csv"),
+    Condition("data.sources.*.tokenizer", "data.sources.*.format", _is("bin"), "format bin"),
+    Condition("data.sources.*.end_of_text_id", "data.sources.*.format", _is("bin"), "format bin"),
+    Condition("data.sources.*.hf_config", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    Condition("data.sources.*.hf_split", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    Condition("data.sources.*.revision", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
     Condition(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
     ),

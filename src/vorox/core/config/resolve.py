@@ -32,6 +32,10 @@ from vorox.core.schema import RunConfig
 NOT_IN_DIGEST = (
     "model.preset",
     "model.family",
+    "data.sources.*.preset",
+    "data.sources.*.metadata_fields",
+    "data.sources.*.max_decompressed_bytes",
+    "data.sources.*.max_decompression_ratio",
     "data.cache.directory",
     "data.loader",
     "checkpoint",
@@ -42,8 +46,8 @@ NOT_IN_DIGEST = (
 )
 """Keys and sections that change no bit of the parameters: two runs that differ only here are the same run.
 
-Names and places; how batches are read ahead; what is saved, validated and logged, and when. ``model.preset`` and
-``model.family`` only fill in keys, and those are in the digest.
+Names and places; how batches are read ahead; what is saved, validated and logged, and when. ``model.preset``,
+``model.family`` and a source's ``preset`` only fill in keys, and those are in the digest.
 """
 
 _MAX_PRESET_CHAIN = 8
@@ -263,8 +267,9 @@ def json_schema() -> dict[str, Any]:
     """JSON schema of a configuration file, for editors: nothing is required, because presets and overrides fill in."""
     schema = RunConfig.model_json_schema()
     for definition in [schema, *cast("Mapping[str, dict[str, Any]]", schema.get("$defs", {})).values()]:
-        if definition.get("title") != "SourceConfig":
-            definition.pop("required", None)
+        definition.pop("required", None)
+        if definition.get("title") == "SourceConfig":
+            definition["required"] = ["name"]  # a preset may fill in the format
         for entry in cast("Mapping[str, dict[str, Any]]", definition.get("properties", {})).values():
             entry["description"] = in_yaml_words(str(entry.get("description", "")))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

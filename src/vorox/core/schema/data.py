@@ -13,14 +13,63 @@ class SourceConfig(Section):
     """One named corpus."""
 
     name: str = Field(description="Name of the source in logs and provenance.", pattern=r"^[\w.-]+$")
-    format: Literal["python_stdlib", "txt", "jsonl"] = Field(
+    preset: str | None = Field(
+        default=None,
+        description="A named source, such as fineweb-edu, c4 or stdlib: fills in format, paths and fields where this "
+        "entry does not say them itself.",
+    )
+    format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "bin"] = Field(
         description="python_stdlib: the sources of this Python's standard library; txt: a file is a document; "
-        "jsonl: a line is a document."
+        "jsonl, csv, parquet: a line or row is a document; bin: token shards, a document up to each end of text. "
+        "All but bin may also be .gz or .zst."
     )
     paths: tuple[str, ...] = Field(
-        default=(), description="Files, folders (searched recursively) or globs. Order is sorted."
+        default=(),
+        description="Files, folders (searched recursively), globs, or hf://OWNER/NAME for a dataset of the Hugging "
+        "Face Hub. Order is sorted.",
     )
-    text_field: str = Field(default="text", description="Key of the text in a jsonl record.")
+    fallback: tuple[str, ...] = Field(
+        default=(),
+        description="Used, and said aloud, when the paths do not exist or cannot be reached: other paths of the same "
+        "format, or the name of one named source.",
+    )
+    hf_config: str | None = Field(
+        default=None, description="Configuration (subset) of a dataset of the hub. None: its default one."
+    )
+    hf_split: str | None = Field(default=None, description="Split of a dataset of the hub. None: train.")
+    revision: str | None = Field(
+        default=None, description="Commit, tag or branch of a dataset of the hub. None: the newest."
+    )
+    text_field: str = Field(
+        default="text", description="Key or column of the text; a.b is the key b inside of a, unless a key is a.b."
+    )
+    metadata_fields: tuple[str, ...] = Field(
+        default=(), description="Other keys or columns that travel with a document when it is looked at or streamed."
+    )
+    delimiter: str = Field(
+        default=",", pattern=r'^[^"\r\n\x80-\uffff]$', description="What separates the columns of a csv."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="What the token shards were written with: the tokenizer.path or the fingerprint of this run's "
+        "tokenizer, with which it must agree.",
+    )
+    end_of_text_id: int | None = Field(
+        default=None, ge=0, description="Id that ends a document in token shards. None: that of the tokenizer."
+    )
+    max_record_bytes: int = Field(
+        default=128 << 20,
+        ge=1,
+        description="A larger line or row is put aside without being loaded; a txt file is cut at cache.unit_bytes.",
+    )
+    max_decompressed_bytes: int = Field(
+        default=1 << 40, ge=1, description="Refuse a compressed file that comes to more than this."
+    )
+    max_decompression_ratio: float = Field(
+        default=1000.0,
+        ge=1,
+        description="Refuse a compressed file that comes to so many times its size, from 256 MiB on.",
+    )
     weight: float | str = Field(
         default=1.0,
         description="Share of rows drawn from this source, exact: a decimal number or a fraction such as '1/3'.",
