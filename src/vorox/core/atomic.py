@@ -178,17 +178,32 @@ def _alive(process_id: int) -> bool:
     return psutil.pid_exists(process_id)
 
 
-def write_file(path: Path, data: Buffer) -> None:
-    """Replace ``path`` by the given bytes, durably and all at once."""
+def stage_file(path: Path, data: Buffer) -> Path:
+    """Write a file durably under a temporary name beside ``path``, which ``rename`` makes it appear under."""
     temporary = temporary_name(path)
     try:
         with _create(temporary) as file:
             _write(file, temporary, data)
             _sync_file(file, temporary)
+    except BaseException:
+        drop_staged(temporary)
+        raise
+    return temporary
+
+
+def drop_staged(temporary: Path) -> None:
+    """Remove what was staged and will not be used; what a full or failing disk keeps is swept later."""
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: Buffer) -> None:
+    """Replace ``path`` by the given bytes, durably and all at once."""
+    temporary = stage_file(path, data)
+    try:
         rename(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        drop_staged(temporary)
         raise
 
 

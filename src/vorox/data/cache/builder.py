@@ -188,7 +188,7 @@ class _Build:
         make_directory(self.directory / "manifest")
         self.manifest = Manifest.open(self.directory)
         if self.manifest.planned_units < len(self.units):
-            self.manifest = self.manifest.commit(self.directory, [planned_entry(len(self.units))])
+            self.manifest = self.manifest.commit(self.directory, [planned_entry(len(self.units), self.recipe.digest)])
         self._tell(units_done=len(self.manifest.units))
 
     def build_missing(self) -> None:

@@ -2,22 +2,26 @@
 
 ``manifest/log.jsonl`` has one entry per event:
 
-    {"planned": 812}                                          so many units exist, built or not
+    {"planned": 812, "recipe": "<sha256>"}                    so many units exist, built or not, of this recipe
     {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
 
 A unit counts when its entry is complete; the chunks that it names are durable before it is written. A later entry for
 the same chunk (a repair) may change the file, never the content. ``manifest/snapshot.bin`` holds the state after a
 known line of the log; it can be deleted at any time. Invariants: commit order numbers nothing, chunks are kept in the
 order of (unit, part); a row's address (unit, part, row) is valid for ever; what is missing is what is planned and not
-done.
+done. The log names chunks by number only, never by path, and belongs to one recipe. Any number of processes may append,
+each under ``LOCK``; the number of lines is the cache's generation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,9 +41,12 @@ SNAPSHOT_NAME = "manifest/snapshot.bin"
 LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
-_SNAPSHOT_MAGIC = b"VXSNAP1\n"
-# magic, planned units, log position (entries, line start, line end, head), chunks, units
-_SNAPSHOT = struct.Struct("<8s Q QQQ 32s QQ")
+_SNAPSHOT_MAGIC = b"VXSNAP2\n"
+# magic, planned units, recipe, log position (entries, line start, line end, head), chunks, units
+_SNAPSHOT = struct.Struct("<8s Q 32s QQQ 32s QQ")
+_LARGEST_UNIT = (1 << 48) - 1
+_HASH = re.compile(r"[0-9a-f]{64}")
+_RETRIES_OF_A_MOVING_LOG = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,8 @@ class UnitStatistics:
 
 _CHUNK_FIELDS = [field.name for field in dataclasses.fields(ChunkRecord)]
 _UNIT_FIELDS = [field.name for field in dataclasses.fields(UnitStatistics)]
-_CHUNK = np.dtype([(name, "V32" if name in {"content", "file_sha256"} else "<u8") for name in _CHUNK_FIELDS])
+_HASH_FIELDS = frozenset({"content", "file_sha256"})
+_CHUNK = np.dtype([(name, "V32" if name in _HASH_FIELDS else "<u8") for name in _CHUNK_FIELDS])
 _UNIT = np.dtype([(name, "<u8") for name in _UNIT_FIELDS])
 
 Records = npt.NDArray[np.void]
@@ -77,12 +85,14 @@ class Manifest:
         chunks: One record per chunk, sorted by (unit, part).
         units: One record per unit that is done, sorted.
         position: The line of the log that this is the state after.
+        recipe: Digest of the recipe that the log was begun for; empty while nothing is planned.
     """
 
     planned_units: int
     chunks: Records
     units: Records
     position: LogPosition
+    recipe: str = ""
 
     @classmethod
     def empty(cls) -> Manifest:
@@ -108,34 +118,83 @@ class Manifest:
 
     def refreshed(self, directory: Path) -> Manifest:
         """The state now: what the log has by this time."""
-        bodies, position = HashChainedLog(directory / LOG_NAME).read_after(self.position)
+        for _ in range(_RETRIES_OF_A_MOVING_LOG):
+            try:
+                return self._refreshed(directory)
+            except DataError:  # perhaps a torn line was cut off and written over while it was read
+                time.sleep(0.01)
+        return self._refreshed(directory)
+
+    def _refreshed(self, directory: Path) -> Manifest:
+        path = directory / LOG_NAME
+        bodies, position = HashChainedLog(path).read_after(self.position)
         if not bodies:
             return self
-        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "add", "done"})
+        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "recipe", "add", "done"})
         if unknown:
             raise DataError(
                 f"the manifest has entries of a kind that this version does not know: {', '.join(unknown)}",
-                where=str(directory / LOG_NAME), hint="read the cache with the version that wrote it",
+                where=str(path), hint="read the cache with the version that wrote it",
             )  # fmt: skip
-        chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
-        units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
+        recipes = {str(body["recipe"]) for body in bodies if "recipe" in body} | ({self.recipe} - {""})
+        if len(recipes) > 1:
+            raise _contradiction(path, f"it speaks of several recipes: {', '.join(sorted(recipes))}")
+        try:
+            chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
+            units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
+            planned = max([self.planned_units, *(_number(body["planned"]) for body in bodies if "planned" in body)])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _contradiction(path, f"an entry is not of the form that it should have: {error}") from error
+        outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
+        if outside:
+            raise _contradiction(path, f"it speaks of unit {outside[0]}, {planned:,} units are planned")
         return Manifest(
-            max([self.planned_units, *(int(body["planned"]) for body in bodies if "planned" in body)]),
+            planned,
             _merged_chunks(directory, self.chunks, np.array(chunks, _CHUNK)),
             _merged(self.units, np.array(units, _UNIT), ["unit"])[0],
             position,
+            next(iter(recipes), ""),
         )
+
+    def check_recipe(self, directory: Path, recipe: str) -> None:
+        """Refuse a manifest that was written for another cache.
+
+        Raises:
+            DataError: It names another recipe.
+        """
+        if self.recipe not in {"", recipe}:
+            raise DataError(
+                f"the manifest belongs to another cache: its recipe is {self.recipe}, the one here is {recipe}",
+                where=str(directory / LOG_NAME),
+                hint="put the cache's own manifest back, or remove the directory and build the cache again",
+            )
+
+    @contextlib.contextmanager
+    def exclusive(self, directory: Path) -> Generator[Manifest]:
+        """Keep other writers out and give the state as it is meanwhile; ``appended`` adds to it."""
+        with FileLock(directory / LOCK_NAME):
+            yield self.refreshed(directory)
+
+    def appended(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Append entries durably and return the state after them. The caller is inside ``exclusive``."""
+        HashChainedLog(directory / LOG_NAME).append(entries, after=self.position)
+        return self.refreshed(directory)
 
     def commit(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
         """Append entries durably and return the state after them."""
-        with FileLock(directory / LOCK_NAME):
-            HashChainedLog(directory / LOG_NAME).append(entries, after=self.position)
-        return self.refreshed(directory)
+        with self.exclusive(directory) as manifest:
+            return manifest.appended(directory, entries)
+
+    @property
+    def generation(self) -> int:
+        """How many times the cache has changed."""
+        return self.position.num_entries
 
     def write_snapshot(self, directory: Path) -> None:
         position = self.position
         header = _SNAPSHOT.pack(
-            *(_SNAPSHOT_MAGIC, self.planned_units, position.num_entries, position.line_start_bytes),
+            *(_SNAPSHOT_MAGIC, self.planned_units, bytes.fromhex(self.recipe) or bytes(32)),
+            *(position.num_entries, position.line_start_bytes),
             *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),
         )
         body = header + self.chunks.tobytes() + self.units.tobytes()
@@ -164,6 +223,11 @@ class Manifest:
         end = self.planned_units if last is None else last
         return first + np.flatnonzero(~done[first:end])
 
+    def has_unit(self, unit: int) -> bool:
+        """Whether a unit is done."""
+        place = int(np.searchsorted(self.units["unit"], unit))
+        return place < len(self.units) and int(self.units["unit"][place]) == unit
+
     def content_digest(self, first: int, last: int) -> str:
         """SHA-256 over the content of the chunks of the units ``[first, last)``, in unit order."""
         low, high = np.searchsorted(self.chunks["unit"], [first, last])
@@ -184,8 +248,9 @@ def unit_entry(statistics: UnitStatistics, chunks: Iterable[ChunkRecord]) -> dic
     return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [dataclasses.asdict(statistics)]}
 
 
-def planned_entry(num_units: int) -> dict[str, Any]:
-    return {"planned": num_units}
+def planned_entry(num_units: int, recipe: str = "") -> dict[str, Any]:
+    """The entry that says how many units there are, and of which recipe."""
+    return {"planned": num_units, **({"recipe": recipe} if recipe else {})}
 
 
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
@@ -193,13 +258,31 @@ def chunk_path(directory: Path, unit: int, part: int) -> Path:
     return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
 
 
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_UNIT:
+        raise ValueError(f"{value!r} is not a number that can be meant")
+    return value
+
+
+def _hash(value: object) -> bytes:
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise ValueError(f"{value!r} is not a SHA-256")
+    return bytes.fromhex(value)
+
+
 def _chunk_row(chunk: Mapping[str, Any]) -> tuple[Any, ...]:
-    values = (chunk[name] for name in _CHUNK_FIELDS)
-    return tuple(bytes.fromhex(value) if isinstance(value, str) else value for value in values)
+    return tuple((_hash if name in _HASH_FIELDS else _number)(chunk[name]) for name in _CHUNK_FIELDS)
 
 
 def _unit_row(unit: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(unit[name] for name in _UNIT_FIELDS)
+    return tuple(_number(unit[name]) for name in _UNIT_FIELDS)
+
+
+def _contradiction(path: Path, what: str) -> DataError:
+    return DataError(
+        f"the manifest cannot be true: {what}", where=str(path),
+        hint="restore the file from a copy, or `vorox data build --force-rebuild` with the same configuration",
+    )  # fmt: skip
 
 
 def _merged(old: Records, new: Records, key: list[str]) -> tuple[Records, Records, Records]:
@@ -227,9 +310,10 @@ def _read_snapshot(directory: Path) -> Manifest:
     body = memoryview(raw)[:-32]
     if hashlib.sha256(body).digest() != raw[-32:]:
         raise ValueError("damaged snapshot")
-    magic, planned, entries, line_start, line_end, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
+    magic, planned, recipe, entries, line_start, line_end, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
     if magic != _SNAPSHOT_MAGIC:
         raise ValueError("a snapshot of another version")
     chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
-    return Manifest(planned, chunks, units, LogPosition(entries, line_start, line_end, head.hex()))
+    position = LogPosition(entries, line_start, line_end, head.hex())
+    return Manifest(planned, chunks, units, position, recipe.hex() if any(recipe) else "")
