@@ -1,0 +1,138 @@
+"""The record of attempts: exact at kill -9, torn ends ignored, and history told as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from vorox.core.attempts import ATTEMPTS_NAME, Attempt, AttemptRecord, intervals, read_attempts
+
+
+def test_no_run_has_no_attempts(tmp_path: Path) -> None:
+    assert read_attempts(tmp_path) == ()
+    assert intervals(()) == ()
+
+
+def test_counters_are_seen_by_others_while_they_change(tmp_path: Path) -> None:
+    with AttemptRecord(tmp_path, 1, 0, 0) as first:
+        assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 0, 0),)
+        for step in range(1, 6):
+            first.reached(step)
+        first.saved(4)
+        assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4),)
+    with AttemptRecord(tmp_path, 2, 4, 16) as second:
+        second.reached(7)
+    assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4), Attempt(2, 4, 16, 7, 4))
+    assert (tmp_path / ATTEMPTS_NAME).stat().st_size == 128
+
+
+def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
+    AttemptRecord(tmp_path, 3, 0, 0).close()
+    record = AttemptRecord(tmp_path, 1, 0, 0)
+    record.close()
+    record.close()
+    assert record.number == 4
+    assert [attempt.number for attempt in read_attempts(tmp_path)] == [3, 4]
+
+
+@pytest.mark.parametrize("torn", range(1, 64))
+def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path, torn: int) -> None:
+    with AttemptRecord(tmp_path, 1, 0, 0) as record:
+        record.reached(9)
+    path = tmp_path / ATTEMPTS_NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:torn])
+    assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 9, 0),)
+    AttemptRecord(tmp_path, 2, 8, 32).close()
+    assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 9, 0), Attempt(2, 8, 32, 8, 8))
+
+
+def test_a_changed_record_counts_no_more(tmp_path: Path) -> None:
+    AttemptRecord(tmp_path, 1, 0, 0).close()
+    path = tmp_path / ATTEMPTS_NAME
+    raw = bytearray(path.read_bytes())
+    raw[16] ^= 1
+    path.write_bytes(raw)
+    assert read_attempts(tmp_path) == ()
+
+
+def test_kill_9_loses_no_step(tmp_path: Path) -> None:
+    for number, last in enumerate((137, 200, 203), start=1):
+        child = os.fork()
+        if child == 0:
+            record = AttemptRecord(tmp_path, number, 100, 400)
+            for step in range(101, last + 1):
+                record.reached(step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [attempt.last_step for attempt in read_attempts(tmp_path)] == [137, 200, 203]
+
+
+def told(*attempts: tuple[int, int, int]) -> list[tuple[object, ...]]:
+    """Intervals of attempts given as (first state, last step, saved step)."""
+    made = [Attempt(number, first, 0, last, saved) for number, (first, last, saved) in enumerate(attempts, 1)]
+    return [(i.attempt, i.parent, i.first_step, i.last_step, i.outcome) for i in intervals(made)]
+
+
+def test_a_finished_run_is_one_interval() -> None:
+    assert told((0, 12, 12)) == [(1, None, 1, 12, "kept")]
+
+
+def test_what_no_checkpoint_holds_is_open() -> None:
+    assert told((0, 11, 8)) == [(1, None, 1, 8, "kept"), (1, None, 9, 11, "open")]
+    assert told((0, 3, 0)) == [(1, None, 1, 3, "open")]
+    assert told((0, 0, 0)) == []
+
+
+def test_a_crash_rolls_back_what_was_not_saved() -> None:
+    assert told((0, 11, 8), (8, 12, 12)) == [
+        (1, None, 1, 8, "kept"), (1, None, 9, 11, "rolled back"), (2, 1, 9, 12, "kept"),
+    ]  # fmt: skip
+
+
+def test_an_older_checkpoint_rolls_back_what_had_been_kept() -> None:
+    assert told((0, 11, 8), (8, 20, 16), (4, 6, 4), (4, 30, 30)) == [
+        (1, None, 1, 4, "kept"), (1, None, 5, 11, "rolled back"), (2, 1, 9, 20, "rolled back"),
+        (3, 1, 5, 6, "rolled back"), (4, 1, 5, 30, "kept"),
+    ]  # fmt: skip
+
+
+def test_every_step_is_kept_once_at_most_and_no_execution_is_lost() -> None:
+    """Against a run that is acted out step by step."""
+    chooser = random.Random(4)
+    for _ in range(300):
+        made: list[Attempt] = []
+        kept: dict[int, int] = {}  # step -> attempt, as the run stands
+        done: list[tuple[int, int]] = []
+        states = {0}
+        for number in range(1, chooser.randint(2, 7)):
+            first = chooser.choice(sorted(states))
+            last = first + chooser.randint(0, 9)
+            saved = chooser.randint(first, last)
+            kept = {step: owner for step, owner in kept.items() if step <= first}
+            states = {state for state in states if state <= first} | {saved}
+            for step in range(first + 1, last + 1):
+                kept[step] = number
+                done.append((number, step))
+            made.append(Attempt(number, first, 0, last, saved))
+        found = {(i.attempt, step): i.outcome for i in intervals(made) for step in range(i.first_step, i.last_step + 1)}
+        assert sorted(found) == sorted(done)
+        for (number, step), outcome in found.items():
+            lost = kept.get(step) != number
+            newest = number == len(made)
+            expected = "rolled back" if lost else "open" if newest and step > made[-1].saved_step else "kept"
+            assert outcome == expected, (made, number, step)
+
+
+def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
+    import time
+
+    with AttemptRecord(tmp_path, 1, 0, 0) as record:
+        began = time.process_time()
+        for step in range(100_000):
+            record.reached(step)
+        assert time.process_time() - began < 1.0, "ten microseconds a step"
