@@ -98,8 +98,8 @@ def _look_at_text(config: RunConfig) -> _Text:
     from vorox.core.atomic import canonical_json
     from vorox.core.errors import DataError
     from vorox.data.dataset import cache_root, exact_weights
+    from vorox.data.storage import ContentVersions
     from vorox.data.text.sources import list_source
-    from vorox.data.text.storage import ContentVersions
     from vorox.data.tokenizers.store import tokenizer_for
 
     class ReadOnly(ContentVersions):

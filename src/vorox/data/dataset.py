@@ -29,9 +29,9 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.cache.report import BuildProgress, BuildReport
 from vorox.data.documents import Unit
+from vorox.data.storage import ContentVersions
 from vorox.data.text.sources import Source, cut_units, list_source, read_unit
 from vorox.data.text.splits import Split
-from vorox.data.text.storage import ContentVersions
 from vorox.data.tokenizers.store import tokenizer_for
 from vorox.data.tokenizers.tokenizer import Tokenizer
 

@@ -19,9 +19,9 @@ from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusSource
 from vorox.data.documents import BadRecord, UnitSpan
 from vorox.data.records import TokenArray
+from vorox.data.storage import content_hash
 from vorox.data.text.formats import read_records
 from vorox.data.text.splits import SPLITS, Split
-from vorox.data.text.storage import content_hash
 
 _BLOCK_ROWS = 1024
 _TRACED_ROWS = 8

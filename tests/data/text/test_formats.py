@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
+from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import UnreadableRecord, boundary_after, boundary_before, cut, parse_line, read_records
-from vorox.data.text.storage import StoredFile, list_files
 
 TXT = SourceConfig(name="s", format="txt", paths=("x",))
 JSONL = SourceConfig(name="s", format="jsonl", paths=("x",))

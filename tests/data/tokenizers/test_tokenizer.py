@@ -19,8 +19,8 @@ from tokenizers import models, pre_tokenizers
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig
+from vorox.data.storage import local_path
 from vorox.data.text.sources import list_source
-from vorox.data.text.storage import local_path
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
 
@@ -162,7 +162,7 @@ class TestLongDocuments:
 class TestTraining:
     PROGRAM = (
         "import sys, hashlib; from vorox.core.schema.data import *; from vorox.data.tokenizers.tokenizer import train; "
-        "from vorox.data.text.sources import list_source; from vorox.data.text.storage import local_path; "
+        "from vorox.data.text.sources import list_source; from vorox.data.storage import local_path; "
         "listed = list_source(SourceConfig(name='s', format='python_stdlib', max_bytes=1 << 20)); "
         "tokenizer = train(TokenizerConfig(vocab_size=1500), (local_path(f.uri).read_text() for f in listed.stored)); "
         "print(hashlib.sha256(tokenizer.files()['tokenizer.json']).hexdigest(), tokenizer.fingerprint)"

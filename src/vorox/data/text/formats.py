@@ -14,7 +14,7 @@ from typing import cast
 
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
-from vorox.data.text.storage import StoredFile, open_range
+from vorox.data.storage import StoredFile, open_range
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "python_stdlib": (".py",),

@@ -17,8 +17,9 @@ from fractions import Fraction
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
+from vorox.data import storage
 from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
-from vorox.data.text import storage
+from vorox.data.storage import STANDARD_LIBRARY, ContentVersions, StoredFile, root_of
 from vorox.data.text.formats import (
     SUFFIXES,
     boundary_after,
@@ -29,7 +30,6 @@ from vorox.data.text.formats import (
     records_are_lines,
 )
 from vorox.data.text.splits import Split, document_filter, file_split, tail_start
-from vorox.data.text.storage import STANDARD_LIBRARY, ContentVersions, StoredFile, root_of
 
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 _FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})

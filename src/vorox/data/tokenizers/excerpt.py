@@ -12,10 +12,10 @@ from fractions import Fraction
 
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, UnitSpan
+from vorox.data.storage import StoredFile
 from vorox.data.text.formats import boundary_after, boundary_before, read_records, records_are_lines
 from vorox.data.text.sources import Source, cut_units
 from vorox.data.text.splits import document_filter
-from vorox.data.text.storage import StoredFile
 
 _PIECES = 128
 _PIECE_BYTES = 1 << 16

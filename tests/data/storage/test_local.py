@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
-from vorox.data.text import storage
-from vorox.data.text.storage import ContentVersions, content_hash, list_files, local_path, open_range, root_of
+from vorox.data.storage import ContentVersions, content_hash, list_files, local_path, open_range, root_of
+from vorox.data.storage import local as storage
 
 
 def names(location: Path | str, *suffixes: str) -> list[str]:
@@ -207,7 +207,7 @@ def test_standard_library_has_portable_names() -> None:
     files = list_files("stdlib:json", (".py",))
     assert "stdlib:json/decoder.py" in {file.uri for file in files}
     assert local_path("stdlib:json/decoder.py").read_text().startswith('"""Implementation of JSONDecoder')
-    program = "import sys; from vorox.data.text.storage import *; print(len(list_files('stdlib:json', ('.py',))))"
+    program = "import sys; from vorox.data.storage import *; print(len(list_files('stdlib:json', ('.py',))))"
     elsewhere = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=True)
     assert int(elsewhere.stdout) == len(files)
 
