@@ -9,7 +9,7 @@ early or is damaged is an error at its place, and no read makes more than it was
 from __future__ import annotations
 
 import zlib
-from typing import Literal, Protocol
+from typing import IO, Literal, Protocol, cast
 
 import zstandard
 
@@ -47,9 +47,12 @@ class Decoder(Protocol):
         restarts: (compressed, decompressed) places where a new decoder may begin, some MiB apart.
     """
 
-    offset: int
-    taken_bytes: int
-    restarts: list[tuple[int, int]]
+    @property
+    def offset(self) -> int: ...
+    @property
+    def taken_bytes(self) -> int: ...
+    @property
+    def restarts(self) -> list[tuple[int, int]]: ...
 
     def read(self, reader: Reader, size: int) -> bytes:
         """At least one byte and at most ``size``; nothing at the end of the stream.
@@ -154,7 +157,7 @@ class ZstdDecoder:
         self._frame: zstandard.ZstdDecompressionReader | None = None
 
     @property
-    def taken_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def taken_bytes(self) -> int:
         return self._frames.taken_bytes
 
     def read(self, reader: Reader, size: int) -> bytes:
@@ -167,7 +170,7 @@ class ZstdDecoder:
                         return b""
                     _add_restart(self.restarts, (begin, self.offset))
                     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
-                    self._frame = decompressor.stream_reader(self._frames, read_size=_PIECE_BYTES)
+                    self._frame = decompressor.stream_reader(cast("IO[bytes]", self._frames), read_size=_PIECE_BYTES)
                 piece = self._frame.read(size)
                 if piece:
                     self.offset += len(piece)
