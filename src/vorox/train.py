@@ -74,7 +74,10 @@ def train(
         with _open_run(config, resume_from, argv, dist) as run, open_log(run, display, dist) as log:
             setting = make_setting(config, dist, log, on_progress)
             state, plan = begin(setting, run, _checkpoint(resume_from))
-            run.note(environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps)
+            run.note(
+                environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
+                caches={source.name: str(source.train.directory) for source in setting.corpus.sources},
+            )  # fmt: skip
             with stop.deferred(), open_session(setting, run, state, plan, display, stop) as (parts, progress):
                 progress = loop.train(parts, progress)
                 speed = parts.observer.finish(progress)

@@ -53,7 +53,7 @@ class Run:
         self.config = CheckpointConfig.model_validate(config)
         chain = ReplayChain(directory, progress_at(0))
         self.ledger = Ledger(
-            chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_start=lambda: None, on_step=lambda *_: None
+            chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_start=lambda step: None, on_step=lambda *_: None
         )
         self.checkpointer = self.open()
 

@@ -37,7 +37,7 @@ class Steps:
             ReplayChain(directory, START),
             max_nonfinite_steps=allowed,
             nonfinite_in_a_row=in_a_row,
-            on_start=lambda: None,
+            on_start=lambda step: None,
             on_step=lambda step, values: self.settled.append(step.progress.step),
         )
         self.progress = START

@@ -27,6 +27,7 @@ from vorox.experiments.tracking import last_values
 CHECKPOINTS_NAME = "checkpoints"
 RUN_FILES = (
     "LOCK",
+    "attempts.bin",
     "chain.jsonl",
     "checkpoints",
     "config.yaml",

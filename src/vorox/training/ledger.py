@@ -52,7 +52,7 @@ class Ledger:
         *,
         max_nonfinite_steps: int,
         nonfinite_in_a_row: int,
-        on_start: Callable[[], None],
+        on_start: Callable[[StartedStep], None],
         on_step: Callable[[StartedStep, StepValues], None],
     ) -> None:
         self._chain, self._on_start, self._on_step = chain, on_start, on_step
@@ -66,7 +66,7 @@ class Ledger:
         Raises:
             NumericalError: Too many steps in a row were not finite.
         """
-        self._on_start()
+        self._on_start(step)
         before, self._pending = self._pending, step
         if before is not None:
             self._settle(before)

@@ -22,6 +22,7 @@ from vorox.runtime.throughput import Reading, Throughput, eta_seconds
 from vorox.training.display import Display, StepView
 from vorox.training.evaluate import Evaluation
 from vorox.training.ledger import StartedStep
+from vorox.training.provenance import Provenance
 from vorox.training.schedule import Horizon
 
 
@@ -55,6 +56,7 @@ class Observer:
         tracker: Takes metrics.
         display: Shows steps and samples.
         throughput: Measures.
+        provenance: Takes note of which steps were done.
         horizon: Length of the run.
         every_steps: Steps between two logged ones; the first and the last are logged too.
         rows_per_epoch: Rows of one pass over all sources.
@@ -74,6 +76,7 @@ class Observer:
         tracker: Tracker,
         display: Display,
         throughput: Throughput,
+        provenance: Provenance,
         horizon: Horizon,
         every_steps: int,
         rows_per_epoch: int,
@@ -87,14 +90,16 @@ class Observer:
     ) -> None:
         self._log, self._tracker, self._display = log, tracker, display
         self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
+        self._provenance = provenance
         self._rows_per_epoch, self._vocab_size = rows_per_epoch, vocab_size
         self._engine, self._queue, self._complete = engine, queue, complete
         self._memory = HostMemory()
         self._seconds_since_save, self._planned_memory_bytes = seconds_since_save, planned_memory_bytes
         self._measure_ceiling, self._remeasured, self._impossible_said = measure_ceiling, 0, False
 
-    def started(self) -> None:
+    def started(self, step: StartedStep) -> None:
         """A step was started. Counted here and not when it is settled, one step later but for saves."""
+        self._provenance.started(step.progress)
         self._throughput.count(self._horizon.tokens_per_step, waited_seconds=self._queue.wait_seconds())
 
     def step(self, step: StartedStep, values: StepValues) -> None:
@@ -184,6 +189,7 @@ class Observer:
         """While inside, time counts as saving. Call what it gives with the checkpoint."""
 
         def report(path: Path) -> None:
+            self._provenance.saved(progress)
             seconds = time.perf_counter() - started
             self._tracker.observe({"checkpoint_seconds": seconds})
             text = f"Saved {path.name} in {seconds:.2f} s"

@@ -38,6 +38,7 @@ from vorox.training.evaluate import Evaluations
 from vorox.training.ledger import Ledger
 from vorox.training.loop import Run
 from vorox.training.observer import Observer, Queue
+from vorox.training.provenance import Provenance, open_provenance
 from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.stop import StopRequest
 
@@ -159,9 +160,10 @@ def open_session(
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
+        open_provenance(run, progress) as provenance,
         feed.training_batches(config, corpus, plan, engine.data_shard, progress.cursor) as batches,
     ):
-        observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer)
+        observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer, provenance)
         ledger = Ledger(
             ReplayChain(run.directory, progress),
             max_nonfinite_steps=config.train.max_nonfinite_steps,
@@ -196,6 +198,7 @@ def _observer(
     length: Horizon,
     batches: BatchStream,
     checkpointer: Checkpointer,
+    provenance: Provenance,
 ) -> Observer:
     config, tokenizer = setting.config, setting.corpus.tokenizer
     settings = sampling.SamplingSettings(
@@ -214,6 +217,7 @@ def _observer(
         tracker=tracker,
         display=display,
         throughput=Throughput(_limits(setting)),
+        provenance=provenance,
         horizon=length,
         every_steps=config.log.every_steps,
         rows_per_epoch=num_train_rows(setting.corpus),
