@@ -98,7 +98,7 @@ def list_files(
     try:
         if root.is_dir():
             found = list(_walk(root, skip_directories))
-            chosen = [path for path in found if path.suffix.lower() in suffixes]
+            chosen = [path for path in found if path.name.lower().endswith(suffixes)]
             if found and not chosen:
                 endings = sorted({path.suffix or "(none)" for path in found})[:8]
                 raise DataError(
