@@ -52,6 +52,7 @@ WITHOUT_UNIT = {
     "eval.sample_top_k": "tokens of the vocabulary, as everybody calls it",
     "parallel.data_parallel_size": "processes, as everybody calls it",
     "run.seed": "a name, not a quantity",
+    "data.transform_seed": "a name, not a quantity",
 }
 
 

@@ -35,7 +35,7 @@ from vorox.training.checkpointing import (
 REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
 """Sections and keys that decide the architecture, the data or its order."""
 
-ALLOWED = ("model.preset", "model.family", "data.cache.directory", "data.loader")
+ALLOWED = ("model.preset", "model.family", "data.cache.directory", "data.loader", "data.pipeline")
 """Exceptions to the above that decide none of it."""
 
 _CONFIGS = "configs"

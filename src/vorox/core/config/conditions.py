@@ -51,6 +51,17 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
     ),
+    *(
+        Condition(f"data.pipeline.{key}", "data.pipeline.staged", _is(True), "data.pipeline.staged=true")
+        for key in (
+            "fetch_threads",
+            "filter_threads",
+            "tokenize_threads",
+            "augment_threads",
+            "pack_threads",
+            "queue_bytes",
+        )
+    ),
     Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Condition("tokenizer.path", "tokenizer.kind", _is("file"), "kind file"),

@@ -183,7 +183,11 @@ def _type_name(member: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(member))
     if typing.get_origin(member) is tuple:
         entry = typing.get_args(member)[0]
+        if typing.get_origin(entry) is Literal:
+            return f"list of {_type_name(entry)}"
         return "list of sections" if _section_of(entry) else f"list of {_TYPE_NAMES[entry]}s"
+    if typing.get_origin(member) is Mapping:
+        return "mapping"
     return "section" if _section_of(member) else _TYPE_NAMES[member]
 
 

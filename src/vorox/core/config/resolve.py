@@ -38,6 +38,7 @@ NOT_IN_DIGEST = (
     "data.sources.*.max_decompression_ratio",
     "data.cache.directory",
     "data.loader",
+    "data.pipeline",
     "checkpoint",
     "eval",
     "log",

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vorox.core.schema.section import Section
+
+
+class TransformConfig(Section):
+    """One function between reading and packing."""
+
+    name: str = Field(
+        description="length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, token_dropout, or a "
+        "function of your own as my_package.my_module:function.",
+    )
+    args: Mapping[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
+    splits: tuple[Literal["train", "validation"], ...] = Field(
+        default=("train",),
+        min_length=1,
+        description="Which text it is applied to; held-out text stays as it is unless asked.",
+    )
 
 
 class SourceConfig(Section):
@@ -82,6 +98,9 @@ class SourceConfig(Section):
     max_bytes: int | None = Field(
         default=None, ge=1, description="Use only the first files up to this many bytes of text. None: everything."
     )
+    transforms: tuple[TransformConfig, ...] | None = Field(
+        default=None, description="Functions for this source instead of data.transforms. None: those."
+    )
     bad_record_fraction: float = Field(
         default=0.001, ge=0, le=1, description="Unreadable records that are put aside before the build stops."
     )
@@ -120,6 +139,22 @@ class CacheConfig(Section):
     )
 
 
+class PipelineConfig(Section):
+    """How a cache is built in stages that work at the same time. Nothing here changes a single row."""
+
+    staged: bool = Field(
+        default=True, description="Stages in threads of their own; off: one after the other in the building thread."
+    )
+    fetch_threads: int = Field(default=2, ge=1, le=64, description="Units of remote text fetched at once.")
+    filter_threads: int = Field(default=1, ge=1, le=64, description="Threads that apply transforms to text.")
+    tokenize_threads: int = Field(
+        default=1, ge=1, le=64, description="Batches tokenised at once; the library has threads of its own inside one."
+    )
+    augment_threads: int = Field(default=1, ge=1, le=64, description="Threads that apply transforms to tokens.")
+    pack_threads: int = Field(default=1, ge=1, le=64, description="Units packed and compressed at once.")
+    queue_bytes: int = Field(default=64 << 20, ge=1, description="Bytes that may wait between two stages.")
+
+
 class LoaderConfig(Section):
     """How batches are read ahead. Nothing here changes a single batch."""
 
@@ -139,6 +174,15 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(default=True, description="Keyed permutation of all rows in every epoch; off: stored order.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="The held-out split.")
+    transforms: tuple[TransformConfig, ...] = Field(
+        default=(), description="Functions that filter, deduplicate or change documents before they are packed."
+    )
+    transform_seed: int = Field(
+        default=0,
+        ge=0,
+        description="Seed of the transforms' draws; not the run's, so that runs with other seeds share a cache.",
+    )
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Building in stages.")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The packed token cache.")
     loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Reading ahead.")
 
