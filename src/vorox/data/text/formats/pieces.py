@@ -1,0 +1,91 @@
+"""Cutting a content at the ends of its records, in one pass forward and in bounded memory.
+
+Where records end goes in, chunk by chunk; pieces with the ordinal of their first record, or the records themselves,
+come out. Invariant: the pieces are those that going back from every multiple of the size to the last end of a record
+would give, so that a file is cut alike whether it can be read backwards or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+EndsOfChunk = tuple[int, npt.NDArray[np.int64]]
+"""(where a chunk of the content ends, where records end in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of whole records.
+
+    Attributes:
+        start_byte: Its first byte in the content.
+        end_byte: The first one behind it.
+        first_ordinal: Ordinal of its first record within the file.
+        text_bytes: Text in it, about: what the size of units is counted in.
+    """
+
+    start_byte: int
+    end_byte: int
+    first_ordinal: int
+    text_bytes: int
+
+
+def cut_at_ends(
+    chunks: Iterable[EndsOfChunk], start_byte: int, piece_bytes: int, first_ordinal: int = 0
+) -> Iterator[Piece]:
+    """Pieces of at most ``piece_bytes``, larger only where a single record is."""
+    low, low_ordinal = start_byte, first_ordinal
+    last, last_ordinal = start_byte, first_ordinal  # the last end of a record, and the ordinal behind it
+    stop, passed = start_byte, first_ordinal
+    for stop, ends in chunks:
+        while stop - low > piece_bytes:
+            fitting = int(np.searchsorted(ends, low + piece_bytes, side="right"))
+            if fitting and int(ends[fitting - 1]) > last:
+                last, last_ordinal = int(ends[fitting - 1]), passed + fitting
+            elif last <= low:
+                if fitting == len(ends):
+                    break  # one record, larger than a piece so far
+                last, last_ordinal = int(ends[fitting]), passed + fitting + 1
+            yield Piece(low, last, low_ordinal, last - low)
+            low, low_ordinal = last, last_ordinal
+        passed += len(ends)
+        if len(ends) and int(ends[-1]) <= low + piece_bytes:
+            last, last_ordinal = int(ends[-1]), passed
+    if stop > low:
+        yield Piece(low, stop, low_ordinal, stop - low)
+
+
+def records_in(
+    chunks: Iterable[tuple[bytes, npt.NDArray[np.int64] | list[int]]], start_byte: int, max_record_bytes: int
+) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, length, bytes) of every record; no bytes of one that is larger than ``max_record_bytes``.
+
+    Args:
+        chunks: The content in chunks, each with where records end in it, counted from the chunk's start.
+        start_byte: Where the first chunk starts.
+        max_record_bytes: No more of a record is held.
+    """
+    offset, size = start_byte, 0
+    parts: list[bytes] = []
+    for chunk, ends in chunks:
+        at = 0
+        for end in ends if isinstance(ends, list) else ends.tolist():
+            size += end - at
+            yield offset, size, b"".join([*parts, chunk[at:end]]) if size <= max_record_bytes else None
+            offset, at, size = offset + size, end, 0
+            parts.clear()
+        size += len(chunk) - at
+        if size > max_record_bytes:
+            parts.clear()
+        elif at < len(chunk):
+            parts.append(chunk[at:])
+    if size:
+        yield offset, size, b"".join(parts) if size <= max_record_bytes else None
+
+
+def too_large(length_bytes: int, max_record_bytes: int) -> str:
+    return f"the record has {length_bytes:,} bytes, more than max_record_bytes={max_record_bytes:,}"
