@@ -1,0 +1,347 @@
+"""Where the rows of a step came from, and which steps saw a document: ``where`` and ``when``.
+
+In: a run directory and the caches that it reads; no database, no engine, no network. Out: documents with their files,
+bytes and tokens for the rows of a step; steps, slots and epochs for the bytes of a file, with what became of each
+step (``core.attempts``). Nothing is looked up in a record of what was read: the plan is evaluated, or inverted, and the
+chunk says whose tokens a row holds. Invariant: the two are inverse; what ``where`` says of a position, ``when`` finds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.attempts import StepInterval, intervals, read_attempts
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.run_lookup import run_attempts
+from vorox.data.cache.reader import CacheReader
+from vorox.data.plan import Plan
+from vorox.data.storage import absolute
+
+PLAN_NAME = "plan.jsonl"
+_MOST_CANDIDATES = 64
+_MOST_NAMED = 8
+
+State = Literal["kept", "rolled back", "open", "planned", "beyond"]
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOrigin:
+    """A stretch of one document's tokens in a row.
+
+    Attributes:
+        uri: File of the document.
+        version: What pins the file's content.
+        ordinal: Number of the record within the file, from 0.
+        byte_offset: First byte of the record in the (decompressed) file.
+        byte_length: Bytes of the record.
+        first_token: First of the document's tokens that stands here.
+        num_tokens: So many of them do.
+        document_tokens: Tokens of the whole document, its end of text included.
+        row_token: Where in the row they begin.
+        text_xxh3: xxh3-64 of the whole document's text.
+    """
+
+    uri: str
+    version: str
+    ordinal: int
+    byte_offset: int
+    byte_length: int
+    first_token: int
+    num_tokens: int
+    document_tokens: int
+    row_token: int
+    text_xxh3: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrigin:
+    """What one slot of a step was trained on.
+
+    Attributes:
+        step: From 1.
+        slot: Place in the global batch, from 0.
+        position: Place in the run's data, from 0.
+        source: Name of the source.
+        source_index: The source, in the order of the plan's start.
+        epoch: Pass over the source, from 0.
+        row: Row of the source's cache.
+        num_tokens: Tokens of documents in the row; what is left of it is padding.
+        padding_tokens: Positions of padding.
+        documents: In row order.
+    """
+
+    step: int
+    slot: int
+    position: int
+    source: str
+    source_index: int
+    epoch: int
+    row: int
+    num_tokens: int
+    padding_tokens: int
+    documents: tuple[DocumentOrigin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One time that tokens of a document were, or will be, trained on.
+
+    Attributes:
+        uri: File of the document.
+        source: Name of the source.
+        step: From 1.
+        slot: Place in the global batch, from 0.
+        position: Place in the run's data.
+        epoch: Pass over the source, from 0.
+        row: Row of the source's cache.
+        state: ``kept``, ``rolled back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
+            no checkpoint yet), ``planned`` (not done) or ``beyond`` (the plan covers it, the run ends before it).
+        attempt: Which attempt did it; ``None`` where none did.
+    """
+
+    uri: str
+    source: str
+    step: int
+    slot: int
+    position: int
+    epoch: int
+    row: int
+    state: State
+    attempt: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """A run's plan and the caches that it reads, open. Make one with ``open_trail``."""
+
+    directory: Path
+    plan: Plan
+    readers: tuple[CacheReader, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the plan covers."""
+        return self.plan.num_positions // self.plan.start.global_batch_sequences
+
+    def positions_of_step(self, step: int) -> range:
+        """Positions of the slots of a step, in slot order.
+
+        Raises:
+            ConfigError: The plan has no such step.
+        """
+        if not 1 <= step <= self.num_steps:
+            raise ConfigError(
+                f"there is no step {step:,} in the run's plan, which has the steps 1 to {self.num_steps:,}",
+                where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
+            )  # fmt: skip
+        batch = self.plan.start.global_batch_sequences
+        return range((step - 1) * batch, step * batch)
+
+    def step_and_slot(self, position: int) -> tuple[int, int]:
+        step, slot = divmod(position, self.plan.start.global_batch_sequences)
+        return step + 1, slot
+
+
+def open_trail(run_directory: Path) -> Trail:
+    """Open what a run's provenance is computed from.
+
+    Raises:
+        DataError: The run has no plan, or the cache that it was made for is not there any more.
+    """
+    plan = Plan.open(run_directory / PLAN_NAME)
+    choices = [_candidates(run_directory, plan, index) for index in range(len(plan.start.sources))]
+    failure: DataError | None = None
+    for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
+        try:
+            readers = tuple(CacheReader.open(directory, complete=False) for directory in directories)
+            plan.check(readers)
+            return Trail(run_directory, plan, readers)
+        except DataError as error:
+            failure = failure or error
+    assert failure is not None, "a source without a directory was refused"
+    raise failure
+
+
+def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
+    """Cache directories that may be a source's: as its attempts noted, else by name below today's root of caches."""
+    source = plan.start.sources[source_index]
+    noted = [
+        path for caches in _noted(run_directory, "caches") if (path := cast("dict[str, str]", caches)[source.name])
+    ]
+    found = [Path(path) for path in noted if Path(path).is_dir()]
+    if not found:
+        from vorox.core.run_context import recorded_config
+        from vorox.data.dataset import cache_root
+
+        root = cache_root(recorded_config(run_directory).data)
+        found = sorted(root.glob(f"{source.name}-train-{source.recipe_digest[:12]}-*"))
+    if not found:
+        raise DataError(
+            f"the cache of source {source.name!r} is not there", where=(noted or [source.name])[0],
+            hint="bring it back, or build it again from the same files with `vorox data build` and the run's name",
+        )  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _noted(run_directory: Path, name: str) -> list[object]:
+    """What the attempts noted in ``run.json`` under a name, the newest first."""
+    notes = [cast("dict[str, object]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
+    return [note[name] for note in reversed(notes) if name in note]
+
+
+def where(trail: Trail, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
+    """The documents behind the rows of a step.
+
+    Args:
+        trail: The run.
+        step: From 1.
+        slot: Only this slot of the global batch. None: all of them, in order.
+
+    Raises:
+        ConfigError: There is no such step or slot.
+        DataError: A chunk is missing or damaged.
+    """
+    positions = trail.positions_of_step(step)
+    if slot is not None and not 0 <= slot < len(positions):
+        raise ConfigError(f"there is no slot {slot}: a step has the slots 0 to {len(positions) - 1}", where="--slot")
+    chosen = positions if slot is None else positions[slot : slot + 1]
+    return tuple(rows_at(trail, np.array(chosen, np.int64)))
+
+
+def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
+    """The rows at some positions, with their documents, in the order given."""
+    found = trail.plan.locate(positions)
+    for number, position in enumerate(positions.tolist()):
+        index = int(found.source_index[number])
+        reader = trail.readers[index]
+        row = int(found.row[number]) + int(reader.unit_row_starts[found.unit_start[number]])
+        documents = _documents(reader, row)
+        num_tokens = sum(document.num_tokens for document in documents)
+        step, slot = trail.step_and_slot(position)
+        yield RowOrigin(
+            step=step,
+            slot=slot,
+            position=position,
+            source=trail.plan.start.sources[index].name,
+            source_index=index,
+            epoch=int(found.epoch[number]),
+            row=row,
+            num_tokens=num_tokens,
+            padding_tokens=reader.row_tokens - num_tokens,
+            documents=documents,
+        )
+
+
+def _documents(reader: CacheReader, row: int) -> tuple[DocumentOrigin, ...]:
+    documents: list[DocumentOrigin] = []
+    row_token = 0
+    for span in reader.documents_of(row):
+        documents.append(
+            DocumentOrigin(
+                uri=span.uri,
+                version=reader.files[span.file_index].version,
+                ordinal=span.ordinal,
+                byte_offset=span.byte_offset,
+                byte_length=span.byte_length,
+                first_token=span.document_token_offset,
+                num_tokens=span.length,
+                document_tokens=span.document_tokens,
+                row_token=row_token,
+                text_xxh3=span.text_xxh3,
+            )
+        )
+        row_token += span.length
+    return tuple(documents)
+
+
+def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, ...]:
+    """Every time that a file, or the document at one of its bytes, was or will be trained on, by step and slot.
+
+    A step that several attempts did is there once for each. A document that was packed into several rows, or read in
+    several epochs, is there for each of them.
+
+    Args:
+        trail: The run.
+        uri: The file, or enough of the end of its name to tell it from the others.
+        byte: Only the document whose record has this byte.
+
+    Raises:
+        ConfigError: There is no such file, or several, or it has no such byte.
+        DataError: A chunk is missing or damaged.
+    """
+    history = intervals(read_attempts(trail.directory))
+    total_steps = next((steps for steps in _noted(trail.directory, "total_steps") if type(steps) is int), None)
+    found: list[Occurrence] = []
+    for index, file_index in _files(trail, uri):
+        reader, source = trail.readers[index], trail.plan.start.sources[index]
+        file = reader.files[file_index]
+        if byte is not None and byte < 0:
+            raise ConfigError(f"there is no byte {byte}: bytes count from 0", where="--byte")
+        for row in reader.rows_of_document(file_index, byte).tolist():
+            positions = trail.plan.positions_of(index, row, reader)
+            epochs = trail.plan.locate(positions).epoch
+            for position, epoch in zip(positions.tolist(), epochs.tolist(), strict=True):
+                step, slot = trail.step_and_slot(position)
+                found += [
+                    Occurrence(file.uri, source.name, step, slot, position, epoch, row, state, attempt)
+                    for state, attempt in _executions(history, step, total_steps)
+                ]
+    return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))
+
+
+def _executions(history: Sequence[StepInterval], step: int, total_steps: int | None) -> list[tuple[State, int | None]]:
+    """What became of a step, for each attempt that did it."""
+    done: list[tuple[State, int | None]] = [
+        (part.outcome, part.attempt) for part in history if part.first_step <= step <= part.last_step
+    ]
+    if any(state != "rolled back" for state, _ in done):
+        return done
+    return [*done, ("planned" if total_steps is None or step <= total_steps else "beyond", None)]
+
+
+def _files(trail: Trail, name: str) -> list[tuple[int, int]]:
+    """(source, file) of every file that a name means: all of one uri.
+
+    Raises:
+        ConfigError: None has it, or files of several uris do.
+    """
+    names = {name, absolute(name)} if "://" not in name else {name}
+    listed = [
+        (index, number, file.uri)
+        for index, reader in enumerate(trail.readers)
+        for number, file in enumerate(reader.files)
+    ]  # fmt: skip
+    found = [entry for entry in listed if entry[2] in names]
+    if not found:
+        ends = "/" + name.lstrip("./").replace("\\", "/")
+        found = [entry for entry in listed if ("/" + entry[2].replace("\\", "/").replace(":", "/")).endswith(ends)]
+    uris = sorted({uri for _, _, uri in found})
+    if len(uris) == 1:
+        return [(index, number) for index, number, _ in found]
+    if uris:
+        more = f" and {len(uris) - _MOST_NAMED:,} more" if len(uris) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"{name} is the end of {len(uris):,} names: {', '.join(uris[:_MOST_NAMED])}{more}",
+            where="--source", hint="write more of the name",
+        )  # fmt: skip
+    near = _nearest(name, sorted({uri for _, _, uri in listed}))
+    hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows names of files"
+    raise ConfigError(f"no file {name} in the {len(listed):,} files that this run reads", where="--source", hint=hint)
+
+
+def _nearest(name: str, uris: Sequence[str]) -> list[str]:
+    """Up to three names whose last parts resemble the last part of ``name``."""
+    by_last: dict[str, str] = {}
+    for uri in uris:
+        by_last.setdefault(uri.rpartition("/")[2], uri)
+    close = difflib.get_close_matches(name.rpartition("/")[2], list(by_last), n=3, cutoff=0.5)
+    return [by_last[last] for last in close]
