@@ -271,7 +271,7 @@ SEGMENT = {
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        ({**SEGMENT, "kind": "stage"}, "kind 'stage'"),
+        ({**SEGMENT, "kind": "window"}, "kind 'window'"),
         ({**SEGMENT, "window": 64}, "unknown field 'window'"),
         ({key: value for key, value in SEGMENT.items() if key != "epoch"}, "no field 'epoch'"),
         ({**SEGMENT, "num_rows": "17"}, "num_rows = '17'"),

@@ -1,16 +1,20 @@
 """The events of a plan and how they are written: the format of ``plan.jsonl``.
 
-Events are JSON objects with exactly the fields below; an unknown kind, field or version is refused, because skipping
-it would silently give another order. Durability and chaining are the log's business (``core/atomic.py``).
+``start`` fixes what a run never changes; ``segment`` gives a source more rows; ``source`` adds a source or changes its
+limits; ``stage`` changes the mixture from a position on; ``cut`` takes back passes that no step has come to; ``extend``
+makes the run longer. Events are JSON objects with exactly the fields below; an unknown kind, field or version is
+refused, because skipping it would silently give another order. Fields that say nothing are left out, so that plans of
+earlier versions keep their digests. Durability and chaining are the log's business (``core/chained_log.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data import mixture, order
@@ -19,15 +23,34 @@ FORMAT = "plan/1"
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The chunks of a cache whose statistic lies in ``[low, high)``: a source by difficulty.
+
+    Attributes:
+        of: The source that is divided.
+        statistic: ``tokens_per_document`` or ``bytes_per_token``.
+        low: Lower bound; ``None`` for the first part.
+        high: Upper bound; ``None`` for the last.
+    """
+
+    of: str
+    statistic: str
+    low: Fraction | None
+    high: Fraction | None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSource:
     """One source of a run.
 
     Attributes:
         name: Its name, unique in the run.
-        weight: Share of the rows, up to a common factor.
+        weight: Share of the rows at the start, up to a common factor; 0 for a source that later stages bring in.
         recipe_digest: Recipe of its cache.
         row_tokens: Tokens of a stored row: sequence length plus one.
         max_epochs: Passes over it that are allowed; None for any number.
+        on_exhausted: What happens when they are used up: ``error``, ``drop`` or ``repeat``.
+        part: Which chunks of a cache it is, if not all.
     """
 
     name: str
@@ -35,6 +58,23 @@ class PlanSource:
     recipe_digest: str
     row_tokens: int
     max_epochs: int | None = None
+    on_exhausted: str = "error"
+    part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRule:
+    """How segments are cut from caches that are still being built.
+
+    Attributes:
+        mode: ``strict``: ranges of units that are fixed in advance; ``elastic``: whatever is there when it is needed.
+        first_segment_units: Units of a source's first segment (strict).
+        max_segment_units: Each segment doubles the one before, up to this (strict).
+    """
+
+    mode: str
+    first_segment_units: int = 1
+    max_segment_units: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +86,35 @@ class PlanStart:
         shuffle: Whether rows are permuted; if not, sources are read in stored order.
         global_batch_sequences: Rows of a step, over all processes.
         sources: In the configuration's order.
+        growth: How growing caches are taken up; ``None`` when they are complete before the first step.
     """
 
     seed: int
     shuffle: bool
     global_batch_sequences: int
     sources: tuple[PlanSource, ...]
+    growth: GrowthRule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRange:
+    """The units ``[start, end)`` and how many rows they have."""
+
+    start: int
+    end: int
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Whole epochs over a range of a source's units.
+    """Whole epochs over some units of a source, or the part of an epoch that has come to be by now.
 
     Attributes:
-        source_index: The source, in the start's order.
+        source_index: The source, in the plan's order.
         start_draw: First draw of the source that it answers.
         epoch: Its first pass over the source.
         num_epochs: Passes that it holds, each in an order of its own.
-        unit_start: First unit.
-        unit_end: Unit after the last.
-        num_rows: Rows of those units.
+        ranges: Its units, ascending.
         content_digest: Digest of those units' content.
     """
 
@@ -73,19 +122,68 @@ class Segment:
     start_draw: int
     epoch: int
     num_epochs: int
-    unit_start: int
-    unit_end: int
-    num_rows: int
+    ranges: tuple[UnitRange, ...]
     content_digest: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one pass."""
+        return sum(part.num_rows for part in self.ranges)
 
     @property
     def end_draw(self) -> int:
         """The draw after its last."""
         return self.start_draw + self.num_epochs * self.num_rows
 
+    @property
+    def next_epoch(self) -> int:
+        return self.epoch + self.num_epochs
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """A mixture from a position on, in place of whatever was planned from there.
+
+    Attributes:
+        start_position: First position; a multiple of the global batch.
+        weights: Share of each source that is drawn, by name.
+        row_pieces: Pieces that stored rows are cut into.
+        reason: ``declared`` at the start, ``changed`` at a resume, ``exhausted`` when a source was used up.
+        drawn: How often each source was drawn before, by name: where it goes on.
+        says: What repeats and what is skipped, for people.
+    """
+
+    start_position: int
+    weights: Mapping[str, Fraction]
+    row_pieces: int = 1
+    reason: str = "declared"
+    drawn: Mapping[str, int] | None = None
+    says: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Passes from ``epoch`` on over a source are taken back, because the cache grew before any step came to them."""
+
+    source: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """The run has ``total_steps`` steps from ``start_position`` on."""
+
+    start_position: int
+    total_steps: int
+
+
+def combined_digest(digests: Sequence[str]) -> str:
+    """The digest of several ranges of units: of one range, its own."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
 
 def encode_start(start: PlanStart) -> dict[str, Any]:
-    return {
+    event: dict[str, Any] = {
         "kind": "start",
         "format": FORMAT,
         "order": order.NAME,
@@ -93,22 +191,31 @@ def encode_start(start: PlanStart) -> dict[str, Any]:
         "seed": start.seed,
         "shuffle": start.shuffle,
         "global_batch_sequences": start.global_batch_sequences,
-        "sources": [
-            {
-                "name": source.name,
-                "weight": f"{source.weight.numerator}/{source.weight.denominator}",
-                "recipe": source.recipe_digest,
-                "row_tokens": source.row_tokens,
-                "max_epochs": source.max_epochs,
-            }
-            for source in start.sources
-        ],
+        "sources": [_encode_source(source) for source in start.sources],
     }
+    return event if start.growth is None else {**event, "growth": asdict(start.growth)}
+
+
+def _encode_source(source: PlanSource) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "name": source.name,
+        "weight": _written(source.weight),
+        "recipe": source.recipe_digest,
+        "row_tokens": source.row_tokens,
+        "max_epochs": source.max_epochs,
+    }
+    if source.on_exhausted != "error":
+        value["on_exhausted"] = source.on_exhausted
+    if source.part is not None:
+        part = source.part
+        low, high = (None if bound is None else _written(bound) for bound in (part.low, part.high))
+        value["part"] = {"of": part.of, "statistic": part.statistic, "low": low, "high": high}
+    return value
 
 
 def decode_start(event: Mapping[str, Any], path: Path) -> PlanStart:
     where = f"{path}:1"
-    _require_kind(event, "start", where)
+    _require_kind(event, ("start",), where)
     names = event.get("format"), event.get("order"), event.get("mixture")
     if names != (FORMAT, order.NAME, mixture.NAME):
         raise DataError(
@@ -116,8 +223,11 @@ def decode_start(event: Mapping[str, Any], path: Path) -> PlanStart:
             hint="continue the run with the version that began it",
         )  # fmt: skip
     fields = {"seed": int, "shuffle": bool, "global_batch_sequences": int, "sources": list}
-    seed, shuffle, batch, sources = _take(event, {"format": str, "order": str, "mixture": str, **fields}, where)[3:]
-    start = PlanStart(seed, shuffle, batch, tuple(_decode_source(source, where) for source in sources))
+    *_, seed, shuffle, batch, sources, growth = _take(
+        event, {"format": str, "order": str, "mixture": str, **fields}, where, {"growth": dict}
+    )
+    rule = None if growth is None else GrowthRule(*_take({"kind": "growth", **growth}, _GROWTH, where))
+    start = PlanStart(seed, shuffle, batch, tuple(_decode_source(source, where) for source in sources), rule)
     if len({source.name for source in start.sources}) < len(start.sources):
         raise ConfigError("two sources have the same name", where="data.sources", hint="name them apart")
     if start.global_batch_sequences < 1:
@@ -125,62 +235,154 @@ def decode_start(event: Mapping[str, Any], path: Path) -> PlanStart:
     return start
 
 
+_GROWTH = {"mode": str, "first_segment_units": int, "max_segment_units": int}
+
+
 def _decode_source(value: Mapping[str, Any], where: str) -> PlanSource:
-    name, weight, recipe, row_tokens, max_epochs = _take(
+    name, weight, recipe, row_tokens, max_epochs, on_exhausted, part = _take(
         {"kind": "source", **value},
         {"name": str, "weight": str, "recipe": str, "row_tokens": int, "max_epochs": (int, type(None))}, where,
+        {"on_exhausted": str, "part": dict},
     )  # fmt: skip
-    try:
-        return PlanSource(name, Fraction(weight), recipe, row_tokens, max_epochs)
-    except (ValueError, ZeroDivisionError) as error:
-        raise DataError(f"the start event has weight {weight!r}", where=where) from error
+    exact = _read_fraction(weight, "weight", where)
+    if part is not None:
+        optional = (str, type(None))
+        of, statistic, low, high = _take(
+            {"kind": "part", **part}, {"of": str, "statistic": str, "low": optional, "high": optional}, where
+        )
+        bounds = (None if bound is None else _read_fraction(bound, "bound", where) for bound in (low, high))
+        part = Part(of, statistic, *bounds)
+    return PlanSource(name, exact, recipe, row_tokens, max_epochs, on_exhausted or "error", part)
 
 
-def encode_segment(segment: Segment, start: PlanStart) -> dict[str, Any]:
+def encode_event(event: Segment | PlanSource | StageEvent | Cut | Extension, names: Sequence[str]) -> dict[str, Any]:
+    """Any event after the start.
+
+    Args:
+        event: What happens.
+        names: The names of the plan's sources.
+    """
+    match event:
+        case Segment():
+            return _encode_segment(event, names)
+        case PlanSource():
+            return {"kind": "source", "source": _encode_source(event)}
+        case StageEvent():
+            return {
+                "kind": "stage",
+                "start_position": event.start_position,
+                "weights": {name: _written(weight) for name, weight in event.weights.items()},
+                "row_pieces": event.row_pieces,
+                "reason": event.reason,
+                "drawn": dict(event.drawn or {}),
+                "says": list(event.says),
+            }
+        case Cut() | Extension():
+            return {"kind": type(event).__name__.lower().replace("extension", "extend"), **asdict(event)}
+
+
+def decode_event(
+    event: Mapping[str, Any], names: Sequence[str], where: str
+) -> Segment | PlanSource | StageEvent | Cut | Extension:
+    """The inverse of ``encode_event``.
+
+    Raises:
+        DataError: The event is of an unknown kind or makes no sense.
+    """
+    _require_kind(event, ("segment", "source", "stage", "cut", "extend"), where)
+    match event["kind"]:
+        case "segment":
+            return _decode_segment(event, names, where)
+        case "source":
+            return _decode_source(_take(event, {"source": dict}, where)[0], where)
+        case "stage":
+            return _decode_stage(event, names, where)
+        case "cut":
+            return Cut(*_take(event, {"source": str, "epoch": int}, where))
+        case _:
+            return Extension(*_take(event, {"start_position": int, "total_steps": int}, where))
+
+
+def _decode_stage(event: Mapping[str, Any], names: Sequence[str], where: str) -> StageEvent:
+    fields = {"start_position": int, "weights": dict, "row_pieces": int, "reason": str, "drawn": dict, "says": list}
+    position, weights, pieces, reason, drawn, says = _take(event, fields, where)
+    exact = {name: _read_fraction(weight, "weight", where) for name, weight in weights.items()}
+    if position < 0 or pieces < 1 or not exact or not set(exact) <= set(names) or min(exact.values()) <= 0:
+        raise _senseless(event, where)
+    return StageEvent(position, exact, pieces, reason, drawn, tuple(says))
+
+
+def _encode_segment(segment: Segment, names: Sequence[str]) -> dict[str, Any]:
+    """Units are one pair ``[start, end]`` where there is one range, and triples ``[start, end, rows]`` of several."""
+    first = segment.ranges[0]
+    several = [[part.start, part.end, part.num_rows] for part in segment.ranges]
     return {
         "kind": "segment",
-        "source": start.sources[segment.source_index].name,
+        "source": names[segment.source_index],
         "start_draw": segment.start_draw,
         "epoch": segment.epoch,
         "num_epochs": segment.num_epochs,
-        "units": [segment.unit_start, segment.unit_end],
+        "units": [first.start, first.end] if len(several) == 1 else several,
         "num_rows": segment.num_rows,
         "content": segment.content_digest,
     }
 
 
-def decode_segment(event: Mapping[str, Any], start: PlanStart, where: str) -> Segment:
-    _require_kind(event, "segment", where)
+def _decode_segment(event: Mapping[str, Any], names: Sequence[str], where: str) -> Segment:
     fields = {
         "source": str, "start_draw": int, "epoch": int, "num_epochs": int, "units": list, "num_rows": int,
         "content": str,
     }  # fmt: skip
     name, start_draw, epoch, num_epochs, units, num_rows, content = _take(event, fields, where)
-    names = [source.name for source in start.sources]
-    sound = name in names and len(units) == 2 and all(type(unit) is int for unit in units)
-    if not sound or num_rows < 1 or num_epochs < 1 or not 0 <= units[0] < units[1]:
-        raise DataError(f"the segment makes no sense: {dict(event)}", where=where)
-    return Segment(names.index(name), start_draw, epoch, num_epochs, units[0], units[1], num_rows, content)
+    parts = cast("list[list[int]]", [[*units, num_rows]] if units and isinstance(units[0], int) else units)
+    sound = bool(parts) and all([type(value) for value in part] == [int] * 3 for part in parts)
+    if not sound or name not in names or num_rows < 1 or num_epochs < 1:
+        raise _senseless(event, where)
+    ranges = tuple(UnitRange(*part) for part in parts)
+    ends = [0, *(part.end for part in ranges)]
+    ascending = all(before <= part.start < part.end for before, part in zip(ends, ranges, strict=False))
+    segment = Segment(names.index(name), start_draw, epoch, num_epochs, ranges, content)
+    if not ascending or segment.num_rows != num_rows or any(part.num_rows < 1 for part in ranges):
+        raise _senseless(event, where)
+    return segment
 
 
-def _require_kind(event: Mapping[str, Any], kind: str, where: str) -> None:
-    if event.get("kind") != kind:
+def _senseless(event: Mapping[str, Any], where: str) -> DataError:
+    return DataError(f"the {event['kind']} makes no sense: {dict(event)}", where=where)
+
+
+def _written(value: Fraction) -> str:
+    return f"{value.numerator}/{value.denominator}"
+
+
+def _read_fraction(value: str, name: str, where: str) -> Fraction:
+    try:
+        return Fraction(value)
+    except (ValueError, ZeroDivisionError, TypeError) as error:
+        raise DataError(f"the plan has a {name} {value!r}", where=where) from error
+
+
+def _require_kind(event: Mapping[str, Any], kinds: Sequence[str], where: str) -> None:
+    if event.get("kind") not in kinds:
         raise DataError(
-            f"the plan has an event of kind {event.get('kind')!r} where this version knows only {kind!r}", where=where,
-            hint="continue the run with the version that wrote it",
+            f"the plan has an event of kind {event.get('kind')!r} where this version knows {', '.join(kinds)}",
+            where=where, hint="continue the run with the version that wrote it",
         )  # fmt: skip
 
 
-def _take(event: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> list[Any]:
-    """The values of exactly these fields, in their order."""
-    for name in sorted(event.keys() ^ {"kind", *fields}):
+def _take(
+    event: Mapping[str, Any], fields: Mapping[str, Any], where: str, optional: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """The values of exactly these fields, in their order; of the optional ones that are not there, ``None``."""
+    optional = optional or {}
+    for name in sorted((event.keys() - optional.keys()) ^ {"kind", *fields}):
         state = "an unknown" if name in event else "no"
         raise DataError(
             f"the {event['kind']} event has {state} field {name!r}", where=where,
             hint="continue the run with the version that wrote it",
         )  # fmt: skip
-    for name, kind in fields.items():
+    for name, kind in {**fields, **{name: kind for name, kind in optional.items() if name in event}}.items():
         value = event[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise DataError(f"the {event['kind']} event has {name} = {value!r}", where=where)
-    return [event[name] for name in fields]
+    return [event[name] for name in fields] + [event.get(name) for name in optional]

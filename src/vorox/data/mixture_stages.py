@@ -1,0 +1,121 @@
+"""A mixture that changes on the way: stages of exact weights, each beginning at a draw, with closed forms throughout.
+
+A stage takes up every source's count of draws where the stages before it left it (its *base*), so a source goes on
+with its next row whenever it is drawn again, however the weights changed meanwhile. Both directions are the mixture's
+closed form plus one binary search over the stages. With one stage over all sources, it is the mixture itself.
+
+Shape legend: G stages, S sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import ConfigError
+from vorox.data.mixture import Draws, Mixture
+
+NEVER = 2**62
+"""Where a draw stands that no stage ever comes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One mixture from a position on.
+
+    Attributes:
+        start_position: First position (and draw) that it decides; the first stage's is 0.
+        weights: Share of each source that is drawn, by index; the others rest.
+        row_pieces: Pieces that stored rows are cut into: a row of T positions becomes that many of T / pieces.
+    """
+
+    start_position: int
+    weights: Mapping[int, Fraction]
+    row_pieces: int = 1
+
+    def is_like(self, other: Stage) -> bool:
+        """Whether both draw and cut rows alike, wherever they begin."""
+        mine, theirs = sum(self.weights.values()), sum(other.weights.values())
+        shares = {source: weight / mine for source, weight in self.weights.items()}
+        return self.row_pieces == other.row_pieces and shares == {
+            source: weight / theirs for source, weight in other.weights.items()
+        }
+
+
+class MixtureStages:
+    """Stages one after the other.
+
+    Args:
+        stages: In ascending order; the first begins at 0.
+        num_sources: Sources that are known, drawn or not.
+
+    Raises:
+        ConfigError: A stage draws from no source, or with a weight that is not above zero.
+    """
+
+    def __init__(self, stages: Sequence[Stage], num_sources: int) -> None:
+        starts = [stage.start_position for stage in stages]
+        assert starts and starts[0] == 0 and starts == sorted(set(starts)), "stages follow each other from 0"
+        self.stages = tuple(stages)
+        mixtures, active = list[Mixture](), list[npt.NDArray[np.int32]]()
+        for stage in stages:
+            if not stage.weights:
+                raise ConfigError("a stage draws from no source", where="data.stages", hint="give it a weight")
+            sources = sorted(stage.weights)
+            mixtures.append(Mixture([stage.weights[source] for source in sources]))
+            active.append(np.array(sources, np.int32))
+        self._mixtures, self._active = tuple(mixtures), tuple(active)
+        self._starts = np.array(starts, np.int64)
+        self._bases_GS = np.zeros((len(stages), num_sources), np.int64)
+        for index in range(1, len(stages)):
+            drawn = self._mixtures[index - 1].counts(starts[index] - starts[index - 1])
+            self._bases_GS[index] = self._bases_GS[index - 1]
+            self._bases_GS[index, self._active[index - 1]] += np.array(drawn, np.int64)
+        self._is_one = len(stages) == 1 and len(self._active[0]) == num_sources
+
+    def stage_at(self, position: int) -> Stage:
+        """The stage that decides a position."""
+        return self.stages[int(np.searchsorted(self._starts, position, side="right")) - 1]
+
+    def locate(self, draws: Draws) -> tuple[npt.NDArray[np.int32], Draws]:
+        """The source of each draw, and which of that source's draws it is."""
+        if self._is_one:
+            return self._mixtures[0].locate(draws)
+        source_index, source_draw = np.empty(draws.shape, np.int32), np.empty(draws.shape, np.int64)
+        stage_of = np.searchsorted(self._starts, draws, side="right") - 1
+        for stage in map(int, np.unique(stage_of)):
+            here = np.flatnonzero(stage_of == stage)
+            local, nth = self._mixtures[stage].locate(draws[here] - self._starts[stage])
+            source_index[here] = self._active[stage][local]
+            source_draw[here] = nth + self._bases_GS[stage][source_index[here]]
+        return source_index, source_draw
+
+    def invert(self, source_index: npt.NDArray[np.int32], source_draw: Draws) -> Draws:
+        """The draw at which each source is drawn for the given time, or ``NEVER``: the inverse of ``locate``."""
+        if self._is_one:
+            return self._mixtures[0].invert(source_index, source_draw)
+        draws = np.full(source_draw.shape, NEVER, np.int64)
+        for source in map(int, np.unique(source_index)):
+            mine = np.flatnonzero(source_index == source)
+            # Of stages with equal bases, all but the last do not draw from the source.
+            stage_of = np.searchsorted(self._bases_GS[:, source], source_draw[mine], side="right") - 1
+            for stage in map(int, np.unique(stage_of)):
+                local = int(np.searchsorted(self._active[stage], source))
+                if local == len(self._active[stage]) or self._active[stage][local] != source:
+                    continue
+                here = mine[stage_of == stage]
+                nth = source_draw[here] - self._bases_GS[stage, source]
+                found = self._mixtures[stage].invert(np.full(here.shape, local, np.int32), nth)
+                draws[here] = found + self._starts[stage]
+        return draws
+
+    def counts(self, num_draws: int) -> tuple[int, ...]:
+        """How often each source is drawn in the first ``num_draws``."""
+        stage = int(np.searchsorted(self._starts, max(0, num_draws - 1), side="right")) - 1
+        counts = self._bases_GS[stage].copy()
+        counts[self._active[stage]] += np.array(self._mixtures[stage].counts(num_draws - int(self._starts[stage])))
+        return tuple(counts.tolist())
