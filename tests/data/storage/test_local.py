@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
 from vorox.data.storage import ContentVersions, content_hash, list_files, local_path, open_range, root_of
-from vorox.data.storage import local as storage
+from vorox.data.storage import versions as storage
 
 
 def names(location: Path | str, *suffixes: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""Where bytes are: sorted listings, identities that change with the content, and ranged reads.
+"""Files of this machine and of Python's standard library: sorted listings, and reads that notice changes.
 
-A location comes in (a file, a folder, a glob, or the ``stdlib:`` scheme), ``StoredFile``s go out; then a range of one
-of them. Local files and the standard library are here; object stores and hubs join by scheme with the same three
-verbs. Invariants: a listing is sorted and names every file once, and a range is only ever read from the content that
+A path, a folder, a glob or ``stdlib:...`` comes in, ``StoredFile``s go out; then a range of one of them, or random
+access. Invariants: a listing is sorted and names every file once, and bytes are only ever read from the content that
 was listed: a file that changed since then is an error, never other data.
 """
 
@@ -11,43 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
-import hashlib
 import io
-import json
 import os
 import sysconfig
-import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.errors import DataError
-
-STANDARD_LIBRARY = "stdlib:"
-"""Scheme of this Python's own library: ``stdlib:json/decoder.py`` is the same text wherever the version is the same."""
-
-_PIECE_BYTES = 1 << 22
-_SETTLED_NANOSECONDS = 2_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """One file as it was when it was listed.
-
-    Attributes:
-        uri: Absolute path, or a name under a scheme.
-        size_bytes: Its length.
-        stamp: Changes whenever the content may have changed (times and inode; an ETag for remote objects). It guards
-            reads and spares hashing; it identifies nothing, since copies of a file differ in it.
-        modified_nanoseconds: Time of the last change, for deciding whether the stamp can be trusted.
-    """
-
-    uri: str
-    size_bytes: int
-    stamp: str
-    modified_nanoseconds: int
+from vorox.data.storage.locations import STANDARD_LIBRARY, StoredFile, absolute
 
 
 def local_path(uri: str) -> Path:
@@ -125,11 +96,6 @@ def list_files(
     return sorted(files, key=lambda file: file.uri)
 
 
-def absolute(location: str) -> str:
-    """The location with ``~`` and the working directory filled in; links stay as they are."""
-    return os.path.abspath(Path(location).expanduser())  # noqa: PTH100 - Path.resolve would follow links
-
-
 def root_of(location: str) -> str:
     """The folder that the names inside a location are relative to: itself, a file's folder, a glob's fixed part."""
     path = Path(absolute(location))
@@ -196,59 +162,55 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
         raise _failure(error, file.uri) from error
 
 
+class _Seekable(io.RawIOBase):
+    """A listed file for random access, whose every read is checked against the listing."""
+
+    def __init__(self, file: StoredFile, raw: io.FileIO) -> None:
+        self._file, self._raw = file, raw
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._raw.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            count = self._raw.readinto(buffer)
+            _refuse_change(self._file, self._raw)
+        except OSError as error:
+            raise _failure(error, self._file.uri) from error
+        return count or 0
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def open_seekable(file: StoredFile) -> BinaryIO:
+    """Open a listed file for random access.
+
+    Raises:
+        DataError: The file cannot be read, or is not the one that was listed; also from its reads.
+    """
+    try:
+        raw = local_path(file.uri).open("rb", buffering=0)
+    except OSError as error:
+        raise _failure(error, file.uri) from error
+    try:
+        _refuse_change(file, raw)
+    except BaseException:
+        raw.close()
+        raise
+    return cast("BinaryIO", io.BufferedReader(_Seekable(file, raw), 1 << 20))
+
+
 def _refuse_change(file: StoredFile, raw: io.FileIO) -> None:
     if _describe(file.uri, os.fstat(raw.fileno())).stamp != file.stamp:
         raise DataError(
             "the file changed while its source was being read", where=file.uri,
             hint="run the same command again; what was built from unchanged files is kept",
         )  # fmt: skip
-
-
-def content_hash(file: StoredFile) -> str:
-    """SHA-256 of the whole file, hex."""
-    digest = hashlib.sha256()
-    with open_range(file) as reader:
-        while piece := reader.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-class ContentVersions:
-    """What pins the content of files, remembered so that unchanged files are hashed once.
-
-    A remembered hash counts only for the very stamp (size, both times, inode) it was taken under, and is remembered
-    only when the file had been left alone for two seconds, so that a change within one tick of the clock is noticed.
-
-    Args:
-        path: Where the memory lies. ``None`` keeps nothing.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._known: dict[str, list[str]] = {}
-        self._changed = False
-        if path is not None and path.exists():
-            with contextlib.suppress(ValueError, OSError):  # a damaged memory costs hashing, nothing else
-                value = json.loads(path.read_bytes())
-                if isinstance(value, dict):
-                    self._known = cast("dict[str, list[str]]", value)
-
-    def version(self, file: StoredFile) -> str:
-        """SHA-256 of the file's content."""
-        known = self._known.get(file.uri)
-        if isinstance(known, list) and len(known) == 2 and known[0] == file.stamp:
-            return known[1]
-        settled = time.time_ns() - file.modified_nanoseconds > _SETTLED_NANOSECONDS
-        version = content_hash(file)
-        if settled:
-            self._known[file.uri] = [file.stamp, version]
-            self._changed = True
-        return version
-
-    def save(self) -> None:
-        """Write the memory for the next run, where that is possible: without it, files are hashed again."""
-        if self._path is not None and self._changed:
-            with contextlib.suppress(OSError):
-                make_directory(self._path.parent)
-                write_file(self._path, canonical_json(self._known))
-            self._changed = False
