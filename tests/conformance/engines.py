@@ -26,7 +26,7 @@ def make_engine(name: str, *, seed: int = 0, width: int = 8) -> Engine:
     from vorox.core.distributed_context import DistributedContext
     from vorox.models.spec import model_spec
 
-    config = torch_config(seed, width)
+    config = jax_config(seed, width) if name == "jax" else torch_config(seed, width)
     spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(name).create(config, spec, DistributedContext())
 
@@ -44,6 +44,10 @@ def torch_config(seed: int = 0, width: int = 8, **sections: dict[str, Any]):
             **sections,
         }
     )
+
+
+def jax_config(seed: int = 0, width: int = 8, **sections: dict[str, Any]):
+    return torch_config(seed, width, **{"backend": "jax", "runtime": {"device": "cpu"}, **sections})
 
 
 def rows(number: int, *, seed: int = 0) -> np.ndarray:

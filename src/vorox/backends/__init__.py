@@ -16,7 +16,10 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.spec import ModelSpec
 
-_MODULES: Mapping[str, tuple[str, str]] = {"torch": ("vorox.backends.torch_engine.engine", "torch")}
+_MODULES: Mapping[str, tuple[str, str]] = {
+    "jax": ("vorox.backends.jax_engine.engine", "jax"),
+    "torch": ("vorox.backends.torch_engine.engine", "torch"),
+}
 """Name of a backend to its module and the framework that it needs, which is also the name of the extra."""
 
 

@@ -223,12 +223,12 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
 def _batch_lines(config: RunConfig) -> Iterator[str]:
     train = config.train
     rows, micro = train.global_batch_sequences, train.micro_batch_sequences
-    processes = config.parallel.data_parallel_size
+    parts = config.parallel.num_row_parts
     tokens = rows * config.data.sequence_length_tokens
-    times = rows // (micro * processes)
+    times = rows // (micro * parts)
     yield (
-        f"batch          {rows:,} rows = {times:,} x {micro:,} rows x {processes:,} process"
-        f"{'es' if processes > 1 else ''}; {tokens:,} tokens a step"
+        f"batch          {rows:,} rows = {times:,} x {micro:,} rows x {parts:,} device"
+        f"{'s' if parts > 1 else ''}; {tokens:,} tokens a step"
     )
 
 

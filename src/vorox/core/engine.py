@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, StepRes
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
+
+TapPoint = Literal["block_input", "after_attention", "after_mlp"]
+"""Where a function can watch or replace the residual stream: as it enters a block, behind its attention, behind its
+MLP. ``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
 
 
 class Decoder(Protocol):

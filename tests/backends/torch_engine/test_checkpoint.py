@@ -70,7 +70,7 @@ def test_the_files_say_the_same_under_their_public_format(tmp_path: Path) -> Non
             assert np.array_equal(moments.pop(f"{kind}.{name}"), view.numpy())
     assert not moments
     state = json.loads((path / "engine.json").read_text())
-    assert state["format"] == "vorox-torch-engine/1"
+    assert state["format"] == "vorox-engine/1"
     assert state["counters"] == {"updates": 2.0}
 
 
@@ -137,7 +137,7 @@ class TestRefusals:
             engine.load(path)
         assert engine.fingerprint() == before
 
-    @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": "vorox-torch-engine/2"}', b"\xff\xfe"])
+    @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": "vorox-engine/2"}', b"\xff\xfe"])
     def test_a_broken_state_file(self, content: bytes, tmp_path: Path) -> None:
         engine = make()
         path = save(engine, tmp_path / "state")
@@ -149,8 +149,8 @@ class TestRefusals:
         engine = make()
         path = save(engine, tmp_path / "state")
         state = json.loads((path / "engine.json").read_text())
-        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-torch-engine/0"}))
-        with pytest.raises(CheckpointError, match="has format vorox-torch-engine/0, needed is vorox-torch-engine/1"):
+        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/0"}))
+        with pytest.raises(CheckpointError, match="has format vorox-engine/0, needed is vorox-engine/1"):
             engine.load(path)
 
     @pytest.mark.parametrize("name", ["engine.json", "model.safetensors", "optimizer.safetensors"])

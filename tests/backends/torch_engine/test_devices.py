@@ -143,7 +143,7 @@ def test_environment_records_what_decides_the_bits() -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ConfigError, match=r"backend = 'tensorflow' is unknown; known are torch"):
+    with pytest.raises(ConfigError, match=r"backend = 'tensorflow' is unknown; known are jax, torch"):
         backends.load("tensorflow")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_engine.small_models import GPT2, LR, POSITIONS, batch_of, configuration, make, random_rows, train
-from vorox.backends.torch_engine.taps import POINTS, Point, Taps
+from vorox.backends.torch_engine.taps import POINTS, TapPoint, Taps
 from vorox.core.errors import ConfigError
 
 pytestmark = pytest.mark.torch
@@ -37,7 +37,7 @@ def test_what_is_seen_follows_from_the_model() -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_returned_tensor_replaces_the_stream(point: Point) -> None:
+def test_a_returned_tensor_replaces_the_stream(point: TapPoint) -> None:
     engine = make()
     tokens = random_rows(2)[:, :-1]
     before = engine.logits(tokens)
@@ -95,7 +95,7 @@ def test_nothing_attached_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     [("before_mlp", 0, "known are block_input, after_attention, after_mlp"), ("after_mlp", 2, "layer 2 does not exist"),
      ("after_mlp", -1, "layer -1 does not exist")],
 )  # fmt: skip
-def test_unknown_places_are_refused(point: Point, layer: int, message: str) -> None:
+def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make().taps.attach(point, layer, lambda x: None)
 

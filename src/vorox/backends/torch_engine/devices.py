@@ -21,6 +21,7 @@ from typing import Literal
 import psutil
 import torch
 
+from vorox.backends.torch_engine import attention
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DoesNotFitError
 from vorox.core.schema import RunConfig
@@ -68,13 +69,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    if config.parallel.data_parallel_size > 1 or dist.process_count > 1:
-        raise ConfigError(
-            f"data_parallel_size = {max(config.parallel.data_parallel_size, dist.process_count)}, "
-            "but the torch engine trains on one device",
-            where="parallel.data_parallel_size",
-            hint="set it to 1 and start one process",
-        )
+    _refuse_what_is_not_here(config, dist)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
     determinism = config.runtime.determinism
@@ -96,6 +91,29 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
         compiled=config.runtime.compile,
         products=_select_products(device),
     )
+
+
+def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> None:
+    """Options that other engines have."""
+    for key in ("data_parallel_size", "fsdp_size", "tensor_parallel_size"):
+        size = max(getattr(config.parallel, key), dist.process_count)
+        if size > 1:
+            raise ConfigError(
+                f"{key} = {size}, but the torch engine trains on one device", where=f"parallel.{key}",
+                hint="set it to 1 and start one process, or set backend=jax",
+            )  # fmt: skip
+    others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("model.attention_kernel", config.model.attention_kernel, tuple(attention.ATTENTION)),
+        ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block")),
+        ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
+        ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
+    )
+    for key, value, accepted in others:
+        if value not in accepted:
+            raise ConfigError(
+                f"{key} = {value}, but the torch engine has {', '.join(map(str, accepted))}", where=key,
+                hint="choose one of those, or set backend=jax",
+            )  # fmt: skip
 
 
 def _select_device(name: str) -> torch.device:

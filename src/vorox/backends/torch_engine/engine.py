@@ -23,7 +23,7 @@ from torch import Tensor
 from vorox.backends.torch_engine import attention, checkpoint, compiling, devices, kernels
 from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.inputs import check_tokens, keyed_randomness, labels_to_device, to_device
+from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, LossSums
 from vorox.backends.torch_engine.model import Decoder, Parts, Pass
 from vorox.backends.torch_engine.optim import Optimizer
@@ -33,9 +33,10 @@ from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
 from vorox.core.atomic import StagedDirectory
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import NamedArray
-from vorox.core.errors import ConfigError
 from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
 from vorox.core.schema import RunConfig
+from vorox.models import engine_state
+from vorox.models.batch_checks import check_length, check_tokens
 from vorox.models.initial import initial_weights
 from vorox.models.spec import ModelSpec
 
@@ -223,7 +224,7 @@ class TorchEngine:
     @torch.no_grad()
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
         """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
-        self._check_length(tokens_BT.shape[1])
+        check_length(tokens_BT.shape[1], self._spec)
         run = self._pass(tokens_BT.shape, attention.CAUSAL)
         with self.compute.autocast():
             hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), run)
@@ -231,7 +232,7 @@ class TorchEngine:
 
     def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
-        self._check_length(max_tokens)
+        check_length(max_tokens, self._spec)
         cache = KeyValueCache(self._spec, batch_size, max_tokens, self.compute.device, self.compute.dtype)
         return TorchDecoder(cache, max_tokens, self._decode)
 
@@ -247,18 +248,11 @@ class TorchEngine:
         dtype = self.compute.dtype
         return self._products(hidden_MD.to(dtype), self._head.to(dtype)).float()
 
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._spec.max_positions_tokens:
-            raise ConfigError(
-                f"{num_tokens:,} tokens are more than the {self._spec.max_positions_tokens:,} positions of the model",
-                where="model.max_positions_tokens",
-            )
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     def save(self, directory: StagedDirectory) -> None:
         """Write the complete training state of this process into a directory that the caller commits."""
-        checkpoint.save(directory, self._spec, self.store, self.optimizer)
+        engine_state.save(directory, self._spec, checkpoint.state(self.store, self.optimizer))
 
     def load(self, directory: Path) -> None:
         """Replace the training state by one that ``save`` wrote and the caller has verified."""
@@ -276,7 +270,7 @@ class TorchEngine:
 
     def fingerprint(self) -> str:
         """Hash over parameters and optimizer state in name order, as hex."""
-        return checkpoint.fingerprint(self.store, self.optimizer)
+        return engine_state.fingerprint(checkpoint.state(self.store, self.optimizer))
 
     def device_stats(self) -> Mapping[str, float]:
         """Memory of the device, by metric registry name. Never synchronises."""

@@ -1,4 +1,4 @@
-"""Numpy batches to tensors on the device, checked; and the randomness of a micro-batch, keyed.
+"""Numpy batches to tensors on the device; and the randomness of a micro-batch, keyed.
 
 Shape legend: A micro-batches, B rows, T positions, M = B x T.
 """
@@ -15,33 +15,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.loss import Labels
 from vorox.core.atomic import canonical_json
-from vorox.core.errors import DataError
-from vorox.core.records import IGNORED_LABEL, Batch, Int32Array
-from vorox.models.spec import ModelSpec
-
-
-def check_tokens(batch: Batch, spec: ModelSpec) -> None:
-    """Refuse what would read outside a table, before it reaches a device that cannot say so.
-
-    Raises:
-        DataError: A token, label or position is out of range.
-    """
-    where = f"step {batch.step}"
-    if batch.tokens_ABT.shape[2] > spec.max_positions_tokens:
-        raise DataError(
-            f"rows have {batch.tokens_ABT.shape[2]:,} positions, the model {spec.max_positions_tokens:,}", where=where
-        )
-    tokens, labels = batch.tokens_ABT, batch.labels_ABT
-    if int(tokens.min()) < 0 or int(tokens.max()) >= spec.vocab_size:
-        raise DataError(
-            f"a token id ({int(tokens.max())} is the highest) is outside the vocabulary of {spec.vocab_size}",
-            where=where,
-        )
-    if int(labels.max()) >= spec.vocab_size or bool(((labels < 0) & (labels != IGNORED_LABEL)).any()):
-        raise DataError(f"a label is outside the vocabulary of {spec.vocab_size}", where=where)
-    positions = batch.position_ids_ABT
-    if positions is not None and (int(positions.min()) < 0 or int(positions.max()) >= spec.max_positions_tokens):
-        raise DataError(f"a position is outside the model's {spec.max_positions_tokens:,}", where=where)
+from vorox.core.records import IGNORED_LABEL, Int32Array
 
 
 def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:

@@ -17,16 +17,15 @@ Shape legend: B rows, T positions, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
 
-Point = Literal["block_input", "after_attention", "after_mlp"]
-"""The residual stream as it enters a block, behind its attention, and behind its MLP."""
-POINTS: tuple[Point, ...] = get_args(Point)
+POINTS: tuple[TapPoint, ...] = get_args(TapPoint)
 Tap = Callable[[Tensor], Tensor | None]
 
 
@@ -40,11 +39,11 @@ class Taps:
     def __init__(self, num_layers: int, *, compiled: bool) -> None:
         self._num_layers = num_layers
         self._compiled = compiled
-        self._functions: dict[tuple[Point, int], list[Tap]] = {}
+        self._functions: dict[tuple[TapPoint, int], list[Tap]] = {}
         self.statistics: ActivationStatistics | None = None
         self.active = False
 
-    def attach(self, point: Point, layer: int, function: Tap) -> Callable[[], None]:
+    def attach(self, point: TapPoint, layer: int, function: Tap) -> Callable[[], None]:
         """Call ``function`` at a point of a layer, from 0.
 
         Returns:
@@ -77,7 +76,7 @@ class Taps:
     def _update(self) -> None:
         self.active = self.statistics is not None or any(self._functions.values())
 
-    def apply(self, point: Point, layer: int, x_MD: Tensor, shape_BT: tuple[int, int]) -> Tensor:
+    def apply(self, point: TapPoint, layer: int, x_MD: Tensor, shape_BT: tuple[int, int]) -> Tensor:
         """What the model carries on with."""
         for function in self._functions.get((point, layer), ()):
             replacement = function(x_MD.view(*shape_BT, -1))
@@ -97,9 +96,9 @@ class ActivationStatistics:
 
     def __init__(self) -> None:
         self.micro_batch = 0
-        self._seen: dict[tuple[int, Point, int], Tensor] = {}
+        self._seen: dict[tuple[int, TapPoint, int], Tensor] = {}
 
-    def observe(self, point: Point, layer: int, x_MD: Tensor) -> None:
+    def observe(self, point: TapPoint, layer: int, x_MD: Tensor) -> None:
         with torch.no_grad():
             x = x_MD.detach().float()
             moments = torch.stack([x.mean(), x.square().mean(), x.abs().amax()])

@@ -126,15 +126,16 @@ def _length(config: RunConfig) -> Iterator[Problem]:
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
     rows, micro = config.train.global_batch_sequences, config.train.micro_batch_sequences
-    processes = config.parallel.data_parallel_size
-    if rows % (micro * processes):
-        over = f" x parallel.data_parallel_size={processes}" if processes > 1 else ""
+    parts = config.parallel.num_row_parts
+    if rows % (micro * parts):
+        over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
         yield Problem(
             f"train.global_batch_sequences={rows} is not a multiple of train.micro_batch_sequences={micro}{over}",
             keys=(
                 "train.global_batch_sequences",
                 "train.micro_batch_sequences",
                 "parallel.data_parallel_size",
+                "parallel.fsdp_size",
             ),
         )
 

@@ -36,7 +36,7 @@ __all__ = [
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    backend: Literal["torch"] = Field(default="torch", description="Engine that trains the model.")
+    backend: Literal["torch", "jax"] = Field(default="torch", description="Engine that trains the model.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The decoder.")
     data: DataConfig = Field(description="Which text, packed and ordered how.")
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Text to tokens.")

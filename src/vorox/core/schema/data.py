@@ -93,7 +93,23 @@ class SourceConfig(Section):
     max_epochs: int | None = Field(
         default=None,
         ge=1,
-        description="Refuse to pass over this source more often than this. None: as often as needed.",
+        description="Pass over this source no more often than this (see on_exhausted). None: as often as needed.",
+    )
+    on_exhausted: Literal["error", "drop", "repeat"] = Field(
+        default="error",
+        description="When max_epochs are used up: error refuses the run; drop goes on without the source, its share "
+        "going to the others, as a recorded event; repeat passes over it again.",
+    )
+    split_by: Literal["tokens_per_document", "bytes_per_token"] | None = Field(
+        default=None,
+        description="Divide the source into parts by this statistic of its chunks, to be weighed in data.stages as "
+        "NAME.PART: a curriculum by difficulty. bytes_per_token is that of the chunk's unit.",
+    )
+    split_quantiles: tuple[float, ...] = Field(
+        default=(0.5,), description="Where the parts meet, as shares of the rows that are there when the run begins."
+    )
+    split_names: tuple[str, ...] = Field(
+        default=("easy", "hard"), description="Names of the parts, from the lowest statistic up."
     )
     max_bytes: int | None = Field(
         default=None, ge=1, description="Use only the first files up to this many bytes of text. None: everything."
@@ -127,7 +143,7 @@ class CacheConfig(Section):
     directory: str | None = Field(
         default=None, description="Root of all caches, shared by runs. None: $VOROX_CACHE, else ~/.cache/vorox."
     )
-    codec: Literal["lz4", "lz4hc", "raw"] = Field(default="lz4", description="Compression of the rows.")
+    codec: Literal["lz4", "lz4hc", "zstd", "raw"] = Field(default="lz4", description="Compression of the rows.")
     unit_bytes: int = Field(
         default=64 << 20, ge=1, description="Text per unit of work; a unit is built, lost and rebuilt as a whole."
     )
@@ -162,8 +178,76 @@ class LoaderConfig(Section):
     prefetch_batches: int = Field(default=4, ge=1, description="Batches kept ready when there are reader threads.")
 
 
+class StreamingConfig(Section):
+    """How much of a streamed corpus is kept. Nothing here changes a single row of training."""
+
+    retention_bytes: int = Field(
+        default=8 << 30,
+        ge=1,
+        description="What the chunk files of all streamed sources may take on disk. It must hold the segments that are "
+        "read at the same time: the current and the next one of every source.",
+    )
+    prefetch_segments: int = Field(
+        default=1, ge=0, le=64, description="Segments built ahead of the one that is being read."
+    )
+    validation_bytes: int = Field(
+        default=64 << 20,
+        ge=1,
+        description="Text of each source, from its beginning, in which held-out records are looked for; more of it "
+        "only if there are none. It is read whole before the first step.",
+    )
+
+
+class GrowthConfig(Section):
+    """Training while the caches are still being built."""
+
+    mode: Literal["complete", "strict", "elastic"] = Field(
+        default="complete",
+        description="complete: caches are finished before step 1. strict: segments of units are fixed in advance and "
+        "waited for, so the order does not depend on the builder's speed. elastic: whatever is there is taken up when "
+        "it is needed, and recorded.",
+    )
+    first_segment_units: int = Field(default=1, ge=1, description="strict: units of a source's first segment.")
+    max_segment_units: int = Field(
+        default=64, ge=1, description="strict: each segment doubles the one before, up to this many units."
+    )
+    horizon_steps: int = Field(
+        default=64, ge=1, description="Steps ahead for which rows are taken up, as far as they are there."
+    )
+    on_starve: Literal["wait", "repeat", "stop"] = Field(
+        default="wait",
+        description="When the next rows are not built yet: wait for them; repeat what is there (elastic only); or "
+        "stop: save and leave, to be resumed.",
+    )
+    build: bool = Field(
+        default=True, description="Build the caches in the background of the run; off: another process builds them."
+    )
+
+
+class StageConfig(Section):
+    """One stage of a curriculum."""
+
+    start_tokens: int = Field(ge=0, description="Tokens trained on before it begins, rounded up to whole steps.")
+    weights: Mapping[str, float | str] = Field(
+        default_factory=dict,
+        description="Share of each source, or part of one as NAME.PART, by name, exact; sources that are not named "
+        "rest. Empty: the weights of the sources.",
+    )
+    sequence_length_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Cut rows into pieces of this length, a divisor of data.sequence_length_tokens; a batch keeps its "
+        "tokens and gets more rows. None: the whole length.",
+    )
+
+
 class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = Field(description="The corpora, mixed by weight.", min_length=1)
+    mode: Literal["cached", "streaming"] = Field(
+        default="cached",
+        description="cached: chunks stay on disk; streaming: they are made while training runs, removed when they were "
+        "read and made again when they are needed again. The rows and their order are those of a growing cache.",
+    )
     sequence_length_tokens: int = Field(default=256, ge=2, description="Positions of a training row.")
     packing: Literal["best_fit", "concat"] = Field(
         default="best_fit",
@@ -184,7 +268,12 @@ class DataConfig(Section):
     )
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Building in stages.")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The packed token cache.")
+    streaming: StreamingConfig = Field(default_factory=StreamingConfig, description="Bounded retention.")
     loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Reading ahead.")
+    stages: tuple[StageConfig, ...] = Field(
+        default=(), description="Mixtures and row lengths by tokens; before the first, the weights of the sources."
+    )
+    growth: GrowthConfig = Field(default_factory=GrowthConfig, description="Training while caches grow.")
 
 
 class TokenizerConfig(Section):

@@ -59,7 +59,8 @@ class ModelConfig(Section):
     scale_residual_init: bool = Field(
         default=True, description="Divide the initial std of output projections by sqrt(2 x num_layers) (GPT-2)."
     )
-    attention_kernel: Literal["auto", "sdpa", "reference"] = Field(
+    attention_kernel: Literal["auto", "reference", "sdpa", "xla", "cudnn", "splash"] = Field(
         default="auto",
-        description="How attention is computed; auto takes the engine's fastest, reference is plain algebra.",
+        description="How attention is computed; auto takes the engine's fastest, reference is plain algebra. "
+        "sdpa: torch; xla, cudnn (GPU), splash (TPU): jax.",
     )

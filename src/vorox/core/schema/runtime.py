@@ -22,13 +22,16 @@ class PrecisionConfig(Section):
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+    device: Literal["auto", "cpu", "cuda", "mps", "tpu"] = Field(
         default="auto", description="auto takes the first that exists."
     )
     num_threads: int | None = Field(
         default=None, ge=1, description="Arithmetic threads on the CPU. None: the physical cores. Part of bit-equality."
     )
     compile: bool = Field(default=False, description="Compile the model before step 1; takes up to a minute.")
+    scan_layers: bool = Field(
+        default=False, description="jax: compile one block and scan over all, which compiles deep models faster."
+    )
     determinism: Literal["auto", "D0", "D1", "D2"] = Field(
         default="auto",
         description="D0 nothing promised, D1 the same batches, D2 the same bits on the same machine. "
@@ -37,7 +40,22 @@ class RuntimeConfig(Section):
 
 
 class ParallelConfig(Section):
-    data_parallel_size: int = Field(default=1, ge=1, description="Processes that share each global batch.")
+    data_parallel_size: int = Field(default=1, ge=1, description="Whole copies of the model that share each batch.")
+    fsdp_size: int = Field(
+        default=1, ge=1, description="Copies that share each batch and keep a part of the parameters each."
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Devices that every matrix product of the model is split over."
+    )
+
+    @property
+    def num_row_parts(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.data_parallel_size * self.fsdp_size
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_row_parts * self.tensor_parallel_size
 
 
 class RunSection(Section):

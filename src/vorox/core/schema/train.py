@@ -15,12 +15,28 @@ class TrainConfig(Section):
     )
     num_tokens: int | None = Field(default=None, ge=1, description="Tokens to train on, rounded up to whole steps.")
     num_epochs: float | None = Field(
-        default=None, gt=0, description="Passes over the training rows, rounded up to steps."
+        default=None,
+        gt=0,
+        description="Passes over the training rows, rounded up to steps. Also called target_epochs.",
+    )
+    epoch_dataset_fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the training rows that num_epochs counts as one epoch. Rows that an epoch leaves out "
+        "come first in the next; nothing repeats before everything was read.",
+    )
+    follow_growth: bool = Field(
+        default=False,
+        description="With num_epochs: when caches have grown at a resume, extend the run by a recorded event. Off: the "
+        "new number of steps is said, and the run keeps its length.",
     )
     global_batch_sequences: int = Field(default=16, ge=1, description="Rows per step over all processes.")
     micro_batch_sequences: int = Field(default=16, ge=1, description="Rows per forward pass; divides the global batch.")
-    activation_checkpointing: Literal["none", "block"] = Field(
-        default="none", description="block: keep only block inputs and recompute the rest in the backward pass."
+    activation_checkpointing: Literal["none", "block", "dots"] = Field(
+        default="none",
+        description="block: keep only block inputs and recompute the rest in the backward pass; "
+        "dots (jax): keep the matrix products as well.",
     )
     max_nonfinite_steps: int = Field(
         default=3,

@@ -1,0 +1,260 @@
+"""Where and in which numbers the engine computes: devices, mesh, precision, determinism, all decided before step 1.
+
+In: the configuration. Out: a frozen ``Compute``. Nothing falls back: what the machine or this engine cannot do is a
+``ConfigError`` with the key and what there is. The mesh has the axes ``data`` (replicas), ``fsdp`` (replicas that keep
+a part of the parameters each) and ``tensor`` (parts of every product); rows of a batch go over the first two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vorox.backends.jax_engine.attention import ATTENTION
+from vorox.backends.jax_engine.layout import Layout
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.environment import processor_name
+from vorox.core.errors import ConfigError, DoesNotFitError
+from vorox.core.schema import RunConfig
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""``runtime.device`` to what JAX calls it."""
+ROWS = ("data", "fsdp")
+"""Mesh axes that the rows of a batch are spread over."""
+MESH_AXIS = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "hidden": "fsdp"}
+"""Logical axis of a parameter (``models/spec.py``) to the mesh axis that it is spread over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How this process computes.
+
+    Attributes:
+        mesh: Devices by ``data``, ``fsdp`` and ``tensor``.
+        dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
+        determinism: Level that is kept: D0, D1 or D2.
+        attention: Name of the attention that is used.
+        float32_products: Precision that fp32 products ask of the hardware.
+    """
+
+    mesh: Mesh
+    dtype: Any
+    determinism: str
+    attention: str
+    float32_products: str
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def num_row_parts(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The precision of products while functions are traced and run."""
+        return jax.default_matmul_precision(self.float32_products)
+
+    def sharding(self, *axes: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def parameter_sharding(self, layout: Layout, leaf: str) -> NamedSharding:
+        """Matrices and tables are spread; what has one axis of the hidden size is small and stays whole."""
+        axes = layout.axes(leaf)
+        if [axis for axis in axes if axis != "layers"] == ["hidden"]:
+            return self.sharding()
+        return self.sharding(*(MESH_AXIS.get(axis) for axis in axes))
+
+    def constrain_rows(self, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream lies by rows, whatever the parameters beside it do."""
+        if self.mesh.size == 1:
+            return x_BTD
+        return jax.lax.with_sharding_constraint(x_BTD, self.sharding(ROWS, None, None))
+
+
+def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
+    """Check the machine against the configuration.
+
+    Raises:
+        ConfigError: The machine or this engine cannot honour a setting.
+    """
+    _refuse_what_is_not_here(config, dist)
+    platform = _select_platform(config)
+    mesh = _mesh(config, platform)
+    determinism = config.runtime.determinism
+    if determinism == "auto":
+        determinism = "D2" if platform == "cpu" else "D1"
+    if determinism == "D2" and platform == "gpu":
+        raise ConfigError(
+            "determinism = D2 is not promised by XLA's GPU kernels, which are chosen by timing",
+            where="runtime.determinism", hint="use D1, or the CPU",
+        )  # fmt: skip
+    if config.precision.matmul == "tf32" and platform != "gpu":
+        raise ConfigError(f"matmul = tf32 is for NVIDIA GPUs, not for {platform}", where="precision.matmul")
+    return Compute(
+        mesh=mesh,
+        dtype=DTYPES[config.precision.dtype],
+        determinism=determinism,
+        attention=_select_attention(config.model.attention_kernel, platform, mesh),
+        float32_products="tensorfloat32" if config.precision.matmul == "tf32" else "highest",
+    )
+
+
+def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> None:
+    if dist.process_count > 1:
+        raise ConfigError(
+            f"{dist.process_count} processes, but the jax engine runs in one, over any number of devices",
+            where="parallel", hint="start one process",
+        )  # fmt: skip
+    if config.precision.dtype not in DTYPES:
+        raise ConfigError(
+            f"dtype = {config.precision.dtype}, but the jax engine has {', '.join(DTYPES)}",
+            where="precision.dtype", hint="bf16 needs no loss scale and is as fast",
+        )  # fmt: skip
+    if config.runtime.num_threads is not None:
+        raise ConfigError(
+            f"num_threads = {config.runtime.num_threads}, but XLA takes every core that the process may use",
+            where="runtime.num_threads", hint="leave it away and start the process under `taskset -c 0-3`",
+        )  # fmt: skip
+    if config.runtime.device == "mps":
+        raise ConfigError(
+            "device = mps, but the jax engine has cpu, cuda and tpu", where="runtime.device",
+            hint="set runtime.device=auto, or backend=torch",
+        )  # fmt: skip
+
+
+def _select_platform(config: RunConfig) -> str:
+    wanted = config.runtime.device
+    num_devices = config.parallel.num_devices
+    if num_devices > 1 and wanted in {"auto", "cpu"}:
+        with contextlib.suppress(RuntimeError):  # it is running already, with as many as it has
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    present = jax.default_backend()
+    if wanted == "auto":
+        return present
+    try:
+        jax.devices(PLATFORMS[wanted])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device = {wanted}, but JAX {jax.__version__} finds none; there is {present}", where="runtime.device",
+            hint="set runtime.device=auto, or install the JAX build for that device (pip install 'jax[cuda12]')",
+        ) from error  # fmt: skip
+    return PLATFORMS[wanted]
+
+
+def _mesh(config: RunConfig, platform: str) -> Mesh:
+    parallel, devices = config.parallel, jax.devices(platform)
+    needed = parallel.num_devices
+    if needed > len(devices):
+        raise ConfigError(
+            f"{parallel.data_parallel_size} x {parallel.fsdp_size} x {parallel.tensor_parallel_size} (data x fsdp x "
+            f"tensor) need {needed} devices, there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
+            f"({devices[0].device_kind})",
+            where="parallel", hint="lower parallel.data_parallel_size, fsdp_size or tensor_parallel_size",
+        )  # fmt: skip
+    shape = (parallel.data_parallel_size, parallel.fsdp_size, parallel.tensor_parallel_size)
+    return Mesh(np.array(devices[:needed]).reshape(shape), ("data", "fsdp", "tensor"))
+
+
+def _select_attention(name: str, platform: str, mesh: Mesh) -> str:
+    if name == "auto":
+        # The fused kernels are not partitioned by XLA; where a model is spread over devices, XLA's own algebra is.
+        return "splash" if platform == "tpu" and mesh.size == 1 else "xla"
+    if name not in ATTENTION:
+        raise ConfigError(
+            f"attention_kernel = {name}, but the jax engine has auto, {', '.join(sorted(ATTENTION))}",
+            where="model.attention_kernel", hint="auto takes what the device has",
+        )  # fmt: skip
+    needs = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
+    if needs != platform:
+        raise ConfigError(
+            f"attention_kernel = {name} is for {needs}, the device is a {platform}", where="model.attention_kernel",
+            hint="auto takes what the device has",
+        )  # fmt: skip
+    return name
+
+
+def check_divisible(layout: Layout, mesh: Mesh) -> None:
+    """Refuse a mesh that cuts a parameter unevenly.
+
+    Raises:
+        ConfigError: Naming the parameter and its axis.
+    """
+    spec = layout.spec
+    heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+    for leaf, (parameter, *_) in layout.leaves.items():
+        for axis, size in zip(parameter.axes, parameter.shape, strict=True):
+            mesh_axis = MESH_AXIS.get(axis)
+            count = heads.get(axis, size)
+            if mesh_axis is not None and count % mesh.shape[mesh_axis]:
+                key = {"fsdp": "fsdp_size", "tensor": "tensor_parallel_size"}[mesh_axis]
+                raise ConfigError(
+                    f"{axis} = {count} of {leaf} cannot be split evenly over {mesh.shape[mesh_axis]} devices",
+                    where=f"parallel.{key}", hint=f"choose a divisor of {count}",
+                )  # fmt: skip
+
+
+def environment(compute: Compute) -> dict[str, str | int | bool]:
+    """What decides bit-equality besides the configuration."""
+    import jaxlib
+
+    device = compute.mesh.devices.flat[0]
+    on_cpu = compute.platform == "cpu"
+    facts: dict[str, str | int | bool] = {
+        "engine": "jax",
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "device": processor_name() if on_cpu else device.device_kind,
+        "device_kind": compute.platform,
+        "num_devices": compute.mesh.size,
+        "dtype": np.dtype(compute.dtype).name,
+        "determinism": compute.determinism,
+        "attention": compute.attention,
+        "float32_products": compute.float32_products,
+        "compiled": True,
+    }
+    if on_cpu:
+        facts["num_threads"] = usable_cores()
+    return facts
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which is how many threads XLA starts."""
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_stats(compute: Compute) -> dict[str, float]:
+    """Bytes in use and at the peak of the fullest device; reads counters only."""
+    stats = [found for device in compute.mesh.local_devices if (found := device.memory_stats())]
+    names = {"memory/device_bytes": "bytes_in_use", "memory/device_peak_bytes": "peak_bytes_in_use"}
+    return {
+        metric: float(max(found[key] for found in stats))
+        for metric, key in names.items()
+        if stats and all(key in found for found in stats)
+    }
+
+
+@contextlib.contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Turn the device's out-of-memory errors into one that says what to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory while {doing}: {str(error).splitlines()[0]}", where="train.micro_batch_sequences",
+            hint="lower train.micro_batch_sequences or set train.activation_checkpointing=block",
+        ) from error  # fmt: skip

@@ -1,0 +1,351 @@
+"""The JAX engine: one decoder in training on a mesh of devices, behind the protocol of ``core/engine.py``.
+
+In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: numbers that are fetched when
+somebody wants them. A step is one compiled function of (state, batch, scalars) that gives its state's memory to the
+next one; accumulation is a scan inside it. What happens is in the modules beside this one: ``model`` and ``loss``
+compute, ``layout`` says what lies where, ``optim`` updates, ``decoding`` continues texts.
+
+Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
+
+Shape legend: A micro-batches, B rows, T positions, D width, V vocabulary, L layers, P tap points.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vorox.backends.jax_engine import attention, devices, loss
+from vorox.backends.jax_engine.attention import Visibility
+from vorox.backends.jax_engine.decoding import JaxDecoder
+from vorox.backends.jax_engine.devices import Compute
+from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.model import Decoder, Pass
+from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
+from vorox.backends.jax_engine.results import JaxStepResult
+from vorox.backends.jax_engine.taps import Taps
+from vorox.core.atomic import StagedDirectory
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import NamedArray
+from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
+from vorox.core.schema import RunConfig
+from vorox.models import engine_state
+from vorox.models.batch_checks import check_length, check_tokens
+from vorox.models.engine_state import EngineState
+from vorox.models.initial import initial_weights
+from vorox.models.spec import ModelSpec
+
+CAPABILITIES = frozenset(
+    {
+        "activation_checkpointing",
+        "activation_statistics",
+        "bf16",
+        "compile",
+        "document_mask",
+        "dropout",
+        "muon",
+        "scan_layers",
+        "sharding",
+        "taps",
+    }
+)
+
+Array = jax.Array
+
+
+def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxEngine:
+    """Build the engine with freshly initialised weights.
+
+    Raises:
+        ConfigError: This machine or engine cannot honour a setting.
+    """
+    compute = devices.prepare(config, dist)
+    with devices.memory_errors("creating the model"):
+        return JaxEngine(config, spec, compute)
+
+
+class JaxEngine:
+    """See ``core.engine.Engine``.
+
+    Attributes:
+        taps: Where functions can watch or change the residual stream.
+        layout: The leaves of the parameter tree.
+        state: Parameters and optimizer state on the devices.
+    """
+
+    name = "jax"
+    data_shard = DataShard()
+    capabilities = CAPABILITIES
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
+        self._config, self._spec, self.compute = config, spec, compute
+        self.layout = Layout(spec, scanned=config.runtime.scan_layers)
+        devices.check_divisible(self.layout, compute.mesh)
+        self.taps = Taps(spec.num_layers, self._forget_compiled)
+        rotary = None
+        if spec.positions == "rope":
+            rotary = attention.rotary_table(spec.head_dim, spec.max_positions_tokens, spec.rope_theta)
+        self._decoder = Decoder(
+            self.layout, attention.ATTENTION[compute.attention], rotary, dtype=compute.dtype, taps=self.taps,
+            remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
+        )  # fmt: skip
+        self._optimizer = Optimizer(config.optimizer, self.layout)
+        self._forget_compiled()
+        self.compile_seconds = 0.0
+        self.state = self._placed(self.layout.pack(initial_weights(spec, config.run.seed)))
+
+    def _forget_compiled(self) -> None:
+        """What was compiled holds only while the functions in it stay."""
+        self._compiled_steps: dict[Any, Callable[..., Any]] = {}
+        self._evaluate = jax.jit(self._evaluate_rows)
+        self._all_logits = jax.jit(self._logits_of_rows)
+        self._continue = jax.jit(self._continue_rows, donate_argnums=2)
+
+    def _placed(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
+        """Fresh state on the devices, spread as the mesh says."""
+        params = {
+            leaf: jax.device_put(array, self.compute.parameter_sharding(self.layout, leaf))
+            for leaf, array in packed.items()
+        }
+        return self._optimizer.init(params)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> JaxStepResult:
+        """Run forward, backward and update over all micro-batches of the step."""
+        check_tokens(batch, self._spec)
+        with devices.memory_errors("training"), self.compute.precision():
+            given = self._on_devices(batch)
+            scalars = (np.float32(lr), np.float32(weight_decay), np.float32(max(1, batch.num_target_tokens)))
+            key = jax.random.fold_in(jax.random.key(self._config.run.seed & 0xFFFFFFFF), batch.step)
+            arguments = (self.state, given, *scalars, key)
+            self.state, numbers, seen = self._step_for(arguments)(*arguments)
+            return JaxStepResult(numbers, seen)
+
+    def _step_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """The compiled step for these shapes."""
+        key = tuple((name, array.shape) for name, array in arguments[1].items())
+        if key not in self._compiled_steps:
+            began = time.perf_counter()
+            shardings = jax.tree.map(lambda array: array.sharding, self.state)
+            step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None, None))
+            self._compiled_steps[key] = step.lower(*arguments).compile()
+            self.compile_seconds += time.perf_counter() - began
+        return self._compiled_steps[key]
+
+    def _on_devices(self, batch: Batch) -> dict[str, Array]:
+        """The arrays of a batch, rows spread over the mesh; consecutive micro-batches go side by side on devices."""
+        parts = self.compute.num_row_parts
+        num_micro_batches = batch.tokens_ABT.shape[0]
+        together = parts if num_micro_batches % parts == 0 else 1
+        arrays = {
+            "tokens": batch.tokens_ABT,
+            "labels": batch.labels_ABT,
+            "segments": batch.segment_ids_ABT,
+            "positions": batch.position_ids_ABT,
+        }
+        found: dict[str, Array] = {}
+        for name, array in arrays.items():
+            if array is not None:
+                joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
+                rows = devices.ROWS if joined.shape[1] % parts == 0 else None
+                found[name] = jax.device_put(joined, self.compute.sharding(None, rows, None))
+        return found
+
+    def _step(
+        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, count: Array, key: Array
+    ) -> tuple[State, dict[str, Array], Array | None]:
+        scale = 1.0 / count
+        run_micro_batch = partial(self._micro_batch, state.params, scale)
+
+        def body(gradients: dict[str, Array], part: tuple[Array, Mapping[str, Array]]) -> Any:
+            added, sums, seen = run_micro_batch(part[1], jax.random.fold_in(key, part[0]))
+            return jax.tree.map(jnp.add, gradients, added), (sums, seen)
+
+        num_micro_batches = given["tokens"].shape[0]
+        if num_micro_batches == 1:
+            first = {name: array[0] for name, array in given.items()}
+            gradients, sums, seen = run_micro_batch(first, jax.random.fold_in(key, 0))
+            seen = None if seen is None else seen[None]
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state.params)
+            gradients, (sums, seen) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(given)))
+        totals = loss.LossSums(*(part.sum() for part in sums))
+        mean_loss = totals.cross_entropy * scale
+        after, grad_norm, finite = self._optimizer.step(
+            state, gradients, lr=lr, weight_decay=weight_decay, loss=mean_loss
+        )
+        numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
+        return after, numbers | self._extras(after, totals, scale), seen
+
+    def _micro_batch(
+        self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array
+    ) -> tuple[dict[str, Array], loss.LossSums, Array | None]:
+        """Gradients, sums and statistics of one forward and backward pass."""
+        run = self._pass(
+            rows,
+            dropout_key=key if self._spec.dropout_fraction > 0 else None,
+            measure=self._config.log.activation_statistics,
+        )
+
+        def hidden(tree: Mapping[str, Array]) -> tuple[Array, Array | None]:
+            hidden_BTD, _, seen = self._decoder(tree, rows["tokens"], run)
+            return hidden_BTD, seen
+
+        hidden_BTD, pullback, seen = jax.vjp(hidden, dict(params), has_aux=True)
+        head_name, head_VD = self._decoder.head(params)
+        sums, d_hidden_BTD, d_head_VD = loss.train(hidden_BTD, head_VD, rows["labels"], self._config.loss, scale)
+        (gradients,) = pullback(d_hidden_BTD)
+        gradients[head_name] = gradients[head_name] + d_head_VD
+        return gradients, sums, seen
+
+    def _pass(self, rows: Mapping[str, Array], *, dropout_key: Array | None = None, measure: bool = False) -> Pass:
+        positions_BT = rows.get("positions")
+        if positions_BT is None:
+            positions_BT = jnp.arange(rows["tokens"].shape[1])[None]
+        return Pass(Visibility(rows.get("segments")), positions_BT, dropout_key=dropout_key, measure=measure)
+
+    def _extras(self, after: State, totals: loss.LossSums, scale: Array) -> dict[str, Array]:
+        extras: dict[str, Array] = {}
+        if self._config.log.accuracy:
+            extras["accuracy"] = totals.num_correct * scale
+        if self._config.loss.z_loss_weight:
+            extras["z_loss"] = totals.squared_log_partition * scale * self._config.loss.z_loss_weight
+        if self._config.log.parameter_norms:
+            squares = [jnp.square(array).sum() for array in after.params.values()]
+            extras["parameter_norm"] = jnp.sqrt(jnp.stack(squares).sum())
+        return extras
+
+    # -- evaluation and decoding --------------------------------------------------------------------------------------
+
+    def eval_step(self, batch: Batch) -> EvalValues:
+        """Sum the loss of a batch without training on it."""
+        check_tokens(batch, self._spec)
+        with devices.memory_errors("evaluating"), self.compute.precision():
+            given = self._on_devices(batch)
+            parts = [
+                self._evaluate(self.state.params, {name: array[index] for name, array in given.items()})
+                for index in range(given["tokens"].shape[0])
+            ]
+            loss_sum = sum(float(part.cross_entropy) for part in parts)
+            return EvalValues(loss_sum, batch.num_target_tokens, sum(int(part.num_correct) for part in parts))
+
+    def _evaluate_rows(self, params: Mapping[str, Array], rows: Mapping[str, Array]) -> loss.LossSums:
+        hidden_BTD, _, _ = self._decoder(params, rows["tokens"], self._pass(rows))
+        return loss.evaluate(hidden_BTD, self._decoder.head(params)[1], rows["labels"], self._config.loss.chunk_tokens)
+
+    def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        check_length(tokens_BT.shape[1], self._spec)
+        with self.compute.precision():
+            return np.asarray(self._all_logits(self.state.params, np.asarray(tokens_BT)))
+
+    def _logits_of_rows(self, params: Mapping[str, Array], tokens_BT: Array) -> Array:
+        hidden_BTD, _, _ = self._decoder(params, tokens_BT, self._pass({"tokens": tokens_BT}))
+        return self._head_logits(params, hidden_BTD)
+
+    def _head_logits(self, params: Mapping[str, Array], hidden: Array) -> Array:
+        head_VD = self._decoder.head(params)[1].astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, head_VD, preferred_element_type=jnp.float32)
+
+    def decoder(self, batch_size: int, max_tokens: int) -> JaxDecoder:
+        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
+        check_length(max_tokens, self._spec)
+        spec = self._spec
+        shape = (spec.num_layers, 2, batch_size, max_tokens, spec.num_kv_heads, spec.head_dim)
+        return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._feed)
+
+    def _feed(self, tokens_BT: Int32Array, num_real: int, cache: Array, start: int) -> tuple[Array, Array]:
+        with self.compute.precision():
+            return self._continue(self.state.params, tokens_BT, cache, np.int32(start), np.int32(num_real))
+
+    def _continue_rows(
+        self, params: Mapping[str, Array], tokens_BT: Array, cache: Array, start: Array, num_real: Array
+    ) -> tuple[Array, Array]:
+        """Logits behind the last real token, and the cache with the new keys and values."""
+        positions_T = start + jnp.arange(tokens_BT.shape[1])
+        run = Pass(Visibility(None, positions_T), positions_T[None], cache=cache, cache_start=start)
+        hidden_BTD, cache_after, _ = self._decoder(params, tokens_BT, run)
+        last_BD = jax.lax.dynamic_index_in_dim(hidden_BTD, num_real - 1, axis=1, keepdims=False)
+        assert cache_after is not None
+        return self._head_logits(params, last_BD), cache_after
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _engine_state(self) -> EngineState:
+        state = self.state
+        names = {
+            kind: tuple(
+                parameter.name for parameter in self._spec.parameters if self.layout.leaf_of(parameter.name) in tree
+            )
+            for kind, tree in state.moments.items()
+        }
+        return EngineState(
+            weights=partial(self.layout.unpack, state.params),
+            moments={kind: partial(self.layout.unpack, tree) for kind, tree in state.moments.items()},
+            moment_names={kind: self.layout.names(tree) for kind, tree in state.moments.items()},
+            counters={"updates": float(state.updates)},
+        )
+
+    def save(self, directory: StagedDirectory) -> None:
+        """Write the complete training state of this process into a directory that the caller commits."""
+        engine_state.save(directory, self._spec, self._engine_state())
+
+    def load(self, directory: Path) -> None:
+        """Replace the training state by one that ``save`` wrote and the caller has verified."""
+        stored = engine_state.load(directory, self._spec, self._engine_state())
+        fresh = self._placed(self.layout.pack(stored.weights))
+        found: dict[str, dict[str, npt.NDArray[np.float32]]] = {kind: {} for kind in KINDS}
+        for kind, name, array in stored.moments:
+            found[kind][name] = array
+        moments: dict[str, Any] = {}
+        for kind, tree in fresh.moments.items():
+            packed = self.layout.pack_group(found[kind], tree)
+            moments[kind] = {leaf: jax.device_put(packed[leaf], tree[leaf].sharding) for leaf in tree}
+        updates = jax.device_put(np.float32(stored.counters["updates"]), fresh.updates.sharding)
+        self.state = fresh._replace(**moments, updates=updates)
+
+    def export_weights(self) -> Iterator[NamedArray]:
+        """Parameters under canonical names, fp32, in table order."""
+        for name, array in self.layout.unpack(self.state.params):
+            yield name, array.copy()
+
+    def import_weights(self, weights: Iterable[NamedArray]) -> None:
+        """Replace all parameters. The optimizer starts afresh."""
+        self.state = self._placed(self.layout.pack(weights))
+
+    def fingerprint(self) -> str:
+        """Hash over parameters and optimizer state in name order, as hex."""
+        return engine_state.fingerprint(self._engine_state())
+
+    def device_stats(self) -> Mapping[str, float]:
+        """Memory of the devices and time spent compiling, by metric registry name. Never synchronises."""
+        return {**devices.memory_stats(self.compute), "runtime/compile_seconds": self.compile_seconds}
+
+    def environment(self) -> Mapping[str, str | int | bool]:
+        """What decides bit-equality besides the configuration."""
+        return devices.environment(self.compute)
+
+    def matmul_seconds(self, m: int, k: int, n: int) -> float:
+        """Multiply ``[m, k] @ [k, n]`` in the run's arithmetic and wait; seconds of the product alone."""
+        left_key, right_key = jax.random.split(jax.random.key(0))
+        with self.compute.precision():
+            left_MK = jax.random.normal(left_key, (m, k), self.compute.dtype)
+            right_NK = jax.random.normal(right_key, (n, k), self.compute.dtype)
+            product = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
+            jax.block_until_ready((left_MK, right_NK))
+            began = time.perf_counter()
+            product(left_MK, right_NK).block_until_ready()
+            return time.perf_counter() - began
+
+    def synchronize(self) -> None:
+        """Wait until the devices are idle (for timing)."""
+        jax.block_until_ready(self.state)

@@ -1,0 +1,117 @@
+"""How the canonical parameters lie in the pytree that JAX computes with.
+
+A leaf is one canonical parameter, or, where layers are scanned, the same parameter of all blocks stacked on a leading
+axis: ``blocks.3.mlp.up.weight`` is then row 3 of the leaf ``blocks.mlp.up.weight``. Optimizer state has the same
+leaves. Everything outside the engine (checkpoints, fingerprints, exports) speaks canonical names.
+
+Invariant: packing and unpacking move bits and never change one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.engine import NamedArray
+from vorox.core.errors import CheckpointError
+from vorox.models.spec import ModelSpec, ParameterSpec
+
+DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
+"""Groups: AdamW with and without weight decay, and the matrices that Muon updates."""
+
+Tree = dict[str, jax.Array]
+
+
+class Layout:
+    """The leaves of one model.
+
+    Args:
+        spec: The model.
+        scanned: Whether blocks are stacked.
+
+    Attributes:
+        leaves: Leaf to its canonical parameters, one, or one per layer.
+    """
+
+    def __init__(self, spec: ModelSpec, *, scanned: bool) -> None:
+        self.spec, self.scanned = spec, scanned
+        self.leaves: dict[str, tuple[ParameterSpec, ...]] = {}
+        for parameter in spec.parameters:
+            leaf = self.leaf_of(parameter.name)
+            self.leaves[leaf] = (*self.leaves.get(leaf, ()), parameter)
+
+    def leaf_of(self, name: str) -> str:
+        """The leaf that holds a canonical parameter."""
+        parts = name.split(".")
+        return ".".join(["blocks", *parts[2:]]) if self.scanned and parts[0] == "blocks" else name
+
+    def is_stacked(self, leaf: str) -> bool:
+        return self.scanned and leaf.startswith("blocks.")
+
+    def names(self, leaves: Iterable[str]) -> tuple[str, ...]:
+        """Canonical names of the parameters in some leaves, in table order."""
+        chosen = set(leaves)
+        return tuple(row.name for row in self.spec.parameters if self.leaf_of(row.name) in chosen)
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        parameters = self.leaves[leaf]
+        return (len(parameters), *parameters[0].shape) if self.is_stacked(leaf) else parameters[0].shape
+
+    def axes(self, leaf: str) -> tuple[str, ...]:
+        """Meaning of each dimension of a leaf, for sharding."""
+        parameter = self.leaves[leaf][0]
+        return ("layers", *parameter.axes) if self.is_stacked(leaf) else parameter.axes
+
+    def group(self, leaf: str, *, muon: bool, decay_embeddings: bool) -> str:
+        """What the optimizer does with a leaf."""
+        parameter = self.leaves[leaf][0]
+        if muon and parameter.kind == "matrix":
+            return ORTHOGONAL
+        decayed = parameter.decay and (decay_embeddings or parameter.kind != "embedding")
+        return DECAYED if decayed else PLAIN
+
+    def pack(self, weights: Iterable[NamedArray]) -> dict[str, npt.NDArray[np.float32]]:
+        """Canonical arrays to leaves.
+
+        Raises:
+            CheckpointError: One is missing, unknown, doubled or of another shape.
+        """
+        shapes = {parameter.name: parameter.shape for parameter in self.spec.parameters}
+        found: dict[str, npt.NDArray[np.float32]] = {}
+        for name, array in weights:
+            if name not in shapes or name in found:
+                raise CheckpointError(f"parameter {name} is unknown or appears twice")
+            if shapes[name] != array.shape:
+                raise CheckpointError(f"parameter {name} has shape {array.shape}, the model needs {shapes[name]}")
+            found[name] = np.asarray(array, np.float32)
+        return self.pack_group(found)
+
+    def pack_group(self, found: Mapping[str, npt.NDArray[np.float32]], leaves: Iterable[str] | None = None) -> Any:
+        """The same for arrays of some leaves, which have the shapes of the parameters."""
+        packed: dict[str, npt.NDArray[np.float32]] = {}
+        for leaf in self.leaves if leaves is None else leaves:
+            names = [parameter.name for parameter in self.leaves[leaf]]
+            missing = [name for name in names if name not in found]
+            if missing:
+                raise CheckpointError(f"parameter {missing[0]} is missing")
+            arrays = [found[name] for name in names]
+            packed[leaf] = np.stack(arrays) if self.is_stacked(leaf) else arrays[0]
+        return packed
+
+    def unpack(self, tree: Mapping[str, jax.Array]) -> Iterator[NamedArray]:
+        """Canonical arrays of a tree on the host, in table order, fetched leaf by leaf."""
+        fetched: dict[str, npt.NDArray[np.float32]] = {}
+        for parameter in self.spec.parameters:
+            leaf = self.leaf_of(parameter.name)
+            if leaf not in tree:
+                continue
+            if leaf not in fetched:
+                fetched[leaf] = np.asarray(jax.device_get(tree[leaf]))
+            if self.is_stacked(leaf):
+                yield parameter.name, fetched[leaf][int(parameter.name.split(".")[1])]
+            else:
+                yield parameter.name, fetched.pop(leaf)

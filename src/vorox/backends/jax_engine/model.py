@@ -1,0 +1,282 @@
+"""The decoder in Flax NNX: embedding, blocks of attention and MLP around a residual stream, final norm.
+
+Modules say what is computed; they are built without memory and split at once into a graph definition and a plain
+tree of parameters, so that engine, optimizer and checkpoint see trees only (``layout.py``). A path inside the modules
+is the canonical name of the parameter. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks.
+
+Shape legend: B rows, T positions, D width, O outputs, N query heads, K key/value heads, X heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vorox.backends.jax_engine.attention import Attend, Visibility, dropped, rotate
+from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.taps import Taps, moments
+from vorox.models.spec import ModelSpec
+
+Array = jax.Array
+Constrain = Callable[[Array], Array]
+REMAT_POLICIES = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+"""``train.activation_checkpointing`` to what a block keeps for its backward pass: nothing, or its matrix products."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward pass needs beside parameters and tokens.
+
+    Attributes:
+        visibility: Who attends to whom.
+        positions_BT: Position of each token, ``[B or 1, T]``.
+        dropout_key: Key that dropout draws by; ``None`` drops nothing.
+        cache: Keys and values so far, ``[L, 2, B, S, K, H]``, for decoding.
+        cache_start: Position that new keys and values are written at.
+        measure: Whether statistics of the residual stream are wanted.
+    """
+
+    visibility: Visibility
+    positions_BT: Array
+    dropout_key: Array | None = None
+    cache: Array | None = None
+    cache_start: Array | None = None
+    measure: bool = False
+
+
+class Linear(nnx.Module):
+    def __init__(self, num_out: int, num_in: int, *, bias: bool) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in)))
+        self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
+
+    def __call__(self, x_BTD: Array) -> Array:
+        y_BTO = jnp.einsum("btd,od->bto", x_BTD, self.weight[...].astype(x_BTD.dtype))
+        return y_BTO if self.bias is None else y_BTO + self.bias[...].astype(x_BTD.dtype)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_rows, width)))
+
+    def __call__(self, index: Array, dtype: Any) -> Array:
+        return jnp.take(self.weight[...], index, axis=0).astype(dtype)
+
+
+class Norm(nnx.Module):
+    def __init__(self, width: int, *, kind: str, bias: bool, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width)) if bias else None
+        self._kind, self._eps = kind, eps
+
+    def __call__(self, x: Array) -> Array:
+        centred = x.astype(jnp.float32)
+        if self._kind == "layer_norm":
+            centred = centred - centred.mean(axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + self._eps)
+        normed = centred * scale * self.weight[...]
+        return (normed if self.bias is None else normed + self.bias[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, spec: ModelSpec, attend: Attend, rotary: tuple[Any, Any] | None) -> None:
+        self._spec, self._attend, self._has_rotary = spec, attend, rotary is not None
+        num_query, num_key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        bias = spec.attention_bias
+        self.query = Linear(num_query, spec.hidden_size, bias=bias)
+        self.key = Linear(num_key, spec.hidden_size, bias=bias)
+        self.value = Linear(num_key, spec.hidden_size, bias=bias)
+        self.output = Linear(spec.hidden_size, num_query, bias=bias)
+        norm = partial(Norm, spec.head_dim, kind="rms_norm", bias=False, eps=spec.norm_eps)
+        self.query_norm = norm() if spec.qk_norm else None
+        self.key_norm = norm() if spec.qk_norm else None
+
+    def __call__(
+        self, x_BTD: Array, run: Pass, rotary: tuple[Array, Array] | None, key: Array | None, cache: Array | None
+    ) -> tuple[Array, Array | None]:
+        heads = (*x_BTD.shape[:2], -1, self._spec.head_dim)
+        query_BTNH, key_BTKH = self.query(x_BTD).reshape(heads), self.key(x_BTD).reshape(heads)
+        value_BTKH = self.value(x_BTD).reshape(heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+        if rotary is not None:
+            query_BTNH, key_BTKH = rotate(query_BTNH, *rotary), rotate(key_BTKH, *rotary)
+        if cache is not None:
+            new = jnp.stack([key_BTKH, value_BTKH])
+            cache = jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), run.cache_start, axis=2)
+            key_BTKH, value_BTKH = cache[0].astype(x_BTD.dtype), cache[1].astype(x_BTD.dtype)
+        dropout = None if key is None else (self._spec.dropout_fraction, key)
+        mixed_BTNH = self._attend(query_BTNH, key_BTKH, value_BTKH, run.visibility, dropout)
+        return self.output(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), cache
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swiglu": jax.nn.silu,
+    "geglu": partial(jax.nn.gelu, approximate=False),
+}
+
+
+class Mlp(nnx.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        self._activate = _ACTIVATIONS[spec.activation]
+        width, inner = spec.hidden_size, spec.intermediate_size
+        self.gate = Linear(inner, width, bias=spec.mlp_bias) if spec.is_gated else None
+        self.up = Linear(inner, width, bias=spec.mlp_bias)
+        self.down = Linear(width, inner, bias=spec.mlp_bias)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        if self.gate is not None:
+            return self.down(self._activate(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(self._activate(self.up(x_BTD)))
+
+
+class Block(nnx.Module):
+    def __init__(self, spec: ModelSpec, attend: Attend, rotary: tuple[Any, Any] | None) -> None:
+        self._dropout_fraction = spec.dropout_fraction
+        self.attention_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self.attention = Attention(spec, attend, rotary)
+        self.mlp_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self.mlp = Mlp(spec)
+
+    def __call__(
+        self, x_BTD: Array, layer: Array | int, run: Pass, taps: Taps, rotary: tuple[Array, Array] | None,
+        cache: Array | None,
+    ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
+        """The stream behind the block, the block's part of the cache, and what was measured, ``[points, 3]``."""
+        keys: list[Array | None] = [None] * 3
+        if run.dropout_key is not None:
+            keys = list(jax.random.split(jax.random.fold_in(run.dropout_key, layer), 3))
+        seen: list[Array] = []
+
+        def at(point: str, x: Array) -> Array:
+            x = taps.apply(point, layer, x)
+            if run.measure:
+                seen.append(moments(x))
+            return x
+
+        x_BTD = at("block_input", x_BTD)
+        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), run, rotary, keys[0], cache)
+        x_BTD = at("after_attention", x_BTD + self._drop(mixed_BTD, keys[1]))
+        x_BTD = at("after_mlp", x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), keys[2]))
+        return x_BTD, cache, jnp.stack(seen) if seen else None
+
+    def _drop(self, x_BTD: Array, key: Array | None) -> Array:
+        return x_BTD if key is None else dropped(x_BTD, (self._dropout_fraction, key))
+
+
+class Outside(nnx.Module):
+    """What is not in a block."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
+        is_learned = spec.positions == "learned"
+        self.position_embedding = Embedding(spec.max_positions_tokens, spec.hidden_size) if is_learned else None
+        self.final_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self.head = None if spec.tie_embeddings else Linear(spec.vocab_size, spec.hidden_size, bias=False)
+
+
+class Decoder:
+    """The model as functions of a tree of parameters.
+
+    Args:
+        layout: Where the parameters are.
+        attend: How attention is computed.
+        rotary: Cosines and sines of all positions, or ``None``.
+        dtype: Arithmetic; parameters stay fp32.
+        taps: Functions in the residual stream.
+        remat: ``train.activation_checkpointing``.
+        constrain: Says how the residual stream is spread over devices.
+    """
+
+    def __init__(
+        self, layout: Layout, attend: Attend, rotary: tuple[Any, Any] | None, *, dtype: Any, taps: Taps, remat: str,
+        constrain: Constrain,
+    ) -> None:  # fmt: skip
+        self._layout, self._rotary, self._dtype, self._taps = layout, rotary, dtype, taps
+        self._remat, self._constrain = remat, constrain
+        spec = layout.spec
+        self._block = _Module(nnx.eval_shape(lambda: Block(spec, attend, rotary)))
+        self._outside = _Module(nnx.eval_shape(lambda: Outside(spec)))
+
+    def head(self, params: Mapping[str, Array]) -> tuple[str, Array]:
+        """Name and value of the leaf ``[V, D]`` that turns hidden states into logits."""
+        name = "embedding.weight" if self._layout.spec.tie_embeddings else "head.weight"
+        return name, params[name]
+
+    def __call__(
+        self, params: Mapping[str, Array], tokens_BT: Array, run: Pass
+    ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
+        """Tokens to the final hidden state ``[B, T, D]``, the cache behind it, and what was measured per layer."""
+        outside = self._outside.bind(params)
+        x_BTD = outside.embedding(tokens_BT, self._dtype)
+        if outside.position_embedding is not None:
+            x_BTD = x_BTD + outside.position_embedding(run.positions_BT, self._dtype)
+        if run.dropout_key is not None:
+            key = jax.random.fold_in(run.dropout_key, self._layout.spec.num_layers)
+            x_BTD = dropped(x_BTD, (self._layout.spec.dropout_fraction, key))
+        rotary = None
+        if self._rotary is not None:
+            cosines, sines = (jnp.asarray(table)[run.positions_BT][:, :, None] for table in self._rotary)
+            rotary = cosines, sines
+        x_BTD, cache, seen = self._blocks(params, self._constrain(x_BTD), run, rotary)
+        return outside.final_norm(x_BTD), cache, seen
+
+    def _blocks(
+        self, params: Mapping[str, Array], x_BTD: Array, run: Pass, rotary: tuple[Array, Array] | None
+    ) -> tuple[Array, Array | None, Array | None]:
+        num_layers = self._layout.spec.num_layers
+
+        def body(x: Array, layer: Any, tree: Mapping[str, Array], cache: Array | None) -> Any:
+            x, cache, seen = self._block.bind(tree)(x, layer, run, self._taps, rotary, cache)
+            return self._constrain(x), (cache, seen)
+
+        if self._remat != "none" and run.cache is None:
+            body = jax.checkpoint(
+                body, policy=REMAT_POLICIES[self._remat], static_argnums=() if self._layout.scanned else (1,)
+            )
+        if self._layout.scanned:
+            stacked = {
+                name.removeprefix("blocks."): leaf for name, leaf in params.items() if name.startswith("blocks.")
+            }
+            x_BTD, (cache, seen) = jax.lax.scan(
+                lambda x, given: body(x, *given), x_BTD, (jnp.arange(num_layers), stacked, run.cache)
+            )
+            return x_BTD, cache, seen
+        caches: list[Any] = []
+        measured: list[Any] = []
+        for layer in range(num_layers):
+            layer_cache = None if run.cache is None else run.cache[layer]
+            x_BTD, (cache, seen) = body(x_BTD, layer, _below(params, f"blocks.{layer}."), layer_cache)
+            caches.append(cache)
+            measured.append(seen)
+        return (
+            x_BTD,
+            None if run.cache is None else jnp.stack(caches),
+            jnp.stack(measured) if run.measure else None,
+        )
+
+
+def _below(params: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): leaf for name, leaf in params.items() if name.startswith(prefix)}
+
+
+class _Module:
+    """An NNX module split into its definition and the places of its parameters."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        self._definition, state = nnx.split(module)
+        self._places = list(nnx.to_flat_state(state))
+
+    def bind(self, params: Mapping[str, Array]) -> Any:
+        """The module with the parameters of a tree."""
+        bound = [(path, place.replace(params[".".join(map(str, path))])) for path, place in self._places]
+        return nnx.merge(self._definition, nnx.from_flat_state(bound))

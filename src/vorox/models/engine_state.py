@@ -1,0 +1,182 @@
+"""An engine's training state on disk, the same files for every engine that holds whole arrays: no pickle, no framework.
+
+``model.safetensors`` holds the parameters in fp32, under Hugging Face names when transformers knows the architecture,
+else under canonical ones; ``optimizer.safetensors`` each moment of each canonical parameter (``exp_avg.<name>``);
+``engine.json`` the counters and what the arrays belong to. Because the files speak canonical names, a run that one
+engine saved can be continued by another whose optimizer keeps the same moments. Hashing and committing is the caller's.
+
+Invariant: what was loaded has the fingerprint of what was saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from vorox.core.atomic import StagedDirectory, pretty_json
+from vorox.core.engine import NamedArray
+from vorox.core.errors import CheckpointError
+from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.spec import ModelSpec
+from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
+
+FORMAT = "vorox-engine/1"
+MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
+_FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
+"""Fields of the spec that do not say what the stored numbers mean."""
+
+Arrays = Callable[[], Iterable[NamedArray]]
+"""Gives canonical fp32 arrays in table order, one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What an engine keeps.
+
+    Attributes:
+        weights: All parameters.
+        moments: Kind of optimizer state to its arrays; a kind need not have all parameters.
+        moment_names: The parameters that each kind has, in table order.
+        counters: The scalars.
+    """
+
+    weights: Arrays
+    moments: Mapping[str, Arrays]
+    moment_names: Mapping[str, tuple[str, ...]]
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What ``load`` found, checked against headers; arrays are read as they are iterated.
+
+    Attributes:
+        weights: All parameters under canonical names.
+        moments: (kind, canonical name, array).
+        counters: The scalars.
+    """
+
+    weights: Iterable[NamedArray]
+    moments: Iterable[tuple[str, str, np.ndarray[Any, np.dtype[np.float32]]]]
+    counters: Mapping[str, float]
+
+
+def save(directory: StagedDirectory, spec: ModelSpec, state: EngineState) -> None:
+    """Write the three files."""
+    with directory.open(MODEL_FILE) as sink:
+        if huggingface_family(spec) is not None:
+            write_weights(sink, huggingface_entries(spec), to_huggingface(spec, iter(state.weights())))
+        else:
+            write_weights(sink, _canonical_entries(spec), state.weights())
+    with directory.open(OPTIMIZER_FILE) as sink:
+        write_weights(sink, _optimizer_entries(spec, state), _optimizer_arrays(state))
+    body = {
+        "format": FORMAT,
+        "spec": spec.to_json(),
+        "kinds": sorted(state.moments),
+        "counters": dict(state.counters),
+    }
+    directory.write(ENGINE_FILE, pretty_json(body))
+
+
+def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
+    """Open what ``save`` wrote.
+
+    Args:
+        directory: A verified checkpoint.
+        spec: The model that it must be of.
+        like: The state that it must have the kinds and counters of.
+
+    Raises:
+        CheckpointError: It belongs to another architecture, optimizer or format. Found before anything is replaced,
+            as far as headers tell.
+    """
+    body = _read_body(directory / ENGINE_FILE)
+    _check_spec(spec, body["spec"], where=str(directory))
+    if body["kinds"] != sorted(like.moments) or set(body["counters"]) != set(like.counters):
+        raise CheckpointError(
+            f"the optimizer state holds {', '.join(body['kinds'])} and {', '.join(body['counters'])}; needed are "
+            f"{', '.join(sorted(like.moments))} and {', '.join(like.counters)}",
+            where=str(directory),
+            hint="optimizer.name and precision.dtype must be those of the run",
+        )
+    model, moments = WeightsFile(directory / MODEL_FILE), WeightsFile(directory / OPTIMIZER_FILE)
+    is_huggingface = huggingface_family(spec) is not None
+    model.check_entries(huggingface_entries(spec) if is_huggingface else _canonical_entries(spec))
+    moments.check_entries(_optimizer_entries(spec, like))
+    return StoredState(
+        weights=from_huggingface(spec, model) if is_huggingface else model,
+        moments=_split_kinds(moments),
+        counters=body["counters"],
+    )
+
+
+def fingerprint(state: EngineState) -> str:
+    """xxh3-128 over name, type, shape and hash of parameters, moments and counters, in name order.
+
+    Arrays are hashed one at a time, in whatever order they come.
+    """
+    lines = [_line(name, array) for name, array in state.weights()]
+    lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
+    lines += [_line(f"{kind}.{name}", array) for kind, arrays in state.moments.items() for name, array in arrays()]
+    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+
+
+def _line(name: str, array: np.ndarray[Any, Any]) -> str:
+    return f"{name}|{array.dtype}|{array.shape}|{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
+
+
+def _split_kinds(moments: WeightsFile) -> Iterator[tuple[str, str, Any]]:
+    for full_name, array in moments:
+        kind, _, name = full_name.partition(".")
+        yield kind, name, array
+
+
+def _canonical_entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
+    return tuple(TensorEntry(parameter.name, "F32", parameter.shape) for parameter in spec.parameters)
+
+
+def _optimizer_arrays(state: EngineState) -> Iterator[NamedArray]:
+    for kind, arrays in sorted(state.moments.items()):
+        for name, array in arrays():
+            yield f"{kind}.{name}", array
+
+
+def _optimizer_entries(spec: ModelSpec, state: EngineState) -> tuple[TensorEntry, ...]:
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
+    return tuple(
+        TensorEntry(f"{kind}.{name}", "F32", shapes[name])
+        for kind in sorted(state.moments)
+        for name in state.moment_names[kind]
+    )
+
+
+def _read_body(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_bytes())
+        version = body["format"]
+        known = all(isinstance(body[key], kind) for key, kind in (("spec", dict), ("kinds", list), ("counters", dict)))
+    except OSError as error:
+        raise CheckpointError(f"cannot read the engine's state: {error.strerror}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("the engine's state is not valid", where=str(path)) from error
+    if version != FORMAT or not known:
+        raise CheckpointError(f"the engine's state has format {version}, needed is {FORMAT}", where=str(path))
+    return body
+
+
+def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> None:
+    wanted = spec.to_json()
+    differing = [
+        f"{name} = {stored.get(name)} (here {value})"
+        for name, value in sorted(wanted.items())
+        if name not in _FREE_TO_CHANGE and stored.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)}", where=where)
