@@ -25,6 +25,7 @@ UNITS = (
     "_batches",
     "_rows",
     "_threads",
+    "_segments",
 )
 COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
 WITHOUT_UNIT = {

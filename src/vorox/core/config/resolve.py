@@ -39,6 +39,7 @@ NOT_IN_DIGEST = (
     "data.cache.directory",
     "data.loader",
     "data.pipeline",
+    "data.streaming",
     "checkpoint",
     "eval",
     "log",
