@@ -67,15 +67,15 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
     Condition("data.sources.*.split_quantiles", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
     Condition("data.sources.*.split_names", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
-    Condition("data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"),
+    Condition(
+        "data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"
+    ),
     Condition("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Condition(
-        "train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"
-    ),
+    Condition("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
     Condition("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
     Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),

@@ -8,7 +8,7 @@ fills in the architecture's keys; keys of the same layer win over both. Nothing 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
@@ -44,6 +44,8 @@ class Origin:
 
 
 DEFAULT_ORIGIN = Origin(-1, "default")
+SYNONYMS: Final[Mapping[KeyPath, KeyPath]] = {("train", "target_epochs"): ("train", "num_epochs")}
+"""Keys that go by a second name; what is resolved and recorded is the first."""
 _ABSENT: Final = object()
 
 
@@ -136,6 +138,7 @@ class ConfigTree:
         """Apply everything that one source says, over what is there."""
         layer = self._num_layers
         self._num_layers += 1
+        assignments = [replace(entry, path=SYNONYMS.get(entry.path, entry.path)) for entry in assignments]
         self._expand_model(assignments, layer)
         for assignment in assignments:
             self._assign(assignment, layer)
