@@ -8,6 +8,7 @@ and a run that resumes finds its old one or is told that it is gone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -22,12 +23,13 @@ from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.builder import build as build_cache
+from vorox.data.cache.build import build as build_cache
 from vorox.data.cache.inventory import read_units
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.cache.report import BuildProgress, BuildReport
+from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import Unit
 from vorox.data.storage import ContentVersions
 from vorox.data.text.sources import Source, cut_units, list_source, read_unit
@@ -246,11 +248,13 @@ class _Preparation:
             units = cut_units(source, split, rule, self.data.cache.unit_bytes)
             if not _has_records(source, units, split, self.data):
                 raise _empty_split(self.data, source, split)
+        work = UnitWork(
+            source.files, functools.partial(read_unit, source, split=split, validation=rule), self.tokenizer, recipe,
+            self.data.cache.codec, self.data.cache.block_rows,
+        )  # fmt: skip
         report = build_cache(
-            directory, recipe, source.files, units, lambda unit: read_unit(source, unit, split, rule), self.tokenizer,
-            codec=self.data.cache.codec, block_rows=self.data.cache.block_rows,
-            bad_record_fraction=config.bad_record_fraction, repair=self.repair,
-            on_progress=self._watch(f"{config.name} {split}", units),
+            directory, work, units, bad_record_fraction=config.bad_record_fraction,
+            check="full" if self.repair else None, on_progress=self._watch(f"{config.name} {split}", units),
         )  # fmt: skip
         return CacheReader.open(directory, recipe), report
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import re
 import struct
 import time
@@ -256,6 +257,20 @@ def planned_entry(num_units: int, recipe: str = "") -> dict[str, Any]:
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
     """Where a chunk lies, a function of its address; a directory holds every 256th unit."""
     return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
+
+
+def check_contained(directory: Path, path: Path) -> None:
+    """Refuse a place in a cache that a symbolic link leads out of it.
+
+    Raises:
+        DataError: ``path`` is, or lies in, a link to somewhere else.
+    """
+    real = os.path.realpath(path)
+    if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
+        raise DataError(
+            f"a symbolic link leads out of the cache, to {real}", where=str(path),
+            hint="remove the link; `vorox data fill` with the same configuration builds what it stood for",
+        )  # fmt: skip
 
 
 def _number(value: object) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, UnitText
+from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW
+from vorox.data.cache.unit_work import BuiltUnit
 from vorox.data.documents import BadRecord, SourceFile
 
 DIRECTORY_NAME = "quarantine"
@@ -51,30 +52,27 @@ def count_quarantined(directory: Path, unit: int) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def check_budget(
-    directory: Path, unit: int, text: UnitText, files: Sequence[SourceFile], bad_record_fraction: float
-) -> None:
+def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile], bad_record_fraction: float) -> None:
     """Refuse a unit with too many bad records.
 
     Raises:
         DataError: More than the fraction of its records, rounded up, or too many in a row.
     """
-    bad = text.bad_records
-    num_records = len(bad) + len(text.documents_D)
-    allowed = math.ceil(Fraction(str(bad_record_fraction)) * num_records)
-    if not bad or (len(bad) <= allowed and not text.gave_up):
+    bad = built.bad_records
+    allowed = math.ceil(Fraction(str(bad_record_fraction)) * built.records_read)
+    if not bad or (len(bad) <= allowed and not built.gave_up):
         return
-    first = bad[-BAD_RECORDS_IN_A_ROW] if text.gave_up else bad[0]
+    first = bad[-BAD_RECORDS_IN_A_ROW] if built.gave_up else bad[0]
     place = files[first.file_index].uri + (
         f":{first.line}" if first.line is not None else f", byte {first.byte_offset}"
     )
-    if text.gave_up:
+    if built.gave_up:
         what = f"{BAD_RECORDS_IN_A_ROW} records in a row cannot be read"
     else:
-        what = f"{len(bad):,} of {num_records:,} records cannot be read, {allowed:,} are allowed"
+        what = f"{len(bad):,} of {built.records_read:,} records cannot be read, {allowed:,} are allowed"
     raise DataError(
         f"{what}; the first: {first.reason}",
         where=place,
         hint=f"mend the source or raise the source's bad_record_fraction; all are listed in "
-        f"{quarantine_path(directory, unit)}",
+        f"{quarantine_path(directory, built.unit_id)}",
     )
