@@ -170,6 +170,28 @@ class CacheReader:
         self._expect_units(unit_start, unit_end)
         return self.manifest.content_digest(unit_start, unit_end)
 
+    def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
+        """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
+        return self.manifest.missing_units(unit_start, unit_end)
+
+    def refreshed(self, *, awaited_units: int = 0) -> CacheReader:
+        """A reader of what is committed by now; this one if that is no more. Chunks that are open are shared.
+
+        Args:
+            awaited_units: The asker waits for all units below this one; for caches that are built on demand.
+        """
+        del awaited_units
+        manifest = self.manifest.refreshed(self.directory)
+        if manifest is self.manifest:
+            return self
+        reader = CacheReader(self.directory, self.recipe, manifest, self._max_open_chunks)
+        places = {(unit, part): at for at, (unit, part) in enumerate(manifest.chunks[["unit", "part"]].tolist())}
+        with self._changing:  # chunks are numbered in unit order, so that filled gaps move them
+            reader._open_chunks = {
+                places[chunk.header.unit, chunk.header.part]: chunk for chunk in self._open_chunks.values()
+            }
+        return reader
+
     @property
     def digest(self) -> str:
         """The dataset digest: the content of all units."""
