@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import DOCUMENT, ChunkContent
+from vorox.data.cache.format import ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, TokenDocument
@@ -30,6 +30,7 @@ from vorox.data.packing import pack
 from vorox.data.records import TokenArray
 from vorox.data.transforms.apply import Entry, place_of
 
+BAD_RECORDS_IN_A_ROW = 100
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
 
