@@ -169,7 +169,8 @@ class Stream:
                 self._demanded[unit] -= 1
                 if not self._demanded[unit]:
                     del self._demanded[unit]
-                    self._errors.pop(unit, None)  # whoever asks next has it tried again
+                    if self._errors.pop(unit, None):  # whoever asks next has it tried again
+                        self._postponed.add(unit)
 
     def lost(self, unit: int) -> None:
         """The chunks of a unit are not on disk after all: another process removed them."""
@@ -192,6 +193,7 @@ class Stream:
                 awaited = self.segment_of(int(missing[0]))
                 first, last = self._segments[awaited]
                 for unit in sorted(self._errors.keys() & set(range(first, last))):
+                    self.ring.changed.notify_all()  # it is tried again
                     raise self._errors.pop(unit)
                 if awaited != self._awaited:
                     self._awaited = awaited
