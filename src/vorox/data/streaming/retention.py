@@ -35,6 +35,10 @@ class Tenant(Protocol):
     @property
     def directory(self) -> Path: ...
 
+    def look_around(self) -> None:
+        """Find out what other processes read; called before units are ranked."""
+        ...
+
     def dispensability(self, unit: int, /) -> int:
         """0 for what is being read or waited for; the higher, the later it is needed."""
         ...
@@ -139,6 +143,8 @@ class Ring:
         while not (self.closed or given_up()):
             resident = self._resident()
             used_bytes = sum(self._reserved.values()) + sum(size for _, _, size, _ in resident)
+            for one in self._tenants:
+                one.look_around()
             own = tenant.dispensability(unit)
             ranked = [
                 (owner.dispensability(other), number, owner, other, size, files)

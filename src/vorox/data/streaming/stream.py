@@ -27,6 +27,7 @@ from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
 from vorox.data.streaming.retention import Ring, mark, resident_units
+from vorox.data.streaming.windows import Range, Window
 
 _HELD_READS = 64
 """Reads for which a segment stays wanted after its last one: reader threads leave a segment one by one."""
@@ -90,7 +91,7 @@ class Stream:
         directory: Path,
         work: UnitWork,
         units: Sequence[Unit],
-        segments: Sequence[tuple[int, int]],
+        segments: Sequence[Range],
         ring: Ring,
         *,
         prefetch_segments: int = 1,
@@ -114,6 +115,7 @@ class Stream:
         self._errors: dict[int, BaseException] = {}
         self._postponed: set[int] = set()
         self._readers: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+        self._window, self._others = Window(directory), list[Range]()
         self._thread: threading.Thread | None = None
         ring.join(self)
 
@@ -210,6 +212,7 @@ class Stream:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_SECONDS)
+        self._window.close()
 
     # What the ring asks.
 
@@ -222,7 +225,13 @@ class Stream:
             return 1
         base = self._latest if self._latest is not None else self._awaited if self._awaited is not None else 0
         distance = segment - base
-        return 2 if 0 < distance <= self._prefetch_segments else 3 + distance % len(self._segments)
+        is_next = 0 < distance <= self._prefetch_segments
+        if is_next or any(first <= unit < last for first, last in self._others):
+            return 2
+        return 3 + distance % len(self._segments)
+
+    def look_around(self) -> None:
+        self._others = self._window.others()
 
     def evicted(self, unit: int, /) -> None:
         self._resident.discard(unit)
@@ -236,6 +245,9 @@ class Stream:
         if self._thread is None and not self.ring.closed:
             self._thread = threading.Thread(target=self._work, name=f"vorox-stream-{self.directory.name}", daemon=True)
             self._thread.start()
+        base = self._latest if self._latest is not None else self._awaited
+        if base is not None:
+            self._window.say(self._segments[base : base + 1 + self._prefetch_segments])
 
     def _work(self) -> None:
         while (targets := self._next_targets()) is not None:
