@@ -160,7 +160,7 @@ def open_session(
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
-        open_provenance(run, progress) as provenance,
+        open_provenance(run, config.log, progress, plan, corpus.train, setting.log) as provenance,
         feed.training_batches(config, corpus, plan, engine.data_shard, progress.cursor) as batches,
     ):
         observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer, provenance)
