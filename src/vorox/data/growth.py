@@ -65,6 +65,8 @@ class PlanGrower:
         self._last_position = last_position
         self._tell: Tell = tell or _silent
         self._lock = threading.Lock()
+        self._is_waiting = False
+        """Whether what is looked for is waited for; looking ahead must not drive out what is needed before it."""
         self.waiting = ""
         """Why a step waits for rows, since when; empty while none does."""
 
@@ -130,7 +132,7 @@ class PlanGrower:
         """Cover some more, if that is possible now."""
         if not self._decides:
             return self._follow()
-        tables = self._plan.tables
+        tables, self._is_waiting = self._plan.tables, required
         index = tables.first_missing()[1]
         events = self._next(tables, index, required, ahead)
         self._plan.add(events)
@@ -201,7 +203,7 @@ class PlanGrower:
         assert reader is not None
         last = min(end, len(reader.unit_row_starts) - 1)
         if last <= first or len(reader.missing_units(first, last)):  # the cache may have been given more units
-            reader = self._readers[index] = reader.refreshed(awaited_units=end)
+            reader = self._readers[index] = reader.refreshed(awaited_units=end if self._is_waiting else 0)
         return reader
 
     def _elastic_units(self, index: int, taken: UnitRanges) -> UnitRanges | None:

@@ -70,11 +70,14 @@ class GrowthRule:
         mode: ``strict``: ranges of units that are fixed in advance; ``elastic``: whatever is there when it is needed.
         first_segment_units: Units of a source's first segment (strict).
         max_segment_units: Each segment doubles the one before, up to this (strict).
+        later_passes: Whether later passes are ``whole`` or in ``segments`` like the first, so that never more than two
+            of them are read at a time (strict).
     """
 
     mode: str
     first_segment_units: int = 1
     max_segment_units: int = 64
+    later_passes: str = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,7 @@ def decode_start(event: Mapping[str, Any], path: Path) -> PlanStart:
     return start
 
 
-_GROWTH = {"mode": str, "first_segment_units": int, "max_segment_units": int}
+_GROWTH = {"mode": str, "first_segment_units": int, "max_segment_units": int, "later_passes": str}
 
 
 def _decode_source(value: Mapping[str, Any], where: str) -> PlanSource:

@@ -136,6 +136,12 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
 
 def _growth(config: RunConfig) -> Iterator[Problem]:
     growth = config.data.growth
+    if config.data.mode == "streaming" and (growth.mode, growth.later_passes) != ("strict", "segments"):
+        yield Problem(
+            f"data.mode=streaming keeps only some segments at a time; it needs data.growth.mode=strict and "
+            f"data.growth.later_passes=segments, not {growth.mode} and {growth.later_passes}",
+            keys=("data.mode", "data.growth.mode", "data.growth.later_passes"),
+        )
     if growth.mode == "strict" and growth.on_starve == "repeat":
         yield Problem(
             "data.growth.on_starve=repeat would make the order depend on the builder's speed, which mode=strict rules "

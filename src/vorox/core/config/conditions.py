@@ -72,6 +72,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
+    Condition("data.growth.later_passes", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
@@ -100,6 +101,12 @@ CONDITIONS: tuple[Condition, ...] = (
 )
 
 
+IMPLIED: tuple[tuple[str, Json, str, Json], ...] = (
+    ("data.growth.mode", "strict", "data.mode", "streaming"),
+    ("data.growth.later_passes", "segments", "data.mode", "streaming"),
+)
+"""(key, value, switch, setting): what a key is, if nobody says it, under a setting of another one."""
+
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("train.num_steps", "train.num_tokens", "train.num_epochs"),
     ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_fraction"),
@@ -108,6 +115,9 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 def settle_conditions(tree: ConfigTree) -> None:
     """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
+    for key, value, switch, setting in IMPLIED:
+        if tree.get(switch) == setting and not tree.said(key):
+            tree.fill(key, value, f"{switch}={_show(setting)}")
     for group in EXCLUSIVE:
         given = [key for key in group if tree.get(key) is not None]
         latest = max((tree.origin(key).layer for key in given), default=-1)

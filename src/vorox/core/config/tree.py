@@ -128,11 +128,13 @@ class ConfigTree:
 
     def fill(self, key: str, value: Json, origin: str) -> None:
         """Set a key that nobody gave, below everything that somebody could."""
-        section, _, name = key.partition(".")
-        holder = self.values.setdefault(section, {})
+        *sections, name = key.split(".")
+        holder: Json = self.values
+        for section in sections:
+            holder = holder.setdefault(section, {}) if isinstance(holder, dict) else None
         if isinstance(holder, dict):
             holder[name] = value
-            self._origins[(section, name)] = Origin(-1, origin)
+            self._origins[(*sections, name)] = Origin(-1, origin)
 
     def apply_layer(self, assignments: Sequence[Assignment]) -> None:
         """Apply everything that one source says, over what is there."""

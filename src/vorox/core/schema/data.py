@@ -211,6 +211,11 @@ class GrowthConfig(Section):
     max_segment_units: int = Field(
         default=64, ge=1, description="strict: each segment doubles the one before, up to this many units."
     )
+    later_passes: Literal["whole", "segments"] = Field(
+        default="whole",
+        description="strict: permute all of a source together in its later passes, or in segments like the first, "
+        "which data.mode=streaming needs.",
+    )
     horizon_steps: int = Field(
         default=64, ge=1, description="Steps ahead for which rows are taken up, as far as they are there."
     )

@@ -217,13 +217,13 @@ class Stream:
     # What the ring asks.
 
     def dispensability(self, unit: int, /) -> int:
-        """0: read now or waited for; 1: left by some reader threads; 2: of the next segments; more: needed later."""
+        """0: read now or waited for; 1: read by slower threads or in between; 2: of the next segments; more: later."""
         segment = self.segment_of(unit)
         if unit in self._demanded or segment in (self._latest, self._awaited):
             return 0
-        if segment in self._touched:
-            return 1
         base = self._latest if self._latest is not None else self._awaited if self._awaited is not None else 0
+        if segment in self._touched or (self._awaited is not None and base < segment < self._awaited):
+            return 1
         distance = segment - base
         is_next = 0 < distance <= self._prefetch_segments
         if is_next or any(first <= unit < last for first, last in self._others):
