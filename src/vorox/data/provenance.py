@@ -263,8 +263,8 @@ def _documents(reader: CacheReader, row: int) -> tuple[DocumentOrigin, ...]:
     return tuple(documents)
 
 
-def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, ...]:
-    """Every time that a file, or the document at one of its bytes, was or will be trained on, by step and slot.
+def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
+    """Every time that a file, or one of its documents, was or will be trained on, by step and slot.
 
     A step that several attempts did is there once for each. A document that was packed into several rows, or read in
     several epochs, is there for each of them.
@@ -272,10 +272,11 @@ def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, .
     Args:
         trail: The run.
         uri: The file, or enough of the end of its name to tell it from the others.
-        byte: Only the document whose record has this byte.
+        byte: Only the document whose record has this byte; in Parquet, those of the row group that has it.
+        ordinal: Only the document with this number within the file, from 0.
 
     Raises:
-        ConfigError: There is no such file, or several, or it has no such byte.
+        ConfigError: There is no such file, or several.
         DataError: A chunk is missing or damaged.
     """
     history = intervals(read_attempts(trail.directory))
@@ -284,9 +285,7 @@ def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, .
     for index, file_index in _files(trail, uri):
         reader, source = trail.readers[index], trail.plan.sources[index]
         file = reader.files[file_index]
-        if byte is not None and byte < 0:
-            raise ConfigError(f"there is no byte {byte}: bytes count from 0", where="--byte")
-        for row in reader.rows_of_document(file_index, byte).tolist():
+        for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
             positions = trail.plan.positions_of(index, row, reader)
             epochs = trail.plan.locate(positions).epoch
             for position, epoch in zip(positions.tolist(), epochs.tolist(), strict=True):

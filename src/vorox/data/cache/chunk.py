@@ -198,13 +198,15 @@ class Chunk:
             self._documents_checked = True
         return np.frombuffer(section, DOCUMENT)
 
-    def rows_of(self, file_index: int, byte: int | None) -> npt.NDArray[np.int64]:
-        """Rows with tokens of the documents of a file (of the one whose record has this byte), ascending."""
+    def rows_of(self, file_index: int, byte: int | None, ordinal: int | None) -> npt.NDArray[np.int64]:
+        """Rows with tokens of the documents of a file (whose record has this byte, or this ordinal), ascending."""
         documents_D = self.documents()
         wanted_D = documents_D["file"] == file_index
         if byte is not None:
             starts = documents_D["byte_offset"].astype(np.int64)
             wanted_D &= (starts <= byte) & (byte < starts + documents_D["byte_length"])
+        if ordinal is not None:
+            wanted_D &= documents_D["ordinal"] == ordinal
         segments_S3 = np.frombuffer(self._segments, "<u4").reshape(-1, 3)
         chosen = np.flatnonzero(wanted_D[segments_S3[:, 0]])
         return np.unique(np.searchsorted(np.frombuffer(self._row_ptr, "<u4"), chosen, side="right") - 1)
