@@ -80,6 +80,18 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
                 f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
                 keys=(f"{key}.paths", f"{key}.format"),
             )
+        if source.format == "bin" and source.tokenizer is None:
+            yield Problem(
+                f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
+                f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer",
+                keys=(f"{key}.tokenizer", f"{key}.format"),
+            )
+        if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
+            yield Problem(
+                f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
+                "trained for this run cannot fit; use the tokenizer that wrote them",
+                keys=("tokenizer.kind", f"{key}.format"),
+            )
         try:
             exact_weight(source.weight)
         except ValueError as error:
@@ -164,7 +176,9 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
         "run.directory": (config.run.directory,),
         "run.name": (config.run.name or "",),
     }
-    places |= {f"data.sources.{index}.paths": source.paths for index, source in enumerate(config.data.sources)}
+    for index, source in enumerate(config.data.sources):
+        places[f"data.sources.{index}.paths"] = source.paths
+        places[f"data.sources.{index}.fallback"] = source.fallback
     for key, texts in places.items():
         if any(redact(text) != text for text in texts):
             yield Problem(
@@ -175,12 +189,17 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
-    if config.tokenizer.kind == "file" and config.tokenizer.path is None:
+    needed = {
+        "file": "the tokenizer.json to use",
+        "huggingface": "a directory or OWNER/NAME",
+        "tiktoken": "an encoding, a .tiktoken file or a vocab.bpe",
+    }.get(config.tokenizer.kind)
+    if needed is not None and config.tokenizer.path is None:
         yield Problem(
-            "tokenizer.kind=file needs tokenizer.path, the tokenizer.json to use",
+            f"tokenizer.kind={config.tokenizer.kind} needs tokenizer.path, {needed}",
             keys=("tokenizer.path", "tokenizer.kind"),
         )
-    if not config.tokenizer.end_of_text:
+    if config.tokenizer.end_of_text == "":
         yield Problem("tokenizer.end_of_text is empty", keys=("tokenizer.end_of_text",))
 
 

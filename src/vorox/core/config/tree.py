@@ -7,6 +7,7 @@ fills in the architecture's keys; keys of the same layer win over both. Nothing 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
@@ -135,6 +136,17 @@ class ConfigTree:
         if isinstance(holder, dict):
             holder[name] = value
             self._origins[(*sections, name)] = Origin(-1, origin)
+
+    def set_below(self, key: str, value: Json, origin: Origin) -> None:
+        """Set a key of an entry of a list, which the entry itself did not say."""
+        *above, last = _path(key)
+        holder = _descend(self.values, tuple(above))
+        if isinstance(holder, dict):
+            cast("dict[str, Json]", holder)[str(last)] = copy.deepcopy(value)
+            self._origins[(*above, last)] = origin
+
+    def add_problem(self, what: str, origin: Origin, keys: tuple[str, ...]) -> None:
+        self.problems.append(Problem(what, origin.text, keys))
 
     def apply_layer(self, assignments: Sequence[Assignment]) -> None:
         """Apply everything that one source says, over what is there."""
