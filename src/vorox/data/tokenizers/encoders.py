@@ -100,7 +100,7 @@ def _byte_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
         table[byte] = vocabulary[character]
 
     def encode(texts: Sequence[str]) -> list[TokenArray]:
-        return [cast("TokenArray", table[np.frombuffer(_utf8(text), dtype=np.uint8)]) for text in texts]
+        return [cast("TokenArray", table[np.frombuffer(text_bytes(text), dtype=np.uint8)]) for text in texts]
 
     return encode
 
@@ -134,7 +134,7 @@ def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Enco
                 encodings = library.encode_batch_fast(batch, add_special_tokens=False)
             except TypeError:
                 for text in batch:
-                    _utf8(text)  # says where the surrogate is
+                    text_bytes(text)  # says where the surrogate is
                 raise
             arrays.extend(cast("TokenArray", np.array(encoding.ids, dtype=dtype)) for encoding in encodings)
         results: list[TokenArray] = []
@@ -174,7 +174,12 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _utf8(text: str) -> bytes:
+def text_bytes(text: str) -> bytes:
+    """The text as UTF-8.
+
+    Raises:
+        DataError: It has half a surrogate pair, which has none.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
