@@ -23,10 +23,9 @@ from vorox.data.plan_changes import used_up, without_exhausted
 from vorox.data.plan_events import GrowthRule, Segment, StageEvent
 from vorox.data.plan_tables import Event, PlanTables
 from vorox.data.records import GrowingReader
+from vorox.data.storage.waiting import may_wait
 
 _POLL_SECONDS = 0.1
-_SILENT_SECONDS = 2.0
-"""A shorter wait is not worth a word."""
 
 UnitRanges = list[tuple[int, int]]
 Tell = Callable[[str, str], None]
@@ -45,7 +44,7 @@ class PlanGrower:
         readers: The caches of its sources, in its order; ``None`` for a source that is not drawn from any more.
         growth: The section ``data.growth``.
         last_position: Positions of the whole run: nothing is taken up beyond them.
-        tell: Told of every segment and every wait.
+        tell: Told of everything that is taken up or changes the mixture.
         decides: Off: another process decides, and this one follows what it appends to the plan.
     """
 
@@ -67,8 +66,6 @@ class PlanGrower:
         self._lock = threading.Lock()
         self._is_waiting = False
         """Whether what is looked for is waited for; looking ahead must not drive out what is needed before it."""
-        self.waiting = ""
-        """Why a step waits for rows, since when; empty while none does."""
 
     @property
     def readers(self) -> tuple[GrowingReader | None, ...]:
@@ -109,24 +106,18 @@ class PlanGrower:
             return
 
     def _cover(self, position: int, ahead: int, stop: Callable[[], bool]) -> None:
-        began, told = time.monotonic(), False
-        while self._plan.num_positions < ahead:
-            required = self._plan.num_positions < position
-            if self._step(required, ahead):
-                continue
-            if not required:
-                break
-            self.waiting = self.waiting or self._reason()
-            if self._growth.on_starve == "stop":
-                raise self._starved()
-            self._ask(stop)
-            if not told and time.monotonic() - began > _SILENT_SECONDS:
-                told = True
-                self._tell("waiting_for_data", f"Waiting for data: {self.waiting}")
-            time.sleep(_POLL_SECONDS)
-        if told:
-            self._tell("data_arrived", f"Waited {time.monotonic() - began:.1f} s for data: {self.waiting}")
-        self.waiting = ""
+        with may_wait(str(self._plan.path)) as wait:
+            while self._plan.num_positions < ahead:
+                required = self._plan.num_positions < position
+                if self._step(required, ahead):
+                    continue
+                if not required:
+                    break
+                if self._growth.on_starve == "stop":
+                    raise self._starved()
+                self._ask(stop)
+                wait.because(self._reason(), failed=False)
+                time.sleep(_POLL_SECONDS)
 
     def _step(self, required: bool, ahead: int) -> bool:
         """Cover some more, if that is possible now."""
@@ -277,7 +268,7 @@ class PlanGrower:
     def _starved(self) -> Starved:
         return Starved(
             f"step {self._plan.num_positions // self._plan.start.global_batch_sequences + 1:,} has no rows yet: "
-            f"{self.waiting or self._reason()}",
+            f"{self._reason()}",
             where=str(self._plan.path),
             hint="build the caches (`vorox data build` with the same configuration) and run the same command again",
         )
