@@ -9,24 +9,19 @@ files give the same rows on every machine and however often a build was interrup
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data import storage
 from vorox.data.documents import Record, SourceFile, Unit, UnitSpan
-from vorox.data.storage import STANDARD_LIBRARY, ContentVersions, StoredFile, place_in
+from vorox.data.storage import ContentVersions, StoredFile
 from vorox.data.text.compression import compression_of
-from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records, suffixes
+from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records
+from vorox.data.text.listing import FoundFile, Note, find_files
 from vorox.data.text.splits import Split, document_filter, file_split, tail_start
-
-_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
-_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
-_BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"})
-_BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes identified, bytes to identify)."""
@@ -37,13 +32,14 @@ class Source:
     """A source with its files fixed.
 
     Attributes:
-        config: What was asked for.
+        config: What was asked for; with the keys of its fallback where that is read.
         key: Where that stands in the configuration, for messages: ``data.sources.0``.
         stored: The files as listed; reads refuse any other state of them.
         files: The same files by content.
         places: Their names relative to the location they were found under: what the held-out split goes by.
         end_bytes: How much of each file's content belongs to the source: all of it, except where ``max_bytes`` ends.
             ``None`` for all of a compressed or Parquet file, whose length in text is not known before it is read.
+        notes: What a person should know although nothing is wrong.
     """
 
     config: SourceConfig
@@ -52,6 +48,7 @@ class Source:
     files: tuple[SourceFile, ...]
     places: tuple[str, ...]
     end_bytes: tuple[int | None, ...]
+    notes: tuple[Note, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -109,37 +106,54 @@ def list_source(
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    candidates = [file for file in _candidates(config) if file.size_bytes > 0]
-    total = sum(file.size_bytes for file in candidates)
+    config, found, notes = find_files(config)
+    _check(config, key)
+    candidates = [file for file in found if file.stored.size_bytes > 0]
+    total = sum(file.stored.size_bytes for file in candidates)
     limit = total if config.max_bytes is None else min(config.max_bytes, total)
-    chosen: list[tuple[StoredFile, SourceFile, int | None]] = []
+    chosen: list[tuple[FoundFile, SourceFile, int | None]] = []
+    duplicates: list[str] = []
     seen: dict[str, str] = {}
     used = identified = 0
     for file in candidates:
-        version = versions.version(file)
-        identified += file.size_bytes
+        stored = file.stored
+        version = versions.version(stored)
+        identified += stored.size_bytes
         if on_progress is not None:
             on_progress(min(identified, limit), limit)
-        if version in seen:
+        first = seen.setdefault(stored.content or version, stored.uri)
+        if first != stored.uri:
+            duplicates.append(f"{stored.uri} (as {first})")
             continue
-        seen[version] = file.uri
-        end, text_bytes, is_last = _use(config, file, used)
+        end, text_bytes, is_last = _use(config, stored, used)
         if text_bytes:
-            chosen.append((file, SourceFile(file.uri, file.size_bytes, version), end))
+            chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
         used += text_bytes
         if is_last:
             break
     versions.save()
     if not chosen:
         raise _empty(config, key, candidates)
+    if config.format != "python_stdlib":
+        empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
+        notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
+        notes += _note("duplicates", f"file of source {config.name!r} used once: the same content is there", duplicates)
     return Source(
         config=config,
         key=key,
-        stored=tuple(stored for stored, _, _ in chosen),
+        stored=tuple(file.stored for file, _, _ in chosen),
         files=tuple(file for _, file, _ in chosen),
-        places=tuple(_place(config, stored.uri) for stored, _, _ in chosen),
+        places=tuple(file.place for file, _, _ in chosen),
         end_bytes=tuple(end for _, _, end in chosen),
+        notes=tuple(notes),
     )
+
+
+def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
+    if not names:
+        return []
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return [Note(kind, f"{len(names):,} x {what}: {', '.join(names[:3])}{more}")]
 
 
 def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
@@ -156,6 +170,35 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
     if first is None or first.text_bytes > left:
         return 0, 0, True
     return first.end_byte, first.text_bytes, True
+
+
+def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: Sequence[str]) -> Source:
+    """The source with what a run's tokenizer decides: where the documents of token shards end.
+
+    Args:
+        source: Any source; one of text comes back as it is.
+        fingerprint: Of the tokenizer.
+        end_of_text_id: Its end of text, for shards that do not say their own.
+        names: What else the tokenizer is called in the configuration: its path.
+
+    Raises:
+        ConfigError: The shards were written with another tokenizer.
+    """
+    config = source.config
+    if config.format != "bin":
+        return source
+    declared = config.tokenizer or ""
+    same = declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
+    if not same:
+        raise ConfigError(
+            f"the token shards of source {config.name!r} were written with tokenizer {declared or '(none given)'}, "
+            f"this run's is {', '.join([*names, fingerprint[:16]])}",
+            where=f"{source.key}.tokenizer",
+            hint="run with the tokenizer that wrote them; if it is this one, write its path or fingerprint here",
+        )
+    if config.end_of_text_id is not None:
+        return source
+    return replace(source, config=config.model_copy(update={"end_of_text_id": end_of_text_id}))
 
 
 def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:
@@ -181,38 +224,11 @@ def _check(config: SourceConfig, key: str) -> None:
         )  # fmt: skip
 
 
-def _candidates(config: SourceConfig) -> list[StoredFile]:
-    endings = suffixes(config)
-    if config.format == "python_stdlib":
-        skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES
-        return [
-            file
-            for file in storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
-            if _is_portable(file.uri)
-        ]
-    found = {file.uri: file for path in config.paths for file in storage.list_files(path, endings)}
-    return [found[uri] for uri in sorted(found)]
-
-
-def _is_portable(uri: str) -> bool:
-    """Whether a file of the standard library is the same wherever the version of Python is."""
-    parts = uri.removeprefix(STANDARD_LIBRARY).split("/")
-    return parts[-1] not in _BUILD_SPECIFIC_FILES and not any(
-        part.startswith(_BUILD_SPECIFIC_PREFIXES) for part in parts
-    )
-
-
-def _place(config: SourceConfig, uri: str) -> str:
-    places = (place_in(location, uri) for location in config.paths or (STANDARD_LIBRARY,))
-    place = next((place for place in places if place is not None), None)
-    assert place is not None, f"{uri} lies under none of {config.paths}"
-    return place
-
-
-def _empty(config: SourceConfig, key: str, candidates: list[StoredFile]) -> DataError:
+def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataError:
     if config.max_bytes is not None and candidates:
+        first = candidates[0].stored
         what = f"source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
-        hint = f"raise {key}.max_bytes; the first file, {candidates[0].uri}, has {candidates[0].size_bytes:,} bytes"
+        hint = f"raise {key}.max_bytes; the first file, {first.uri}, has {first.size_bytes:,} bytes"
     elif config.format == "python_stdlib":
         what = f"source {config.name!r} is empty: this Python has no library sources on disk"
         hint = "use a Python that is installed as files, or another source"
@@ -230,17 +246,32 @@ def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_b
     Raises:
         DataError: A file cannot be read or is not what the source says, or no file of the source holds any text.
     """
+    return first_units(source, split, validation, unit_bytes)[0]
+
+
+def first_units(
+    source: Source, split: Split, validation: ValidationConfig, unit_bytes: int, limit_bytes: int | None = None
+) -> tuple[tuple[Unit, ...], bool]:
+    """The units of the first ``limit_bytes`` of a split, and whether that is all of it; what follows is not read."""
     if split == "validation" and validation.held_out_fraction == 0:
-        return ()
-    pieces = [
-        found for index in range(len(source.files)) for found in _spans(source, index, split, validation, unit_bytes)
-    ]
+        return (), True
+    pieces: list[tuple[UnitSpan, int]] = []
+    is_all, size_bytes = True, 0
+    for index in range(len(source.files)):
+        for piece in _spans(source, index, split, validation, unit_bytes):
+            if limit_bytes is not None and size_bytes >= limit_bytes:
+                is_all = False
+                break
+            pieces.append(piece)
+            size_bytes += piece[1]
+        if not is_all:
+            break
     if not pieces:
         _refuse_emptiness(source)
     group_bytes = unit_bytes
     if split == "validation" and validation.split == "document" and has_many_records(source.config):
         group_bytes = int(unit_bytes / Fraction(str(validation.held_out_fraction)))
-    return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(_group(pieces, group_bytes)))
+    return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(_group(pieces, group_bytes))), is_all
 
 
 def _refuse_emptiness(source: Source) -> None:
