@@ -138,7 +138,7 @@ class AmazonStore:
                 if kind == "etag" and answer["ETag"] != value:
                     transport.changed(file.uri, f"its ETag {value} became {answer['ETag']}")
                 position = start_byte
-                while piece := await body.content.read(_READ_BYTES):
+                while piece := await body.read(_READ_BYTES):
                     receive(piece)
                     position += len(piece)
         if position != end_byte:

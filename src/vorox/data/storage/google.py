@@ -7,6 +7,7 @@ bucket that keeps versions still the old bytes. Objects stored with ``Content-En
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -129,7 +130,11 @@ async def _file_system() -> Any:
 
         def create() -> Any:
             return GCSFileSystem(
-                asynchronous=True, loop=transport.event_loop(), skip_instance_cache=True, access="read_only"
+                asynchronous=True,
+                loop=transport.event_loop(),
+                skip_instance_cache=True,
+                access="read_only",
+                token="anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None,
             )
 
         async def close() -> None:
