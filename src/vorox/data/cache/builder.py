@@ -76,7 +76,8 @@ def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) ->
     """
     make_directory(directory)
     chunk_directories = sorted((directory / "chunks").glob("*"))
-    for place in (directory, directory / "manifest", directory / "quarantine", *chunk_directories):
+    lists = (directory / name for name in ("manifest", "quarantine", "leases"))
+    for place in (directory, *lists, *chunk_directories):
         sweep_temporary(place)
     with FileLock(directory / LOCK_NAME):
         if (directory / RECIPE_NAME).exists():
@@ -172,7 +173,7 @@ class Builder:
     def _wanted(self) -> list[int]:
         """What is missing or to be built again, in the order of the mode."""
         self._see(self.manifest.refreshed(self.directory))
-        last = min(len(self._units), self.options.last_unit or len(self._units))
+        last = len(self._units) if self.options.last_unit is None else min(len(self._units), self.options.last_unit)
         missing: list[int] = self.manifest.missing_units(0, last).tolist()
         again = [unit for unit in self.options.rebuild - self._settled if self.manifest.has_unit(unit)]
         wanted = sorted({*missing, *again}, reverse=self.options.mode == "inverse")

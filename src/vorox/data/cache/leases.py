@@ -1,10 +1,11 @@
 """Who builds which unit at the moment: ``leases/u000001234``, a small file per unit that is under way.
 
-Builders meet through them without speaking to each other: a unit is taken by creating its file, which only one of
-them can, and given back by removing it. A thread renews the files that are held. A lease is void when its process, on
-this host, is dead, or when it was not renewed for a minute by the clock of the disk that it lies on. Invariant:
-nothing but time depends on a lease; two builders of one unit do no harm, because what counts is decided under the
-manifest's lock.
+Builders meet through them without speaking to each other: a unit is taken by linking the builder's own file to its
+name, which only one of them can, and given back by removing that. So a lease says whose it is from its first instant,
+and renewing one renews all; where the disk knows no links, each lease is a file of its own. A lease is void when its
+process, on this host, is dead, or when it was not renewed for a minute by the clock of the disk that it lies on.
+Invariant: nothing but time depends on a lease; two builders of one unit do no harm, because what counts is decided
+under the manifest's lock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import TracebackType
 
 import psutil
 
-from vorox.core.atomic import make_directory
+from vorox.core.atomic import make_directory, temporary_name
 from vorox.core.lock import FileLock
 from vorox.data.cache.manifest import LOCK_NAME
 
@@ -120,7 +121,9 @@ class Leases:
         self._held: set[int] = set()
         self._changing = threading.Lock()
         self._ended = threading.Event()
-        self._heart: threading.Thread | None = None
+        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
+        self._own = temporary_name(directory / DIRECTORY_NAME / "builder")
+        self._links = True
         self._content = json.dumps(
             {
                 "host": socket.gethostname(),
@@ -131,8 +134,10 @@ class Leases:
         ).encode()
 
     def __enter__(self) -> Leases:
-        make_directory(self._directory / DIRECTORY_NAME)
+        make_directory(self._own.parent)
         _LIVE_TOKENS.add(self._token)
+        self._write(self._own)
+        self._heart.start()
         return self
 
     def __exit__(
@@ -142,8 +147,10 @@ class Leases:
         for unit in sorted(self._held):
             with contextlib.suppress(OSError):
                 self.release(unit)
+        with contextlib.suppress(OSError):
+            self._own.unlink(missing_ok=True)
         _LIVE_TOKENS.discard(self._token)
-        if self._heart is not None:
+        if self._heart.is_alive():
             self._heart.join()
 
     def take(self, unit: int) -> bool:
@@ -157,23 +164,31 @@ class Leases:
                     path.unlink(missing_ok=True)
         with self._changing:
             self._held.add(unit)
-        if self._heart is None:
-            self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
-            self._heart.start()
         return True
 
     def _create(self, path: Path) -> bool:
         try:
-            file = path.open("xb", buffering=0)
+            if self._links:
+                try:
+                    os.link(self._own, path)
+                    return True
+                except FileExistsError:
+                    return False
+                except OSError:
+                    self._links = False  # exFAT and some network disks; or nobody may link here
+            self._write(path)
         except FileExistsError:
             return False
+        return True
+
+    def _write(self, path: Path) -> None:
+        file = path.open("xb", buffering=0)
         try:
             with file:
                 file.write(self._content)
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        return True
 
     def release(self, unit: int) -> None:
         """Give a unit back."""
@@ -192,6 +207,6 @@ class Leases:
         while not self._ended.wait(self._heartbeat_seconds):
             with self._changing:
                 held = sorted(self._held)
-            for unit in held:
+            for path in (self._own, *(lease_path(self._directory, unit) for unit in held if not self._links)):
                 with contextlib.suppress(OSError):  # taken from us while the machine slept: the commit will find out
-                    os.utime(lease_path(self._directory, unit))
+                    os.utime(path)

@@ -21,7 +21,6 @@ import hashlib
 import os
 import re
 import struct
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +46,6 @@ _SNAPSHOT_MAGIC = b"VXSNAP2\n"
 _SNAPSHOT = struct.Struct("<8s Q 32s QQQ 32s QQ")
 _LARGEST_UNIT = (1 << 48) - 1
 _HASH = re.compile(r"[0-9a-f]{64}")
-_RETRIES_OF_A_MOVING_LOG = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +117,14 @@ class Manifest:
 
     def refreshed(self, directory: Path) -> Manifest:
         """The state now: what the log has by this time."""
-        for _ in range(_RETRIES_OF_A_MOVING_LOG):
+        while True:
+            before = _signature(directory / LOG_NAME)
             try:
                 return self._refreshed(directory)
-            except DataError:  # perhaps a torn line was cut off and written over while it was read
-                time.sleep(0.01)
-        return self._refreshed(directory)
+            except DataError:
+                if _signature(directory / LOG_NAME) == before:
+                    raise
+                # A torn line was cut off and written over while it was read.
 
     def _refreshed(self, directory: Path) -> Manifest:
         path = directory / LOG_NAME
@@ -259,12 +259,23 @@ def chunk_path(directory: Path, unit: int, part: int) -> Path:
     return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
 
 
+def _signature(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
+
+
 def check_contained(directory: Path, path: Path) -> None:
     """Refuse a place in a cache that a symbolic link leads out of it.
 
     Raises:
         DataError: ``path`` is, or lies in, a link to somewhere else.
     """
+    inside = path.relative_to(directory).parts
+    if not any(directory.joinpath(*inside[:count]).is_symlink() for count in range(1, len(inside) + 1)):
+        return
     real = os.path.realpath(path)
     if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
         raise DataError(
