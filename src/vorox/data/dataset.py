@@ -34,7 +34,9 @@ from vorox.data.documents import Unit
 from vorox.data.storage import ContentVersions
 from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.preparation import Streams
-from vorox.data.text.sources import Source, cut_units, first_units, list_source, read_unit
+from vorox.data.streaming.reader import StreamReader
+from vorox.data.text.listing import Note
+from vorox.data.text.sources import Source, cut_units, first_units, for_tokenizer, list_source, read_unit
 from vorox.data.text.splits import Split
 from vorox.data.tokenizers.store import tokenizer_for
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -109,6 +111,11 @@ class Corpus:
         return tuple(source.validation for source in self.sources if source.validation is not None)
 
     @property
+    def notes(self) -> tuple[Note, ...]:
+        """What a person should know of the sources: a fallback that is used, duplicates, empty files."""
+        return tuple(note for source in self.sources for note in source.source.notes)
+
+    @property
     def estimated_tokens(self) -> int:
         """Tokens of one pass over all training text: what ``schedule.warmup_fraction`` is a fraction of."""
         return sum(source.train_report.tokens for source in self.sources)
@@ -157,10 +164,39 @@ def prepare(
         config.tokenizer, data, sources, weights, root=root, build=build,
         on_progress=lambda done, total: report("tokenizer", done, total, {}),
     )  # fmt: skip
+    called = [config.tokenizer.path or config.tokenizer.kind]
+    sources = [for_tokenizer(source, tokenizer.fingerprint, tokenizer.end_of_text_id, called) for source in sources]
     streams = Streams(data) if data.mode == "streaming" else None
     preparation = _Preparation(data, tokenizer, root, report, build, repair, streams)
     opened = tuple(preparation.open_source(source) for source in sources)
+    if streams is not None:
+        opened = _with_first_segments(opened, streams, report)
     return Corpus(data, tokenizer, opened, weights, root, streams)
+
+
+def _with_first_segments(
+    sources: tuple[CorpusSource, ...], streams: Streams, report: PrepareProgress
+) -> tuple[CorpusSource, ...]:
+    """The sources of a streamed corpus once the first rows of each are there."""
+    names = {source.train.directory: source.name for source in sources}
+    readers = [source.train for source in sources if isinstance(source.train, StreamReader)]
+    try:
+        readers = streams.wait_for_first_segments(
+            readers, lambda reader, done, total: report(f"build {names[reader.directory]} train", done, total, {})
+        )
+    except BaseException:
+        streams.close()
+        raise
+    return tuple(
+        replace(source, train=reader, train_report=_report_of(reader))
+        for source, reader in zip(sources, readers, strict=True)
+    )
+
+
+def _report_of(reader: CacheReader) -> BuildReport:
+    return build_report(
+        reader.manifest, reader.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
+    )
 
 
 def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
@@ -301,9 +337,7 @@ class _Preparation:
         fraction = source.config.bad_record_fraction
         work = self._work(source, split, recipe)
         reader = self.streams.open(directory, work, units, bad_record_fraction=fraction)
-        return reader, build_report(
-            reader.manifest, recipe.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
-        )
+        return reader, _report_of(reader)
 
     def _work(self, source: Source, split: Split, recipe: Recipe) -> UnitWork:
         read = functools.partial(read_unit, source, split=split, validation=self.data.validation)

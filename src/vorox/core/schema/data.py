@@ -308,6 +308,11 @@ class TokenizerConfig(Section):
         description="Token after every document; added if it is not there. None: what a Hugging Face tokenizer calls "
         "the end of a sequence, else <|endoftext|>.",
     )
+    special_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Further special tokens, such as the sentinels of fill_in_the_middle; added behind all others "
+        "where they are not there. Text that spells them stays text.",
+    )
     fast_path: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: look words up where that gives equal ids, which is tested; off: always ask the library. "

@@ -84,10 +84,11 @@ def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: i
 def encoder(value: dict[str, Any], library: Any, end_of_text: str, dtype: TokenType) -> Encoder:
     """The function that encodes texts by this tokenizer."""
     model, added = value["model"], value["added_tokens"]
-    only_end_added = [token["content"] for token in added] == [end_of_text]
-    if only_end_added and is_character_level(value):
+    # Special tokens are never found in text; text that spells one is encoded as what it is.
+    only_special_added = all(token["special"] for token in added) and end_of_text in {t["content"] for t in added}
+    if only_special_added and is_character_level(value):
         return _character_encoder(model["vocab"], dtype)
-    if only_end_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
+    if only_special_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
         return _byte_encoder(model["vocab"], dtype)
     pre_tokenizer = _section(value, "pre_tokenizer")
     words = is_byte_level(value) and pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)

@@ -58,6 +58,7 @@ def tokenizer_for(
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
     tokenizer = _ready_made(config) or _trained(config, data, sources, weights, root, build, on_progress)
+    tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
 

@@ -111,6 +111,26 @@ class Tokenizer:
         """The same tokenizer without a fast path: what decides."""
         return self if self._fast is None else Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer")
 
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token; ``None`` where there is none of that name."""
+        found = [added["id"] for added in self._value["added_tokens"] if added["special"] and added["content"] == token]
+        return int(found[0]) if found else None
+
+    def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with these special tokens behind all others, where it lacks them."""
+        missing = [token for token in dict.fromkeys(tokens) if self.special_id(token) is None]
+        if not missing:
+            return self
+        taken = [token for token in missing if self._library.token_to_id(token) is not None]
+        if taken:
+            raise ConfigError(
+                f"{taken[0]!r} is an ordinary token of this vocabulary and cannot become a special one",
+                where="tokenizer.special_tokens", hint="choose another name, such as <|fim_prefix|>",
+            )  # fmt: skip
+        library: Any = LibraryTokenizer.from_str(json.dumps(self._value))
+        library.add_special_tokens([_special(token) for token in missing])
+        return Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens", fast=self.is_fast)
+
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
         table = self._token_bytes

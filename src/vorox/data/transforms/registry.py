@@ -25,7 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError
-from vorox.core.schema.data import TransformConfig
+from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
+from vorox.data.transforms.augmentation import required_special_tokens
 from vorox.data.transforms.identity import identity_of
 
 Kind = Literal["text", "tokens", "duplicates"]
@@ -202,3 +203,52 @@ def _validated(config: TransformConfig, name: str, value: Any, hints: Mapping[st
         raise ConfigError(
             f"{config.name}: {name}={value!r} is refused: {problem}", where=f"{where}.args.{name}"
         ) from error  # fmt: skip
+
+
+def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key: str) -> tuple[Transform, ...]:
+    """The transforms of one split of a source: its own list, else that of all sources.
+
+    Raises:
+        ConfigError: As ``resolve_transforms``; or the source is tokens and a transform works on text.
+    """
+    own = source.transforms is not None
+    configs = source.transforms if source.transforms is not None else data.transforms
+    key = f"{source_key}.transforms" if own else "data.transforms"
+    found = resolve_transforms(configs, split, key)
+    if source.format == "bin":
+        for transform in found:
+            if transform.kind != "tokens" or transform.args.get("level") == "character":
+                raise ConfigError(
+                    f"{transform.name} works on text, and source {source.name!r} is tokens",
+                    where=f"{key}.{transform.number}",
+                    hint=f"give the source transforms of its own: {source_key}.transforms",
+                )
+    return found
+
+
+def check_transforms(data: DataConfig) -> None:
+    """Resolve everything that will be needed, so that a mistake is known before anything is read.
+
+    Raises:
+        ConfigError: As ``transforms_of``.
+    """
+    for index, source in enumerate(data.sources):
+        for split in ("train", "validation"):
+            transforms_of(data, source, split, f"data.sources.{index}")
+
+
+def check_special_tokens(transforms: Sequence[Transform], tokenizer: Any) -> None:
+    """Refuse transforms that put in special tokens which the tokenizer lacks.
+
+    Raises:
+        ConfigError: Naming the tokens.
+    """
+    for transform in transforms:
+        needed = required_special_tokens(transform.name, transform.args)
+        missing = [token for token in needed if tokenizer.special_id(token) is None]
+        if missing:
+            raise ConfigError(
+                f"{transform.name} needs the special token{'s' if len(missing) > 1 else ''} {', '.join(missing)}, "
+                "which the tokenizer lacks", where="data.transforms",
+                hint=f"set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
+            )  # fmt: skip
