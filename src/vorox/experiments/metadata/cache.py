@@ -7,6 +7,7 @@ and caches.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from vorox.experiments.metadata.databases import (
     SqliteDatabase,
     query_postgres,
     query_sqlite,
+    require_psycopg,
 )
 from vorox.experiments.metadata.tables import TABLES, Row
 
@@ -51,16 +53,16 @@ class MetadataCache:
     Raises:
         ConfigError: The connection string cannot be read, the client is not installed, or the database is of a newer
             version.
-        Exception: One of ``away`` if the database cannot be had.
+        Exception: One of ``errors`` if the database cannot be had.
     """
 
     def __init__(self, target: Path | str) -> None:
         self._database: Database = SqliteDatabase(target) if isinstance(target, Path) else PostgresDatabase(target)
 
-    @property
-    def away(self) -> tuple[type[Exception], ...]:
-        """Errors that say that the database cannot be had now."""
-        return self._database.away
+    @staticmethod
+    def errors(target: Path | str | None) -> tuple[type[Exception], ...]:
+        """What a database raises when it cannot be had."""
+        return (require_psycopg().Error,) if isinstance(target, str) else (sqlite3.Error,)
 
     def write(self, rows: Iterable[Row]) -> int:
         """Insert rows, or replace those of the same natural key, in one transaction. Returns how many keys."""

@@ -36,11 +36,6 @@ Answer = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 class Database(Protocol):
     """An open database at the current version."""
 
-    @property
-    def away(self) -> tuple[type[Exception], ...]:
-        """Errors that say that the database cannot be had now, which is nobody's mistake here."""
-        ...
-
     def transaction(self) -> contextlib.AbstractContextManager[None]:
         """All that is written inside counts together or not at all."""
         ...
@@ -62,8 +57,6 @@ class Database(Protocol):
 
 class SqliteDatabase:
     """A file. One writer at a time; readers are never kept out for longer than a commit."""
-
-    away: tuple[type[Exception], ...] = (sqlite3.OperationalError, sqlite3.DatabaseError)
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -103,8 +96,6 @@ class PostgresDatabase:
     """A server, found by a connection string that is never shown."""
 
     def __init__(self, dsn: str) -> None:
-        self._psycopg = psycopg = require_psycopg()
-        self.away: tuple[type[Exception], ...] = (psycopg.Error,)
         self._connection = _connect(dsn)
         try:
             with self.transaction():
