@@ -89,6 +89,8 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
         log.event("resumed", f"Resuming after step {state.progress.step:,}", step=state.progress.step)
     if length.warning is not None:
         log.event("long_warmup", length.warning, level="warning")
+    for note in corpus.notes:
+        log.event(f"source_{note.kind}", note.text, level="warning")
     if changes:
         listed = "; ".join(map(str, changes))
         log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
