@@ -87,7 +87,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
             f"there is no such repository or revision on the hub, or no access to it: {_line(error)}", where=place,
             hint="check tokenizer.path and tokenizer.revision; a private repository needs HF_TOKEN in the environment",
         ) from error  # fmt: skip
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # which library it asks through, with errors of its own, differs between versions
         raise DataError(
             f"the tokenizer cannot be fetched from the hub: {_line(error)}", where=place,
             hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision, a copy fetched once is used "

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex
+
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import TokenizerConfig
 from vorox.data.tokenizers.encoders import byte_alphabet
@@ -54,6 +56,7 @@ def load_tiktoken(config: TokenizerConfig) -> Tokenizer:
         )  # fmt: skip
     else:
         found = _named(config.path)
+    _check_pattern(found.pattern)
     end_of_text = config.end_of_text or END_OF_TEXT
     special_tokens = {end_of_text: max(found.ranks.values()) + 1, **found.special_tokens}
     if found.special_tokens and end_of_text not in found.special_tokens:
@@ -62,6 +65,15 @@ def load_tiktoken(config: TokenizerConfig) -> Tokenizer:
     tokenizer = Tokenizer(text, end_of_text, where=config.path)
     _refuse_difference(tokenizer, found, config.path)
     return tokenizer
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        Regex(library_pattern(pattern))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"not a regular expression: {error}", where="tokenizer.pattern", hint="give the pattern of the model's code"
+        ) from error  # fmt: skip
 
 
 def _read(file: Path, pattern: str) -> _Ranks:
@@ -206,7 +218,11 @@ def _refuse_difference(tokenizer: Tokenizer, found: _Ranks, where: str) -> None:
             "vorox", pat_str=found.pattern, mergeable_ranks=dict(found.ranks), special_tokens={}
         )
     except ValueError as error:
-        raise ConfigError(f"tiktoken does not read this tokenizer: {error}", where=where) from error
+        raise ConfigError(
+            f"tiktoken does not read this pattern: {error}",
+            where="tokenizer.pattern",
+            hint="give that of tiktoken's code",
+        ) from error
     texts = adversarial_texts()
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if ids.tolist() != encoding.encode_ordinary(text):
