@@ -221,7 +221,10 @@ def query_sqlite(path: Path, statement: str, max_rows: int | None = None) -> Ans
         DataError: The database cannot be read.
     """
     _expect_reading(statement)
-    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
+    try:
+        connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
+    except sqlite3.OperationalError as error:
+        raise DataError(f"the metadata database cannot be read: {error}", where=str(path)) from error
     try:
         connection.execute("PRAGMA query_only = ON")
         connection.set_authorizer(_allow_reading)
@@ -231,7 +234,7 @@ def query_sqlite(path: Path, statement: str, max_rows: int | None = None) -> Ans
     except sqlite3.Warning as error:
         raise _refusal(str(error)) from error
     except sqlite3.OperationalError as error:
-        if "locked" in str(error) or "unable to open" in str(error):
+        if "locked" in str(error):
             raise DataError(f"the metadata database cannot be read: {error}", where=str(path)) from error
         raise _refusal(str(error)) from error
     except sqlite3.ProgrammingError as error:
