@@ -107,6 +107,13 @@ def read_shard(path: Path) -> TokenArray:
     return cast(TokenArray, mapped)
 
 
+def long_header(token_bytes: int, num_tokens: int) -> bytes:
+    """The 1,024 bytes before so many tokens of 2 or 4 bytes each."""
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = (*_KINDS[token_bytes], num_tokens)
+    return header.tobytes()
+
+
 def write_shard(path: Path, tokens: npt.NDArray[np.unsignedinteger]) -> None:
     """Write a shard with the long header, durably: uint16 ids as version 1, uint32 ids as version 7.
 
@@ -121,9 +128,7 @@ def write_shard(path: Path, tokens: npt.NDArray[np.unsignedinteger]) -> None:
             f"{len(tokens):,} tokens are more than one shard can count ({MOST_TOKENS:,})", where=str(path),
             hint="write several shards",
         )  # fmt: skip
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = (*_KINDS[token_bytes], len(tokens))
     body = np.empty(HEADER_BYTES + len(tokens) * token_bytes, np.uint8)
-    body[:HEADER_BYTES] = header.view(np.uint8)
+    body[:HEADER_BYTES] = np.frombuffer(long_header(token_bytes, len(tokens)), np.uint8)
     body[HEADER_BYTES:].view(f"<u{token_bytes}")[:] = tokens
     write_file(path, body.data)
