@@ -7,6 +7,7 @@ the standard error of that estimate over the units, 0 when everything is built.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
+from vorox.data.storage.waiting import may_wait
+
+_POLL_SECONDS = 0.1
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -49,6 +53,22 @@ class DatasetEstimate:
             f"about {self.tokens:,} tokens in {self.rows:,} rows, from {self.built_bytes:,} of {self.all_bytes:,} "
             f"bytes that are built ({error})"
         )
+
+
+def with_first_units(cache: CacheReader, num_units: int = 1) -> CacheReader:
+    """A reader of a cache that sees its first units, after waiting for them if need be.
+
+    Raises:
+        DataError: They cannot be built.
+    """
+    with may_wait(str(cache.directory)) as wait:
+        while True:
+            planned = cache.manifest.planned_units
+            if planned and not len(cache.missing_units(0, min(num_units, planned))):
+                return cache
+            wait.because("its first units are not built yet", failed=False)
+            time.sleep(_POLL_SECONDS)
+            cache = cache.refreshed(awaited_units=num_units)
 
 
 def estimate(caches: Sequence[CacheReader]) -> DatasetEstimate:

@@ -174,9 +174,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The run has ``total_steps`` steps from ``start_position`` on."""
+    """The run has ``total_steps`` steps, as its schedule knows from ``start_position`` on; before, ``before_steps``."""
 
     start_position: int
+    before_steps: int
     total_steps: int
 
 
@@ -303,7 +304,7 @@ def decode_event(
         case "cut":
             return Cut(*_take(event, {"source": str, "epoch": int}, where))
         case _:
-            return Extension(*_take(event, {"start_position": int, "total_steps": int}, where))
+            return Extension(*_take(event, {"start_position": int, "before_steps": int, "total_steps": int}, where))
 
 
 def _decode_stage(event: Mapping[str, Any], names: Sequence[str], where: str) -> StageEvent:

@@ -20,6 +20,7 @@ from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
 from vorox.data.loader import first_cursor
+from vorox.data.parts import readers_of
 from vorox.data.plan import Plan
 from vorox.training import feed
 
@@ -100,15 +101,17 @@ def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
     start = feed.plan_start(config, corpus)
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     with tempfile.TemporaryDirectory(prefix="vorox-budget-") as directory:
-        plan = Plan.create(Path(directory) / "plan.jsonl", endless, corpus.train)
-        plan.extend_to(MAX_STEPS * config.train.global_batch_sequences, corpus.train)
+        readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
+        plan = Plan.create(Path(directory) / "plan.jsonl", endless, readers)
+        if endless.growth is None:
+            plan.extend_to(MAX_STEPS * config.train.global_batch_sequences, readers)
         cursor = first_cursor(plan, config.run.seed)
         validation = feed.validation_set(config, corpus)
         held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
         num_batches = 0
         if held_out:
             num_batches = -(-feed.num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
-        with feed.training_batches(config, corpus, plan, engine.data_shard, cursor) as batches:
+        with feed.training_batches(config, corpus, plan, engine.data_shard, cursor, total_steps=MAX_STEPS) as batches:
             return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
 
 
@@ -125,6 +128,7 @@ def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
     """The configuration with this length in place of whatever length it had."""
     values = config.model_dump(mode="json")
     values["train"] |= {"num_steps": num_steps, "num_tokens": None, "num_epochs": None}
+    values["train"] |= {"epoch_dataset_fraction": 1.0, "follow_growth": False}  # they mean something with epochs only
     return RunConfig.model_validate(values)
 
 
