@@ -120,9 +120,21 @@ def _complete(directory: Path, work: UnitWork, units: Sequence[Unit], last_unit:
     if not (directory / RECIPE_NAME).exists():
         return None
     check_recipe(directory, read_recipe(directory), work.recipe)
-    if not inventory.is_recorded(directory, work.files, units):
-        return None
     manifest = Manifest.open(directory)
     manifest.check_recipe(directory, work.recipe.digest)
+    if not inventory.is_recorded(directory, manifest, work.files, units):
+        return None
     done = manifest.planned_units == len(units) and not len(manifest.missing_units(0, last_unit))
     return manifest if done else None
+
+
+def rebuild_unit(
+    directory: Path, work: UnitWork, units: Sequence[Unit], unit: int, *, bad_record_fraction: float
+) -> None:
+    """Build one unit again of which a chunk is lost or damaged, unless somebody else does.
+
+    Raises:
+        DataError: It cannot be built, or is no longer what was committed.
+    """
+    options = BuildOptions("forward", bad_record_fraction, 0, frozenset({unit}), "full")
+    Builder(directory, work, units, options).run()

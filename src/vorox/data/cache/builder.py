@@ -84,12 +84,13 @@ def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) ->
             check_recipe(directory, read_recipe(directory), work.recipe)
         else:
             write_recipe(directory, work.recipe)
-        inventory.record(directory, work.files, units)
         make_directory(directory / "manifest")
         manifest = Manifest.open(directory)
         manifest.check_recipe(directory, work.recipe.digest)
-        if manifest.planned_units < len(units):
-            manifest = manifest.appended(directory, [planned_entry(len(units), work.recipe.digest)])
+        inventory.record(directory, manifest, work.files, units)
+        if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
+            entry = planned_entry(len(units), work.recipe.digest, len(work.files))
+            manifest = manifest.appended(directory, [entry])
     return manifest
 
 
