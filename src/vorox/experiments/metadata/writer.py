@@ -57,6 +57,7 @@ class MetadataWriter:
         self._spool = Spool(run_directory)
         self._number = self._spool.read().last_number
         self._pending: dict[tuple[Any, ...], tuple[int, Row]] = {}
+        self._in_flight: dict[tuple[Any, ...], tuple[int, Row]] = {}
         self._written: dict[tuple[Any, ...], Row] = {}
         self._lock = threading.Lock()
         self._spool_lock = threading.Lock()
@@ -91,9 +92,10 @@ class MetadataWriter:
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_seconds)
-        if self._thread.is_alive():  # hangs in the database; what it has taken is spooled by it, or committed
+        if self._thread.is_alive():  # hangs in the database; what it has taken may be written twice, or never
             self._look()
             self._spool_pending()
+            self._keep(list(self._in_flight.values()), sync=True)
 
     def _work(self) -> None:
         while True:
@@ -116,11 +118,13 @@ class MetadataWriter:
             return
         with self._lock:
             taken, self._pending = self._pending, {}
+        self._in_flight = taken
         try:
             self._write(taken)
         except Exception as error:
             self._away(error, taken)
             return
+        self._in_flight = {}
         if self._failures:
             self._tell("metadata_back", "The metadata database is back; nothing was lost", "info")
         self._failures = 0
@@ -169,6 +173,7 @@ class MetadataWriter:
         self._failures += 1
         self._retry_at = time.monotonic() + min(_LONGEST_RETRY_SECONDS, self._interval_seconds * self._failures)
         self._keep(taken.values(), sync=True)
+        self._in_flight = {}
         if self._failures == 1:
             text = f"The metadata database is away ({type(error).__name__}: {error}); what it misses is kept in "
             self._tell("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
