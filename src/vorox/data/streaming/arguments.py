@@ -41,6 +41,7 @@ def configuration(
     shuffle_buffer_rows: int | None,
     cache_directory: str | Path | None,
     retention_bytes: int | None,
+    unit_bytes: int | None,
 ) -> RunConfig:
     """The configuration that the arguments of ``RemoteIterableDataset`` mean.
 
@@ -50,12 +51,13 @@ def configuration(
     values = data.model_dump(mode="json") if isinstance(data, RunConfig) else _from_locations(data)
     section: dict[str, Any] = values["data"]
     section["mode"] = "streaming"
-    section.setdefault("growth", {})["mode"] = "strict"
+    section.setdefault("growth", {}).update(mode="strict", later_passes="segments")
     given: list[tuple[dict[str, Any], str, Any]] = [
         (section, "sequence_length_tokens", sequence_length_tokens),
         (section, "shuffle", shuffle),
         (section.setdefault("cache", {}), "directory", None if cache_directory is None else str(cache_directory)),
         (section.setdefault("streaming", {}), "retention_bytes", retention_bytes),
+        (section["cache"], "unit_bytes", unit_bytes),
         (values.setdefault("run", {}), "seed", seed),
     ]
     for place, key, value in given:
@@ -75,7 +77,7 @@ def configuration(
         raise ConfigError(f"the arguments make no configuration: {listed}") from error
     problems = find_problems(config)
     if problems:
-        raise ConfigError("; ".join(problem.text for problem in problems))
+        raise ConfigError("; ".join(problem.what for problem in problems))
     return config
 
 

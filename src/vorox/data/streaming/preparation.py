@@ -6,7 +6,8 @@ the segments are those that the plan takes up, so that what is kept is what is r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vorox.core.schema.data import DataConfig, GrowthConfig
@@ -19,6 +20,8 @@ from vorox.data.streaming.windows import Range
 
 DIRECTORY_NAME = "streams"
 """Below the root of the caches: chunks there come and go."""
+
+_POLL_SECONDS = 0.02
 
 
 def segment_ranges(num_units: int, growth: GrowthConfig) -> list[Range]:
@@ -60,8 +63,40 @@ class Streams:
         self.streams.append(stream)
         return StreamReader(stream)
 
+    def wait_for_first_segments(
+        self, readers: Sequence[StreamReader], on_progress: Callable[[StreamReader, int, int], None]
+    ) -> list[StreamReader]:
+        """Readers that see the first segment of every source, built at once if it was not yet.
+
+        Args:
+            readers: One per source.
+            on_progress: Told (reader, bytes of text built, bytes of the first segment).
+
+        Raises:
+            DataError: A unit of a first segment cannot be built.
+        """
+        seen = list(readers)
+        while True:
+            waiting = False
+            for index, reader in enumerate(seen):
+                last = reader.stream.first_segment_units
+                if len(reader.missing_units(0, last)):
+                    reader = seen[index] = reader.refreshed(awaited_units=last)
+                missing: list[int] = reader.missing_units(0, last).tolist()
+                if missing:
+                    waiting = True
+                    sizes = [_size_bytes(unit) for unit in reader.units[:last]]
+                    on_progress(reader, sum(sizes) - sum(sizes[unit] for unit in missing), sum(sizes))
+            if not waiting:
+                return seen
+            time.sleep(_POLL_SECONDS)
+
     def close(self) -> None:
         """End what is being built. Repeatable."""
         self.ring.close()
         for stream in self.streams:
             stream.close()
+
+
+def _size_bytes(unit: Unit) -> int:
+    return sum(span.end_byte - span.start_byte for span in unit.spans)

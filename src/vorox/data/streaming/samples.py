@@ -9,6 +9,7 @@ Shape legend: N rows of a block, T positions of a row.
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -18,8 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.atomic import canonical_json
 from vorox.data.assembly import assemble, interleave
+from vorox.data.cache.reader import DocumentSpan
+from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Positions
+from vorox.data.plan_events import encode_start
 from vorox.data.plan_tables import Addresses
 from vorox.data.records import RowBlock
 from vorox.data.streaming.reader import StreamReader
@@ -33,38 +38,49 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Makes the samples of any covered positions.
+    """Makes the samples of any positions; waits for rows that are not built yet.
 
     Attributes:
         plan: Where each position's row is.
-        readers: The sources, in the plan's order.
+        grower: Covers positions of the plan, and has the sources' readers.
         document_mask: Whether documents of a row are kept apart.
         metadata: Whether samples say where they come from.
+        max_epochs: Passes after which the data ends; ``None`` for any number.
+        closing: Set to end waiting.
     """
 
     plan: Plan
-    readers: Sequence[StreamReader]
+    grower: PlanGrower
     document_mask: bool
     metadata: bool
+    max_epochs: int | None
+    closing: threading.Event
 
-    def locate(self, positions: Positions) -> Addresses:
-        return self.plan.locate(positions)
-
-    def read(self, positions: Positions, found: Addresses) -> list[Sample]:
-        """The samples at some positions.
+    def read(self, positions: Positions) -> list[Sample]:
+        """The samples at some positions, ascending; fewer where the data ends among them.
 
         Raises:
             DataError: A row cannot be made again as it was.
         """
+        self.grower.cover(int(positions[-1]) + 1, stop=self.closing.is_set)
+        found = self.plan.locate(positions)
+        if self.max_epochs is not None and int(found.epoch.max()) >= self.max_epochs:
+            positions = positions[: int(np.argmax(found.epoch >= self.max_epochs))]
+            if not positions.size:
+                return []
+            found = self.plan.locate(positions)
         rows_N = found.row.copy()
         blocks: list[RowBlock] = []
         slots: list[npt.NDArray[np.int64]] = []
-        for index, reader in enumerate(self.readers):
+        readers = self.grower.readers
+        for index, reader in enumerate(readers):
             chosen = np.flatnonzero(found.source_index == index)
-            if chosen.size:
-                rows_N[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
-                blocks.append(reader.read_rows(rows_N[chosen]))
-                slots.append(chosen)
+            if not chosen.size:
+                continue
+            assert isinstance(reader, StreamReader)
+            rows_N[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
+            blocks.append(reader.read_rows(rows_N[chosen]))
+            slots.append(chosen)
         rows = assemble(interleave(blocks, slots), document_mask=self.document_mask)
         arrays = {"input_ids": rows.tokens_NT, "labels": rows.labels_NT}
         if rows.segment_ids_NT is not None and rows.position_ids_NT is not None:
@@ -72,15 +88,24 @@ class SampleReader:
         samples: list[Sample] = [{name: array[n] for name, array in arrays.items()} for n in range(len(positions))]
         if self.metadata:
             for n, sample in enumerate(samples):
-                sample["metadata"] = self._metadata(int(positions[n]), found, rows_N, n)
+                reader = readers[int(found.source_index[n])]
+                assert isinstance(reader, StreamReader)
+                sample["metadata"] = self._metadata(int(positions[n]), found, n, reader.documents_of(int(rows_N[n])))
         return samples
 
-    def _metadata(self, position: int, found: Addresses, rows_N: Positions, n: int) -> dict[str, Any]:
-        source = int(found.source_index[n])
-        spans = self.readers[source].documents_of(int(rows_N[n]))
+    def order_before(self, position: int) -> str:
+        """Hash over everything that decides the samples before a position."""
+        counts = self.plan.tables.mixture.counts(position)
+        content = [
+            [segment.content_digest for segment in group if segment.start_draw < count]
+            for group, count in zip(self.plan.segments, counts, strict=True)
+        ]
+        return hashlib.sha256(canonical_json([encode_start(self.plan.start), content])).hexdigest()[:32]
+
+    def _metadata(self, position: int, found: Addresses, n: int, spans: Sequence[DocumentSpan]) -> dict[str, Any]:
         return {
             "position": position,
-            "source": self.plan.sources[source].name,
+            "source": self.plan.sources[int(found.source_index[n])].name,
             "epoch": int(found.epoch[n]),
             "documents": [
                 {
@@ -96,21 +121,20 @@ class SampleReader:
 
 
 def read_ahead(
-    read: Callable[[Positions], list[Sample] | None], blocks: Iterable[Positions], num_blocks: int
+    read: Callable[[Positions], list[Sample]], blocks: Iterable[Positions], num_blocks: int
 ) -> Generator[tuple[Positions, list[Sample]]]:
-    """Blocks of samples in order, made by a thread that keeps some ready.
+    """Blocks of samples in order, made by a thread that keeps some ready. The first short one is the last.
 
     Args:
-        read: Makes a block; None says that the data ends before it.
+        read: Makes a block; a short one says that the data ends in it.
         blocks: Which positions.
         num_blocks: Blocks kept ready; 0 makes each when it is asked for.
     """
     if num_blocks == 0:
         for positions in blocks:
-            samples = read(positions)
-            if samples is None:
+            yield positions, (samples := read(positions))
+            if len(samples) < len(positions):
                 return
-            yield positions, samples
         return
     ready: queue.Queue[tuple[Positions, list[Sample]] | BaseException | None] = queue.Queue(num_blocks)
     ended = threading.Event()
@@ -128,7 +152,7 @@ def read_ahead(
         try:
             for positions in blocks:
                 samples = read(positions)
-                if samples is None or not put((positions, samples)):
+                if not put((positions, samples)) or len(samples) < len(positions):
                     break
             put(None)
         except BaseException as error:  # whatever it is, the consumer must see it, behind what came before it

@@ -204,6 +204,10 @@ class Stream:
                     self.ring.changed.notify_all()
             return self.manifest
 
+    @property
+    def first_segment_units(self) -> int:
+        return self._segments[0][1]
+
     def segment_of(self, unit: int) -> int:
         return bisect.bisect_right(self._segment_starts, unit) - 1
 
