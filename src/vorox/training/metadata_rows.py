@@ -15,6 +15,7 @@ from vorox.core.attempts import Attempt, lineage
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
+from vorox.data.parts import SourceReader
 from vorox.data.plan import Plan
 from vorox.data.provenance import RowOrigin
 from vorox.experiments.metadata import Row
@@ -27,7 +28,7 @@ def run_identity(run_directory: Path) -> str:
     return f"{run_directory.resolve().name}:{hashlib.sha256(began.encode()).hexdigest()[:6]}"
 
 
-def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[CacheReader]) -> Iterator[Row]:
+def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
     """The run and the caches that it reads."""
     yield Row(
         "run",
@@ -40,6 +41,8 @@ def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[Cac
         },
     )
     for index, (source, reader) in enumerate(zip(plan.sources, readers, strict=True)):
+        if reader is None:
+            continue  # an earlier attempt has written it
         yield Row(
             "run_source",
             {"run_id": run_id, "source_index": index, "name": source.name, "cache": reader.directory.name},
@@ -107,7 +110,7 @@ def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable
         )
 
 
-def file_rows(reader: CacheReader) -> Iterator[Row]:
+def file_rows(reader: SourceReader) -> Iterator[Row]:
     """The files that a cache was built from."""
     for index, file in enumerate(reader.files):
         values = {"cache": reader.directory.name, "file_index": index, "uri": file.uri}

@@ -222,7 +222,7 @@ def open_session(
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
-        open_provenance(run, config.log, progress, plan, corpus.train, setting.log) as provenance,
+        open_provenance(run, config.log, progress, plan, feed.plan_readers(plan, corpus), setting.log) as provenance,
         feed.training_batches(
             config,
             corpus,
