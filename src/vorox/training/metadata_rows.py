@@ -24,8 +24,8 @@ from vorox.experiments.metadata import Row
 def run_identity(run_directory: Path) -> str:
     """What a run is called in a database that others write to as well: its id and when it was first begun."""
     attempts = run_attempts(run_directory)
-    began = str(attempts[0].get("started_at", "")) if attempts else ""
-    return f"{run_directory.resolve().name}:{hashlib.sha256(began.encode()).hexdigest()[:6]}"
+    began = [attempts[0].get(name) for name in ("started_at", "pid")] if attempts else []
+    return f"{run_directory.resolve().name}:{hashlib.sha256(canonical_json(began)).hexdigest()[:6]}"
 
 
 def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
