@@ -25,7 +25,8 @@ from vorox.core.schema import RunConfig
 from vorox.data import inspection
 from vorox.data.baseline import compress
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import Corpus, cache_root, prepare
+from vorox.data.cache_places import cache_root
+from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
 
 WORDS = (

@@ -183,7 +183,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
     found = [Path(path) for path in noted if Path(path).is_dir()]
     if not found:
         from vorox.core.run_context import recorded_config
-        from vorox.data.dataset import cache_root
+        from vorox.data.cache_places import cache_root
 
         root = cache_root(recorded_config(run_directory).data)
         found = sorted(root.glob(f"{name}-train-{source.recipe_digest[:12]}-*"))
