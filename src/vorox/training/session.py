@@ -65,6 +65,10 @@ class Setting:
     engine: Engine
     log: RunLog
 
+    def close(self) -> None:
+        """End what is built in the background."""
+        self.corpus.close()
+
 
 def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[RunState, Plan]:
     """Where the run stands, with the engine standing there too, and the plan of its data.
