@@ -91,6 +91,7 @@ def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) ->
         if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
             entry = planned_entry(len(units), work.recipe.digest, len(work.files))
             manifest = manifest.appended(directory, [entry])
+    work.at(directory).find_duplicates(units)
     return manifest
 
 
@@ -124,7 +125,7 @@ class Builder:
     ) -> None:
         self.directory = directory
         self.units_built = self.units_adopted = 0
-        self.work, self.options = work, options
+        self.work, self.options = work.at(directory), options
         self._units = units
         self._on_progress, self._stop = on_progress, stop
         self._source_bytes_U = source_bytes(units)
