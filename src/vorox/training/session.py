@@ -198,7 +198,7 @@ def open_session(
     config, corpus, engine = setting.config, setting.corpus, setting.engine
     progress, total_steps = state.progress, state.horizon.total_steps
     validation = feed.validation_set(config, corpus)
-    byte_lengths = corpus.tokenizer.token_byte_lengths()
+    byte_lengths = corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation, token_byte_lengths=byte_lengths
     )
