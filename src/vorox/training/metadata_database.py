@@ -48,7 +48,7 @@ def refresh_database(
 
     Args:
         run_directory: The run.
-        inventory: Also the units and chunks of its caches.
+        inventory: Also the files, units and chunks of its caches.
         sample_steps: Also the rows of these steps, first and last, into the table ``sample``.
 
     Raises:
@@ -65,7 +65,7 @@ def refresh_database(
             projection.introduce(cache)
             cache.write(projection.observe())
             if inventory:
-                for reader in {id(whole): whole for whole in map(cache_of, trail.readers)}.values():
+                for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
                     cache.write(inventory_rows(reader))
             if span is not None:
                 rows = sample_rows(projection.run_id, _origins(trail, *span))
