@@ -110,16 +110,12 @@ def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable
         )
 
 
-def file_rows(reader: SourceReader) -> Iterator[Row]:
-    """The files that a cache was built from."""
-    for index, file in enumerate(reader.files):
-        values = {"cache": reader.directory.name, "file_index": index, "uri": file.uri}
-        yield Row("source_file", {**values, "version": file.version, "size_bytes": file.size_bytes})
-
-
 def inventory_rows(reader: CacheReader) -> Iterator[Row]:
-    """The units and chunks of a cache: about one of each per eight million tokens, so only on request."""
+    """The files, units and chunks of a cache: what it is, not what a run did with it, and much more, so on request."""
     manifest, cache = reader.manifest, reader.directory.name
+    for index, file in enumerate(reader.files):
+        values = {"cache": cache, "file_index": index, "uri": file.uri}
+        yield Row("source_file", {**values, "version": file.version, "size_bytes": file.size_bytes})
     starts = manifest.unit_row_starts
     for record in manifest.units:
         unit, documents, text_bytes, tokens, quarantined = record.item()

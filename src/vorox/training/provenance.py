@@ -25,7 +25,7 @@ from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
 from vorox.experiments.metadata.cache import DATABASE_NAME
 from vorox.experiments.metadata.databases import require_psycopg
-from vorox.training.metadata_rows import attempt_rows, file_rows, plan_rows, run_identity, run_rows, segment_rows
+from vorox.training.metadata_rows import attempt_rows, plan_rows, run_identity, run_rows, segment_rows
 
 INTERVAL_SECONDS = 5.0
 """Time between two looks at how the run stands."""
@@ -138,8 +138,6 @@ class Projection:
         cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
         self._segments = {row.key: row for row in segment_rows(self.run_id, self._plan)}
         cache.replace("segment", self.run_id, self._segments.values())
-        for reader in filter(None, self._readers):
-            cache.introduce_files(reader.directory.name, len(reader.files), file_rows(reader))
 
     def observe(self) -> Iterator[Row]:
         """How the run stands now: its attempts, and the plan's events if there are new ones."""
