@@ -7,14 +7,14 @@ import email.utils
 import logging
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 
 import pytest
 
 from servers.shelves import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, retry_budget, waiting, waiting_for_data
+from vorox.data.storage import RetryPolicy, in_one_budget, retry_budget, waiting, waiting_for_data
 from vorox.data.storage.retry import (
     RetryBudget,
     TransientError,
@@ -88,6 +88,29 @@ def test_a_budget_inside_takes_over_how_patient_the_outer_one_is() -> None:
     with retry_budget(POLICY), retry_budget() as inner:
         assert inner.policy is POLICY
         assert inner.left == 5
+
+
+def test_a_generator_has_a_budget_of_its_own_and_sets_none_for_others() -> None:
+    closed: list[bool] = []
+
+    def unit(name: str) -> Iterator[tuple[str, RetryBudget]]:
+        try:
+            for _ in range(3):
+                yield name, current_budget()
+        finally:
+            closed.append(True)
+
+    first, second = (in_one_budget(unit(name), POLICY) for name in "ab")
+    with retry_budget() as outside:
+        budgets = [(next(first), next(second)) for _ in range(2)]
+        assert current_budget() is outside
+    ((_, a), (_, b)), ((_, again), _) = budgets
+    assert a is again
+    assert len({id(a), id(b), id(outside)}) == 3
+    assert a.policy is POLICY
+    first.close()
+    assert closed == [True]
+    assert [name for name, _ in second] == ["b"]
 
 
 def test_full_jitter_is_even_between_nothing_and_a_bound_that_doubles() -> None:

@@ -120,11 +120,11 @@ class SourceConfig(Section):
     bad_record_fraction: float = Field(
         default=0.001, ge=0, le=1, description="Unreadable records that are put aside before the build stops."
     )
-    retries_per_unit: int = Field(
+    max_retries_per_unit: int = Field(
         default=60,
         ge=0,
-        description="Failed tries at a store (S3, GCS, hub, web) that one unit of work may have before the build stops; "
-        "60 are some 13 minutes of an outage.",
+        description="Failed tries at a store (S3, GCS, hub, web) that one unit of work may have before building "
+        "stops; 60 are some 13 minutes of an outage.",
     )
     stall_seconds: float = Field(
         default=20.0,

@@ -161,14 +161,14 @@ async def request(
     uri: str,
     policy: RetryPolicy,
     headers: Mapping[str, str] | None = None,
-    body: Any = None,
+    form: Mapping[str, str] | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
     """One try of a request.
 
     Args:
         uri: What it is about, for messages; the address itself is never shown.
-        body: Sent as JSON.
+        form: Sent as the body, as forms are.
 
     Raises:
         TransientError: No connection, no byte for too long, or a body that broke.
@@ -180,7 +180,7 @@ async def request(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=policy.connect_seconds, sock_read=policy.stall_seconds)
     try:
         async with session.request(
-            method, URL(url, encoded=True), headers=headers, json=body, timeout=timeout, max_redirects=8
+            method, URL(url, encoded=True), headers=headers, data=form, timeout=timeout, max_redirects=8
         ) as response:
             yield response
     except aiohttp.InvalidURL:
@@ -298,12 +298,12 @@ async def get_json(
     credentials_hint: str,
     headers: Mapping[str, str] | None = None,
     method: str = "GET",
-    body: Any = None,
+    form: Mapping[str, str] | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> tuple[Any, Mapping[str, str]]:
     """One try of a question that is answered in JSON: the answer and its headers."""
     async with request(
-        method, url, uri=uri, policy=policy, headers=headers, body=body, session=session
+        method, url, uri=uri, policy=policy, headers=headers, form=form, session=session
     ) as response:  # fmt: skip
         content = await response.read()
         message = _message(response, content)
