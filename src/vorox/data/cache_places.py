@@ -46,7 +46,12 @@ class Place:
 
 def cache_root(data: DataConfig) -> Path:
     """Root of all caches: ``data.cache.directory``, else ``$VOROX_CACHE``, else ``~/.cache/vorox``."""
-    return Path(data.cache.directory or os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser().absolute()
+    return root_of(data.cache.directory)
+
+
+def root_of(directory: str | None) -> Path:
+    """The same for a value of ``data.cache.directory``."""
+    return Path(directory or os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser().absolute()
 
 
 def cache_directory(root: Path, source: Source, split: Split, recipe: Recipe) -> Path:
