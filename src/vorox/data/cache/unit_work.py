@@ -133,9 +133,11 @@ class UnitWork:
             DataError: A text cannot be read or tokenised. The units before it have been given out.
         """
         stages = self.stages().stages(self.pipeline)
+        begun: dict[int, tuple[Unit, int]] = {}
+        units = self._noted(units, begun)
         if not self.pipeline.staged:
             taken = units if stop is None else _until(units, stop)
-            yield from _told(one_after_the_other(taken, stages), on_documents)
+            yield from self._of_one_path(_told(one_after_the_other(taken, stages), on_documents), begun)
             return
         pipeline = Pipeline(units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop)
 
@@ -146,9 +148,24 @@ class UnitWork:
                 on_statistics(pipeline.statistics())
 
         with contextlib.closing(iter(pipeline)) as items:
-            yield from _told(items, on_batch)
+            yield from self._of_one_path(_told(items, on_batch), begun)
         if on_statistics is not None:
             on_statistics(pipeline.statistics())
+
+    def _noted(self, units: Iterable[Unit], begun: dict[int, tuple[Unit, int]]) -> Iterator[Unit]:
+        """The units, each remembered with the way of encoding that it begins with."""
+        for unit in units:
+            begun[unit.unit_id] = unit, getattr(self.tokenizer, "path_changes", 0)
+            yield unit
+
+    def _of_one_path(self, built: Iterable[BuiltUnit], begun: dict[int, tuple[Unit, int]]) -> Iterator[BuiltUnit]:
+        """The units, those again during which the tokenizer left its fast path: part of them is of a way that erred."""
+        for result in built:
+            unit, changes = begun.pop(result.unit_id)
+            if changes != getattr(self.tokenizer, "path_changes", 0):
+                again = one_after_the_other([unit], self.stages().stages(self.pipeline))
+                result = next(item for item in again if isinstance(item, BuiltUnit))
+            yield result
 
     def stages(self) -> UnitStages:
         """The stages from a unit to its chunks."""

@@ -127,7 +127,8 @@ class FastPath:
                 self.changes = 1
                 _logger.warning(
                     "the fast path of the tokenizer gave other ids than the tokenizer for a text of %d characters that "
-                    "begins with %r; it is not used any more", len(text), text[:40],
+                    "begins with %r; it is not used any more; `vorox data verify` tells whether a cache is affected",
+                    len(text), text[:40],
                 )  # fmt: skip
                 return
 
