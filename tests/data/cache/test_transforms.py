@@ -25,11 +25,14 @@ from vorox.core.schema.data import DataConfig, PipelineConfig, SourceConfig, Tra
 from vorox.data.cache.build import build
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.report import BuildProgress
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
 from vorox.data.pipeline.duplicates import duplicates_path
+from vorox.data.transforms.apply import TransformCount
 from vorox.data.transforms.identity import version
 from vorox.data.transforms.registry import check_transforms, recipe_of, resolve_transforms, transforms_of
+from vorox.experiments.metrics import metric
 
 TOKENIZER = ByteTokenizer()
 HERE = __name__
@@ -141,6 +144,22 @@ def test_what_each_transform_did_is_counted():
     assert total == {"0/length": [9, 3, 0], "1/exact_duplicates": [6, 0, 0], twice: [6, 0, 6]}
     assert sum(unit.statistics.documents for unit in units) == 12
     assert sum(unit.records_read for unit in units) == 9
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_the_report_says_what_transforms_did_and_which_stage_is_slowest(tmp_path, staged):
+    work = work_of(CORPUS, [config("length", min_characters=6)], staged=staged)
+    told: list[BuildProgress] = []
+    report = build(tmp_path, work, CORPUS.units, on_progress=told.append)
+    assert report.transforms == {"0/length": TransformCount(9, 3, 0)}
+    if not staged:
+        assert report.stages is None
+        return
+    assert report.stages is not None
+    assert report.stages.bottleneck in [stage.name for stage in report.stages.stages]
+    assert told[-1].stages is not None
+    again = build(tmp_path, work, CORPUS.units)
+    assert (again.stages, again.transforms) == (None, {})
 
 
 def test_the_first_of_equal_texts_in_the_source_stays(tmp_path):
@@ -430,5 +449,9 @@ def test_progress_and_statistics_are_told_in_the_thread_that_asks():
     assert sum(row[1] for row in told) == sum(unit.statistics.text_bytes for unit in built)
     assert sum(row[2] for row in told) == sum(unit.statistics.tokens for unit in built)
     last = statistics[-1]
+    for name, value in last.metrics().items():
+        assert metric(name).description
+        assert isinstance(value, float)
+    assert last.metrics()["pipeline/tokenize/items"] == len(CORPUS.units)
     assert [stage.name for stage in last.stages] == ["read", "filter", "tokenize", "gather", "pack", "write"]
     assert last.bottleneck in {stage.name for stage in last.stages}

@@ -76,7 +76,7 @@ def document_row(
     """The ``DOCUMENT`` record of one document.
 
     Its size is that of the text that was tokenised; its place and its hash are those of the record, whatever transforms
-    made of it, so that provenance can tell whether the source still has it. Tokens without a text are hashed themselves.
+    made of it, so that provenance can tell whether the source still has it. Tokens without a text are hashed.
 
     Raises:
         DataError: It is too long for a cache.

@@ -142,10 +142,10 @@ class UnitWork:
         pipeline = Pipeline(units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop)
 
         def on_batch(documents: int, text_bytes: int, tokens: int) -> None:
-            if on_documents is not None:
-                on_documents(documents, text_bytes, tokens)
             if on_statistics is not None:
                 on_statistics(pipeline.statistics())
+            if on_documents is not None:
+                on_documents(documents, text_bytes, tokens)
 
         with contextlib.closing(iter(pipeline)) as items:
             yield from self._of_one_path(_told(items, on_batch), begun)
