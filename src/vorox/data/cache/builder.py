@@ -41,6 +41,8 @@ SNAPSHOT_FROM_ENTRIES = 256
 _FIRST_GUESS_CACHE_PER_TEXT_BYTE = 0.4
 _SHORTEST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
+"""Small units are read ahead by number, so that other builders find some; large ones by the pipeline's bytes."""
 
 Mode = Literal["forward", "inverse", "gaps"]
 OnProgress = Callable[[BuildProgress], None]
@@ -133,6 +135,8 @@ class Builder:
         self._units = units
         self._on_progress, self._stop = on_progress, stop
         self._source_bytes_U = source_bytes(units)
+        stages = work.pipeline
+        self._units_ahead = 1 + stages.fetch_threads + stages.tokenize_threads + stages.pack_threads
         self._settled: set[int] = set()
         self._writing: int | None = None
         self._writing_bytes = self._pending_bytes = 0
@@ -202,6 +206,7 @@ class Builder:
         for unit in wanted:
             if self._stop():
                 return
+            leases.wait_for_room(self._units_ahead, _PATIENCE_SECONDS)
             if self._is_done(unit) or not leases.take(unit):
                 continue
             self.manifest = self.manifest.refreshed(self.directory)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_OPEN_CHUNKS = 4096
 _WAITS_FOR_A_DIRECTORY = 50
+_MENDS = 3
 
 
 class DocumentSpan(NamedTuple):
@@ -233,11 +234,12 @@ class CacheReader:
         Raises:
             DataError: A chunk is missing or damaged; names file and row.
         """
-        try:
-            return self._read_rows(rows)
-        except DataError as error:
-            self._mend(rows, error)
-            return self._read_rows(rows)
+        for _ in range(_MENDS):
+            try:
+                return self._read_rows(rows)
+            except DataError as error:
+                self._mend(rows, error)
+        return self._read_rows(rows)
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
         chunk_N, row_N = self.addresses(rows)
