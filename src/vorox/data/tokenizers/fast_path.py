@@ -138,12 +138,12 @@ class FastPath:
         waiting: list[tuple[int, list[str]]] = []
         size = 0
         for index, text in enumerate(texts):
-            for words in self._windows(text):
+            for words, characters in self._windows(text):
                 if words is None:
                     results[index] = None
                     break
                 waiting.append((index, words))
-                size += sum(map(len, words))
+                size += characters
                 if size >= _GROUP_CHARACTERS:
                     self._look_up(waiting, results)
                     waiting, size = [], 0
@@ -152,15 +152,15 @@ class FastPath:
             None if result is None else cast("TokenArray", np.frombuffer(result, self._dtype)) for result in results
         ]
 
-    def _windows(self, text: str) -> Iterator[list[str] | None]:
-        """The words of a text in lists of bounded size; None when the text is not for this path."""
+    def _windows(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
+        """The words of a text in lists of bounded size, and their characters; None if it is not for this path."""
         if not text.isascii():
             if self._only_ascii:
-                yield None
+                yield None, 0
                 return
             text_bytes(text)  # says where half a surrogate pair is
         if any(literal in text for literal in self._literals):
-            yield None
+            yield None, 0
             return
         start = 0
         while len(text) - start > _WINDOW_CHARACTERS:
@@ -168,9 +168,10 @@ class FastPath:
             if words is None or len(words) <= 2 * _OPEN_WORDS:
                 break
             del words[-_OPEN_WORDS:]
-            yield words
-            start += sum(map(len, words))
-        yield self._pattern.words(text[start:] if start else text)
+            characters = sum(map(len, words))
+            yield words, characters
+            start += characters
+        yield self._pattern.words(text[start:] if start else text), len(text) - start
 
     def _look_up(self, waiting: Sequence[tuple[int, list[str]]], results: list[bytearray | None]) -> None:
         known = self._known

@@ -108,7 +108,7 @@ class WordPattern:
         """The words of a text, one after the other without gaps; None where it cannot be told."""
         if text.isascii():
             words: list[str] = self._compiled.findall(text)
-            return words if sum(map(len, words)) == len(text) else None
+            return words if len("".join(words)) == len(text) else None
         replaced = text.translate(self._table)
         if chr(_ODD) in replaced:
             return None
