@@ -100,7 +100,7 @@ def _look_at_text(config: RunConfig) -> _Text:
     from vorox.data.cache_places import cache_root
     from vorox.data.dataset import exact_weights
     from vorox.data.storage import ContentVersions
-    from vorox.data.text.sources import list_source
+    from vorox.data.text.sources import for_tokenizer, list_source
     from vorox.data.tokenizers.store import tokenizer_for
 
     class ReadOnly(ContentVersions):
@@ -133,6 +133,10 @@ def _look_at_text(config: RunConfig) -> _Text:
         if config.tokenizer.kind not in {"bpe", "char"}:
             raise
         tokenizer = None  # it will be trained
+    if tokenizer is not None:
+        identity = (tokenizer.fingerprint, tokenizer.end_of_text_id)
+        called = [config.tokenizer.path or config.tokenizer.kind]
+        sources = [for_tokenizer(source, *identity, called) for source in sources]
     return _text(config, sources, tokenizer, root)
 
 
@@ -191,6 +195,8 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     for source in text.sources:
         size = quantities.size(source.size_bytes)
         yield f"data           {source.config.name}: {len(source.files):,} files, {size} ({source.config.format})"
+        for note in source.notes:
+            yield f"               note: {note.text}"
     kind = config.tokenizer.kind
     state = "ready" if text.tokenizer is not None else "to be trained"
     known = f"{text.vocab_size:,} tokens" if text.tokenizer is not None or kind == "bpe" else "vocabulary from the text"
