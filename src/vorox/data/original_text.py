@@ -18,6 +18,7 @@ from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
 from vorox.core.schema import SourceConfig
 from vorox.data.documents import BadRecord, TokenDocument
+from vorox.data.parts import cache_name, cache_of
 from vorox.data.provenance import DocumentOrigin, RowOrigin, Trail
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import read_record
@@ -52,6 +53,7 @@ class TextFinder:
 
     @cached_property
     def _sources(self) -> dict[str, SourceConfig]:
+        """By the name of the cache; sources that later configurations left out are not there."""
         return {source.name: source for source in recorded_config(self._trail.directory).data.sources}
 
     def find(self, row: RowOrigin, document: DocumentOrigin) -> FoundText:
@@ -60,7 +62,7 @@ class TextFinder:
         Raises:
             DataError: The row cannot be read, or the run's tokenizer is gone.
         """
-        block = self._trail.readers[row.source_index].read_rows(np.array([row.row], np.int64))
+        block = cache_of(self._trail.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
         tokens = block.tokens_NC[0][document.row_token : document.row_token + document.num_tokens].tolist()
         try:
             return FoundText(self._from_source(row, document, tokens), "source")
@@ -76,7 +78,7 @@ class TextFinder:
         return self._tokenizer.decode(tokens[:-1] if ends else tokens)
 
     def _from_source(self, row: RowOrigin, document: DocumentOrigin, tokens: list[int]) -> str:
-        config = self._sources.get(row.source)
+        config = self._sources.get(cache_name(self._trail.plan.sources[row.source_index]))
         if config is None:
             raise _OtherNowError("the run's configuration no longer has this source")
         place = (document.ordinal, document.byte_offset, document.byte_length)

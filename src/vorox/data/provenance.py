@@ -237,11 +237,16 @@ def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
             source=trail.plan.sources[index].name,
             source_index=index,
             epoch=int(found.epoch[number]),
-            row=row,
+            row=_cache_row(reader, row),
             num_tokens=num_tokens,
             padding_tokens=reader.row_tokens - num_tokens,
             documents=documents,
         )
+
+
+def _cache_row(reader: SourceReader, row: int) -> int:
+    """The row of the cache that is a row of a source, which may be a part of a cache."""
+    return row if isinstance(reader, CacheReader) else int(reader.base_rows(np.array([row]))[0])
 
 
 def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
@@ -289,12 +294,12 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
         reader, source = trail.readers[index], trail.plan.sources[index]
         file = reader.files[file_index]
         for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
-            positions = trail.plan.positions_of(index, row, reader)
+            positions, cache_row = trail.plan.positions_of(index, row, reader), _cache_row(reader, row)
             epochs = trail.plan.locate(positions).epoch
             for position, epoch in zip(positions.tolist(), epochs.tolist(), strict=True):
                 step, slot = trail.step_and_slot(position)
                 found += [
-                    Occurrence(file.uri, source.name, step, slot, position, epoch, row, state, attempt)
+                    Occurrence(file.uri, source.name, step, slot, position, epoch, cache_row, state, attempt)
                     for state, attempt in _executions(history, step, total_steps)
                 ]
     return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))
