@@ -18,7 +18,7 @@ from typing import Any
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import Stage
-from vorox.data.plan_changes import used_up, without_exhausted
+from vorox.data.plan_changes import folded, used_up, without_exhausted
 from vorox.data.plan_events import (
     Extension,
     PlanSource,
@@ -28,7 +28,6 @@ from vorox.data.plan_events import (
     combined_digest,
     decode_event,
     decode_start,
-    encode_event,
     encode_start,
 )
 from vorox.data.plan_tables import Addresses, Event, PlanTables, Positions
@@ -206,13 +205,10 @@ class Plan:
             return
         if self._log.read_after(self._end)[0]:
             raise DataError("another process changed the plan", where=str(self.path), hint="open it again")
-        written: list[dict[str, Any]] = []
-        names = list(self._tables.names)
+        tables, written = self._tables, list[dict[str, Any]]()
         for event in events:
-            if isinstance(event, PlanSource) and event.name not in names:
-                names.append(event.name)
-            written.append(encode_event(event, names))
-        tables = self._after(self._tables, written)
+            written.append(tables.written(event))
+            tables = self._after(tables, written[-1:])
         self._log.append(written, after=self._end)
         _, self._end = self._log.read_after(self._end)
         self._tables = tables
@@ -245,12 +241,9 @@ class Plan:
             if not added:
                 break
             events += added
-            tables = self._folded(tables, added)
+            tables = folded(tables, added)
         self.add(events)
         return events
-
-    def _folded(self, tables: PlanTables, events: Sequence[Event]) -> PlanTables:
-        return self._after(tables, [encode_event(event, tables.names) for event in events])
 
     def _next_segment(
         self, tables: PlanTables, source_index: int, reader: RowReader | None, num_draws: int

@@ -14,7 +14,7 @@ import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import Stage
-from vorox.data.plan_events import Cut, PlanSource, Segment, StageEvent, encode_event
+from vorox.data.plan_events import Cut, PlanSource, Segment, StageEvent
 from vorox.data.plan_tables import Event, PlanTables
 from vorox.data.records import RowReader
 
@@ -49,7 +49,7 @@ def declare(
         ConfigError: A source is not the one of that name that the run began with.
     """
     events = _source_events(tables, sources, position)
-    after = _folded(tables, events)
+    after = folded(tables, events)
     recorded, asked = _from(position, after.declared), _from(position, [_stage(after, stage) for stage in wanted])
     same = len(recorded) == len(asked) and all(
         old.start_position == new.start_position and old.is_like(new) for old, new in zip(recorded, asked, strict=True)
@@ -68,7 +68,7 @@ def declare(
         )
         for number, stage in enumerate(asked)
     ]  # fmt: skip
-    return [*events, *_with_counts(after, stages)]
+    return [*events, *stages]
 
 
 def _stage(tables: PlanTables, wanted: WantedStage) -> Stage:
@@ -175,7 +175,7 @@ def without_exhausted(tables: PlanTables, where: str) -> list[Event]:
         f"{position // batch:,} on; the {unread:,} rows left of it do not fill their share of that step and are "
         "skipped; the other sources share its weight in proportion to theirs",
     )
-    events: list[StageEvent] = []
+    events: list[Event] = []
     for number, stage in enumerate(_from(position, tables.stages)):
         weights = {tables.names[i]: weight for i, weight in stage.weights.items() if i != index}
         if not weights:
@@ -185,24 +185,13 @@ def without_exhausted(tables: PlanTables, where: str) -> list[Event]:
             )  # fmt: skip
         told = says if number == 0 else ()
         events.append(StageEvent(stage.start_position, weights, stage.row_pieces, "exhausted", None, told))
-    return _with_counts(tables, events)
+    return events
 
 
-def _with_counts(tables: PlanTables, events: Sequence[Event]) -> list[Event]:
-    """The same stages, each with the counts that the ones before it lead to."""
-    complete: list[Event] = []
+def folded(tables: PlanTables, events: Sequence[Event]) -> PlanTables:
+    """The state that some events would lead to."""
     for event in events:
-        if isinstance(event, StageEvent):
-            counts = tables.mixture.counts(event.start_position)
-            event = replace(event, drawn=dict(zip(tables.names, counts, strict=True)))
-        tables = _folded(tables, [event])
-        complete.append(event)
-    return complete
-
-
-def _folded(tables: PlanTables, events: Sequence[Event]) -> PlanTables:
-    for event in events:
-        tables = tables.after(event, encode_event(event, tables.names), "")
+        tables = tables.after(event, tables.written(event), "")
     return tables
 
 

@@ -20,7 +20,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import DataError
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.order import permutation_key, permute, unpermute
-from vorox.data.plan_events import Cut, Extension, PlanSource, PlanStart, Segment, StageEvent
+from vorox.data.plan_events import Cut, Extension, PlanSource, PlanStart, Segment, StageEvent, encode_event
 from vorox.data.records import RowReader
 
 Positions = npt.NDArray[np.int64]
@@ -104,6 +104,13 @@ class PlanTables:
             covered=(*self.covered, tables.first_missing()[0] // self._batch * self._batch),
             decided=(*self.decided, decided),
         )
+
+    def written(self, event: Event) -> dict[str, Any]:
+        """An event as it is appended here; a stage says how often each source was drawn before it."""
+        if isinstance(event, StageEvent) and event.drawn is None:
+            counts = self.mixture.counts(event.start_position)
+            event = replace(event, drawn=dict(zip(self.names, counts, strict=True)))
+        return encode_event(event, [*self.names, event.name] if isinstance(event, PlanSource) else self.names)
 
     @property
     def _batch(self) -> int:

@@ -1,0 +1,479 @@
+"""Plans that change on the way, against a naive interpreter that draws row after row from lists; what each change says;
+sources that are used up, added, removed; caches that grew; shuffle quality and the deviation of 20 sources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_rows import FakeRows, GrowingRows
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.records import DataShard
+from vorox.data.loader import first_cursor, open_batches
+from vorox.data.mixture import Mixture
+from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
+from vorox.data.order import permutation_key, permute
+from vorox.data.plan import Plan, segment_of
+from vorox.data.plan_changes import WantedStage, declare, take_grown
+from vorox.data.plan_events import Cut, Extension, PlanSource, PlanStart, Segment, StageEvent
+
+Address = tuple[int, int, int, int]
+"""Source, pass, first unit of the range, row in the range."""
+
+
+def source_of(reader: FakeRows, weight: str = "1", **limits: Any) -> PlanSource:
+    return PlanSource(reader.name, Fraction(weight), reader.recipe.digest, reader.row_tokens, **limits)
+
+
+def addresses(plan: Plan, count: int | None = None) -> list[Address]:
+    found = plan.locate(np.arange(plan.num_positions if count is None else count))
+    columns = (found.source_index, found.epoch, found.unit_start, found.row)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+class Interpreter:
+    """The plan as told: stages walked with counters, rows taken from lists, slots dealt out batch by batch.
+
+    It shares with the code only the keyed permutation, which has tests and frozen vectors of its own.
+    """
+
+    def __init__(self, start: PlanStart) -> None:
+        self.start = start
+        self.names = [source.name for source in start.sources]
+        self.stages: list[tuple[int, dict[int, Fraction]]] = [
+            (0, {index: source.weight for index, source in enumerate(start.sources) if source.weight})
+        ]
+        self.rows: list[list[Address]] = [[] for _ in self.names]
+
+    def source(self, name: str) -> None:
+        if name not in self.names:
+            self.names.append(name)
+            self.rows.append([])
+
+    def stage(self, position: int, weights: dict[str, Fraction]) -> None:
+        self.stages = [stage for stage in self.stages if stage[0] < position]
+        self.stages.append((position, {self.names.index(name): weight for name, weight in weights.items()}))
+
+    def segment(self, segment: Segment) -> None:
+        name = self.names[segment.source_index]
+        units = [unit for part in segment.ranges for unit in (part.start, part.end)]
+        key = permutation_key(self.start.seed, "rows", name, *units, segment.content_digest)
+        stored = [(part.start, row) for part in segment.ranges for row in range(part.num_rows)]
+        for epoch in range(segment.epoch, segment.epoch + segment.num_epochs):
+            order = np.arange(len(stored))
+            order = permute(order, len(stored), key, epoch) if self.start.shuffle else order
+            self.rows[segment.source_index] += [(segment.source_index, epoch, *stored[int(row)]) for row in order]
+
+    def cut(self, index: int, epoch: int) -> None:
+        self.rows[index] = [row for row in self.rows[index] if row[1] < epoch]
+
+    def addresses(self) -> list[Address]:
+        """Rows by position, as long as every draw of a whole batch has one."""
+        drawn, result = [0] * len(self.names), list[Address]()
+        size, slots = self.start.global_batch_sequences, permutation_key(self.start.seed, "slots")
+        sources = self._sources()
+        while True:
+            batch: list[Address] = []
+            for _ in range(size):
+                source = next(sources)
+                if drawn[source] == len(self.rows[source]):
+                    return result
+                batch.append(self.rows[source][drawn[source]])
+                drawn[source] += 1
+            number = np.full(size, len(result) // size)
+            order = permute(np.arange(size), size, slots, number) if self.start.shuffle else range(size)
+            result += [batch[int(slot)] for slot in order]
+
+    def _sources(self) -> Any:
+        position, walk = 0, iter(())
+        stages = dict(self.stages)
+        while True:
+            if position in stages:
+                walk = _walk(stages[position])
+            yield next(walk)
+            position += 1
+
+
+def _walk(weights: dict[int, Fraction]) -> Any:
+    """The source of one draw after the other: a weight-balanced tree with counters at its nodes."""
+
+    def build(sources: list[int]) -> Any:
+        if len(sources) == 1:
+            return sources[0]
+        total = sum(weights[source] for source in sources)
+        cut = min(range(1, len(sources)), key=lambda at: (abs(total - 2 * sum(weights[s] for s in sources[:at])), at))
+        share = Fraction(sum(weights[s] for s in sources[:cut])) / total
+        return [share, 0, 0, build(sources[:cut]), build(sources[cut:])]
+
+    tree = build(sorted(weights, key=lambda source: (-weights[source], source)))
+    while True:
+        node = tree
+        while isinstance(node, list):
+            node[1] += 1
+            goes_left = node[1] * node[0] - node[2] >= Fraction(1, 2)
+            node[2] += goes_left
+            node = node[3] if goes_left else node[4]
+        yield node
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_event_sequences_against_the_interpreter(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    batch = data.draw(st.integers(1, 7), label="batch")
+    readers = [
+        FakeRows(name, [*data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=6), label=name), 3])
+        for name in "abcd"
+    ]
+    weight = st.fractions(Fraction(1, 20), 5, max_denominator=20)
+    number = data.draw(st.integers(1, 3), label="sources")
+    sources = tuple(replace(source_of(reader), weight=data.draw(weight)) for reader in readers[:number])
+    start = PlanStart(data.draw(st.integers(0, 2**40)), data.draw(st.booleans()), batch, sources)
+    plan = Plan.create(tmp_path_factory.mktemp("plan") / "plan.jsonl", start, readers[:number])
+    naive = Interpreter(start)
+    for _ in range(data.draw(st.integers(1, 12), label="events")):
+        kind = data.draw(st.sampled_from(["pass", "pass", "part", "part", "stage", "source", "cut", "extend"]))
+        if kind in ("pass", "part"):
+            index = data.draw(st.integers(0, len(plan.sources) - 1))
+            segment = _segment(plan, index, readers[index], kind, data)
+            if segment is not None:
+                plan.add([segment])
+                naive.segment(segment)
+        elif kind == "stage":
+            names = [source.name for source in plan.sources]
+            chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+            weights = {name: data.draw(weight) for name in chosen}
+            position = data.draw(st.integers(0, 12)) * batch
+            plan.add([StageEvent(position, weights)])
+            naive.stage(position, weights)
+        elif kind == "source" and len(plan.sources) < len(readers):
+            reader = readers[len(plan.sources)]
+            plan.add([source_of(reader, "0")])
+            naive.source(reader.name)
+        elif kind == "cut":
+            index, epoch = data.draw(st.integers(0, len(plan.sources) - 1)), data.draw(st.integers(1, 3))
+            plan.add([Cut(plan.sources[index].name, epoch)])
+            naive.cut(index, epoch)
+        elif kind == "extend":
+            plan.add([Extension(0, 5, 6)])
+    expected = naive.addresses()
+    assert addresses(plan) == expected
+    assert addresses(Plan.open(plan.path)) == expected
+    for index, reader in enumerate(readers[: len(plan.sources)]):
+        for row in range(reader.num_rows):
+            stands = [
+                position
+                for position, (source, _, unit, offset) in enumerate(expected)
+                if source == index and int(reader.unit_row_starts[unit]) + offset == row
+            ]
+            assert plan.positions_of(index, row, reader).tolist() == stands
+
+
+def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataObject) -> Segment | None:
+    """A next segment: some passes over everything, or further units of the pass that runs."""
+    group, num_units = plan.segments[index], len(reader.unit_row_starts) - 1
+    end = group[-1].end_draw if group else 0
+    if kind == "pass":
+        epoch = group[-1].next_epoch if group else 0
+        return segment_of(reader, index, end, epoch, data.draw(st.integers(1, 3)), [(0, num_units)])
+    new = not group or group[-1].num_epochs > 1 or data.draw(st.booleans())
+    epoch = (group[-1].next_epoch if group else 0) if new else group[-1].epoch
+    taken = {
+        unit
+        for segment in group
+        if segment.epoch <= epoch < segment.next_epoch
+        for part in segment.ranges
+        for unit in range(part.start, part.end)
+    }
+    free = sorted({*range(num_units)} - taken)
+    chosen = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+    return segment_of(reader, index, end, epoch, 1, [(unit, unit + 1) for unit in sorted(chosen)])
+
+
+def test_stages_with_sources_that_rest_and_come_back() -> None:
+    thirds = {0: Fraction(2, 3), 2: Fraction(1, 3)}
+    stages = MixtureStages([Stage(0, {0: Fraction(1)}), Stage(5, thirds), Stage(11, {1: Fraction(1)})], 3)
+    source, draw = stages.locate(np.arange(14))
+    assert source.tolist()[:5] == [0] * 5
+    assert source.tolist()[11:] == [1] * 3
+    for index in range(3):
+        assert draw[source == index].tolist() == list(range(int((source == index).sum())))
+    assert np.array_equal(stages.invert(source, draw), np.arange(14))
+    assert stages.counts(14) == tuple(np.bincount(source, minlength=3).tolist())
+    assert stages.invert(np.array([0, 2], np.int32), np.array([9, 2])).tolist() == [NEVER, NEVER]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_stages_invert_and_count(data: st.DataObject) -> None:
+    number = data.draw(st.integers(1, 6))
+    weight = st.fractions(Fraction(1, 1000), 50, max_denominator=1000)
+    starts = [0, *sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))]
+    stages = MixtureStages(
+        [
+            Stage(at, data.draw(st.dictionaries(st.integers(0, number - 1), weight, min_size=1, max_size=number)))
+            for at in starts
+        ],
+        number,
+    )
+    draws = np.arange(600)
+    source, draw = stages.locate(draws)
+    assert np.array_equal(stages.invert(source, draw), draws)
+    for end in [*starts, 17, 401, 600]:
+        assert stages.counts(end) == tuple(np.bincount(source[:end], minlength=number).tolist())
+    far = np.arange(10**12, 10**12 + 100)
+    assert np.array_equal(stages.invert(*stages.locate(far)), far)
+
+
+def test_twenty_sources_deviate_by_less_than_two_draws_over_a_million(tmp_path: Path) -> None:
+    del tmp_path
+    worst = 0.0
+    for seed in (1, 2):
+        generator = np.random.Generator(np.random.Philox(seed))
+        weights = [Fraction(int(value), 1000) for value in generator.integers(1, 100_000, 20)]
+        source, _ = Mixture(weights).locate(np.arange(1_000_000))
+        total, draws = sum(weights), np.arange(1, 1_000_001)
+        for index, weight in enumerate(weights):
+            deviation = np.cumsum(source == index) - draws * float(weight / total)
+            worst = max(worst, float(np.abs(deviation).max()))
+    assert worst < 2  # measured: 1.25
+
+
+@pytest.mark.parametrize("sizes", [[200_000], [1] * 50 + [70_000, 130_000]])
+def test_rows_that_follow_each_other_are_independent(tmp_path: Path, sizes: list[int]) -> None:
+    """Bigrams of where in the cache consecutive rows come from: chi-square per degree of freedom is 1 by chance."""
+    reader = FakeRows("code", sizes)
+    for seed in (1, 2, 3):
+        plan = Plan.create(tmp_path / f"{seed}.jsonl", PlanStart(seed, True, 8, (source_of(reader),)), [reader])
+        plan.extend_to(reader.num_rows // 8 * 8, [reader])
+        rows = plan.locate(np.arange(reader.num_rows // 8 * 8)).row
+        buckets = rows * 40 // reader.num_rows
+        pairs = np.bincount(buckets[:-1] * 40 + buckets[1:], minlength=1600).reshape(40, 40)
+        expected = pairs.sum(1)[:, None] * pairs.sum(0)[None] / pairs.sum()
+        chi_square = float(((pairs - expected) ** 2 / expected).sum()) / 39**2
+        assert 0.9 < chi_square < 1.1  # its standard deviation is 0.036
+
+
+def two(batch: int = 10, **limits: Any) -> tuple[PlanStart, list[FakeRows]]:
+    readers = [FakeRows("code", [40, 60]), FakeRows("text", [30])]
+    sources = source_of(readers[0], "0.7"), source_of(readers[1], "0.3", **limits)
+    return PlanStart(7, True, batch, sources), readers
+
+
+def wanted(**weights: str) -> list[WantedStage]:
+    return [WantedStage(0, {name: Fraction(weight) for name, weight in weights.items()})]
+
+
+def says(events: list[Any]) -> list[str]:
+    return [text for event in events if isinstance(event, StageEvent) for text in event.says]
+
+
+def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    assert declare(plan.tables, start.sources, wanted(code="7", text="3")) == []
+    stages = [*wanted(code="7", text="3"), WantedStage(50, {"text": Fraction(1)}, 2)]
+    plan.add(declare(plan.tables, start.sources, stages))
+    assert [(stage.start_position, stage.row_pieces) for stage in plan.stages] == [(0, 1), (50, 2)]
+    plan.extend_to(100, readers)
+    for position in (0, 20, 50, 70):
+        assert declare(plan.tables, start.sources, stages, position) == []
+
+
+def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan.extend_to(200, readers)
+    before = addresses(plan, 60)
+    events = declare(plan.tables, start.sources, wanted(code="1", text="4"), 60)
+    plan.add(events)
+    plan.extend_to(200, readers)
+    after = addresses(Plan.open(plan.path), 200)
+    assert after[:60] == before
+    assert Counter(source for source, *_ in after[60:]) == {0: 28, 1: 112}
+    assert says(events) == [
+        "code: 70.0% -> 20.0%; goes on after 42 rows, nothing repeats or is skipped",
+        "text: 30.0% -> 80.0%; goes on after 18 rows, nothing repeats or is skipped",
+    ]
+    for source, rows in ((0, 100), (1, 30)):  # no row twice before its source's pass is over
+        seen = [(epoch, unit, row) for s, epoch, unit, row in after if s == source]
+        assert len(set(seen)) == len(seen)
+        assert sorted(epoch for epoch, *_ in seen) == [at // rows for at in range(len(seen))]
+    assert declare(plan.tables, start.sources, wanted(code="1", text="4"), 60) == []
+
+
+def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan.extend_to(200, readers)
+    web = FakeRows("web", [50])
+    sources = [start.sources[0], source_of(web, "0.5")]
+    events = declare(plan.tables, sources, wanted(code="0.5", web="0.5"), 60)
+    plan.add(events)
+    plan.extend_to(140, [readers[0], None, web])
+    assert says(events) == [
+        "code: 70.0% -> 50.0%; goes on after 42 rows, nothing repeats or is skipped",
+        "text: 30.0% -> no longer drawn; 12 unread rows of pass 1 are skipped",
+        "web: not drawn before -> 50.0%, from its first row",
+    ]
+    assert Counter(source for source, *_ in addresses(plan, 140)[60:]) == {0: 40, 2: 40}
+    back = declare(plan.tables, [*start.sources, sources[1]], wanted(code="1", text="1"), 100)
+    assert "text: not drawn before -> 50.0%, from where it stopped, after 18 rows" in says(back)
+    assert "web: 50.0% -> no longer drawn; 30 unread rows of pass 1 are skipped" in says(back)
+    assert [source.name for source in plan.sources] == ["code", "text", "web"]
+
+
+def test_a_source_of_that_name_with_other_content_is_refused(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    other = replace(start.sources[1], recipe_digest="0" * 64)
+    with pytest.raises(ConfigError, match="'text' is not the one that the run began with"):
+        declare(plan.tables, [start.sources[0], other], wanted(code="1", text="1"), 10)
+
+
+def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None:
+    start, readers = two(max_epochs=1, on_exhausted="drop")
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    added = plan.extend_to(200, readers)
+    found = addresses(plan, 200)
+    assert Counter(source for source, *_ in found[:100]) == {0: 70, 1: 30}
+    assert {source for source, *_ in found[100:]} == {0}
+    assert "'text' is used up after 1 pass and no longer drawn from step 10 on; the 0 rows" in says(added)[0]
+    assert plan.positions_of(1, 7, readers[1]).size == 1
+    # Dropping holds for the later stages too, and more passes bring it back, from where the run then stands.
+    more = replace(start.sources[1], max_epochs=3)
+    plan.add(declare(plan.tables, [start.sources[0], more], wanted(code="7", text="3"), 150))
+    plan.extend_to(300, readers)
+    assert addresses(plan, 150) == found[:150]
+    assert Counter(source for source, *_ in addresses(plan, 300)[150:]) == {0: 105, 1: 45}
+
+
+def test_fewer_passes_end_with_the_one_that_runs(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan.extend_to(600, readers)
+    before = addresses(plan, 150)
+    less = replace(start.sources[1], max_epochs=1, on_exhausted="drop")  # the run is in its second pass
+    plan.add(declare(plan.tables, [start.sources[0], less], wanted(code="7", text="3"), 150))
+    plan.extend_to(600, readers)
+    after = addresses(plan, 600)
+    assert after[:150] == before
+    assert Counter(source for source, *_ in after)[1] == 60
+
+
+def test_everything_used_up_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+    start, readers = two()
+    limited = tuple(replace(source, max_epochs=1, on_exhausted="drop") for source in start.sources)
+    plan = Plan.create(tmp_path / "plan.jsonl", replace(start, sources=limited), readers)
+    content = plan.path.read_bytes()
+    with pytest.raises(DataError, match="all sources are used up at step 13: 'code' was the last"):
+        plan.extend_to(200, readers)
+    assert plan.path.read_bytes() == content
+
+
+def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
+    reader = FakeRows("code", [6, 6])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(3, True, 4, (source_of(reader),)), [reader])
+    plan.extend_to(60, [reader])  # five passes
+    before = addresses(plan, 60)
+    grown = FakeRows("code", [6, 6, 5])
+    assert take_grown(plan.tables, [reader], 16) == []
+    cuts = take_grown(plan.tables, [grown], 16)
+    assert cuts == [Cut("code", 2)]  # position 16 lies in the second pass
+    plan.add(cuts)
+    plan.extend_to(60, [grown])
+    after = addresses(Plan.open(plan.path), 58 // 4 * 4)
+    assert after[:24] == before[:24]
+    third = [(unit, row) for _, epoch, unit, row in after if epoch == 2]
+    assert sorted(third) == [(0, row) for row in range(17)]
+    assert take_grown(plan.tables, [grown], 16) == []
+    assert take_grown(plan.tables, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
+
+
+def test_an_extension_is_recorded_and_the_later_one_holds(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan.add([Extension(40, 10, 20)])
+    plan.add([Extension(80, 20, 25)])
+    plan.add([Extension(60, 20, 30)])  # the run fell back to position 60
+    assert Plan.open(plan.path).extensions == (Extension(40, 10, 20), Extension(60, 20, 30))
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (StageEvent(5, {"code": Fraction(1)}), "within a step"),
+        (StageEvent(10, {"other": Fraction(1)}), "makes no sense"),
+        (StageEvent(10, {}), "makes no sense"),
+        (StageEvent(10, {"code": Fraction(1)}, 0), "makes no sense"),
+        (StageEvent(10, {"code": Fraction(1)}, drawn={"code": 8, "text": 2}), "goes on from"),
+        (Cut("other", 1), "does not have"),
+        (PlanSource("code", Fraction(1), "other", 9), "another one than before"),
+    ],
+)
+def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Path, event: Any, message: str) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    content, digest = plan.path.read_bytes(), plan.digest
+    with pytest.raises(DataError, match=message):
+        plan.add([event])
+    assert (plan.path.read_bytes(), plan.digest) == (content, digest)
+
+
+def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_path: Path) -> None:
+    reader = FakeRows("code", [40], row_tokens=13)
+    start = PlanStart(11, True, 4, (source_of(reader),))
+    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    plan.add(declare(plan.tables, start.sources, [*wanted(code="1"), WantedStage(20, {"code": Fraction(1)}, 3)]))
+    plan.extend_to(40, [reader])
+    options: dict[str, Any] = {"global_batch_sequences": 4, "micro_batch_sequences": 2, "document_mask": True}
+    with open_batches(plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 11), **options) as batches:
+        found = [next(batches) for _ in range(10)]
+    assert [batch.tokens_ABT.shape for batch in found] == [(2, 2, 12)] * 5 + [(2, 6, 4)] * 5
+    assert {batch.num_tokens for batch in found} == {48}
+    assert len({digest for batch in found for digest in batch.row_digests_AB.reshape(-1).tolist()}) == 20 + 60
+    for step, batch in enumerate(found):
+        rows = plan.locate(np.arange(step * 4, step * 4 + 4)).row.tolist()
+        tokens = [reader.tokens(row) for row in rows]
+        assert batch.tokens_ABT.reshape(4, 12).tolist() == [row[:-1] for row in tokens]
+        flat, segments, positions = [], [], []
+        for row, stored in zip(rows, tokens, strict=True):
+            owner, place = _naive_segments(reader.segments(row), 13)
+            flat += [stored[at + 1] if owner[at] == owner[at + 1] and owner[at] else -100 for at in range(12)]
+            length = 4 if step >= 5 else 12
+            for cut in range(0, 12, length):
+                ids = owner[cut : cut + length]
+                segments += [0 if not one else one - ids[0] + 1 for one in ids]
+                positions += [sum(ids[before] == one for before in range(at)) for at, one in enumerate(ids)]
+            del place
+        assert batch.labels_ABT.reshape(-1).tolist() == flat
+        assert batch.segment_ids_ABT is not None
+        assert batch.position_ids_ABT is not None
+        assert batch.segment_ids_ABT.reshape(-1).tolist() == segments
+        assert batch.position_ids_ABT.reshape(-1).tolist() == positions
+        assert batch.num_target_tokens == sum(label != -100 for label in flat)
+
+
+def _naive_segments(lengths: list[int], row_tokens: int) -> tuple[list[int], int]:
+    """The number of each stored token's segment, 0 for padding."""
+    owner = [number for number, length in enumerate(lengths, 1) for _ in range(length)]
+    return owner + [0] * (row_tokens - len(owner)), len(owner)
+
+
+def test_growing_rows_number_what_is_built() -> None:
+    """The double that other tests stand on."""
+    built = {0, 2}
+    reader = GrowingRows("code", [2, 3, 4], built)
+    assert (reader.num_rows, [reader.place(row) for row in range(6)][2]) == (6, (2, 0))
+    tokens = reader.tokens(2)
+    built.add(1)
+    assert reader.refreshed().tokens(5) == tokens
