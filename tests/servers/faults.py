@@ -103,6 +103,8 @@ class FaultProxy:
             return
         status, headers, body, length = self._ask(request)
         if fault.kind == "none" or request.method == "HEAD" or not body:
+            if fault.kind == "stall" and not self.stall_once_seconds:
+                self.stall_once_seconds = fault.seconds  # nothing was there to stop in the middle of
             request.fault = ""
             handler.send(request, status, headers, body, length=length)
             return
