@@ -185,7 +185,7 @@ def rebuild(directory: Path, work: UnitWork, unit: int, error: DataError) -> Non
 
 def break_something(directory: Path, generator: random.Random) -> None:
     """Delete a chunk file, cut it, or flip one of its bits: as a disk may."""
-    paths = sorted(directory.glob("chunks/*/*.psc"))
+    paths = sorted(directory.glob("chunks/*/u*.psc"))
     if not paths:
         return
     path = generator.choice(paths)
@@ -195,8 +195,8 @@ def break_something(directory: Path, generator: random.Random) -> None:
             path.unlink()
             return
         raw = bytearray(path.read_bytes())
-        if kind == 1:
-            raw = raw[: generator.randrange(len(raw))]
+        if kind == 1 or not raw:
+            raw = raw[: generator.randrange(max(len(raw), 1))]
         else:
             raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
         other = path.with_name(f".broken-{path.name}")
