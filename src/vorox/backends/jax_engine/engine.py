@@ -282,12 +282,6 @@ class JaxEngine:
 
     def _engine_state(self) -> EngineState:
         state = self.state
-        names = {
-            kind: tuple(
-                parameter.name for parameter in self._spec.parameters if self.layout.leaf_of(parameter.name) in tree
-            )
-            for kind, tree in state.moments.items()
-        }
         return EngineState(
             weights=partial(self.layout.unpack, state.params),
             moments={kind: partial(self.layout.unpack, tree) for kind, tree in state.moments.items()},
