@@ -37,9 +37,9 @@ class Tolerances:
 
     logits: float = 1e-4
     loss: float = 1e-5
-    grad_norm: float = 1e-4
-    parameters: float = 0.5
-    update: float = 0.01
+    grad_norm: float = 1e-5
+    parameters: float = 0.1
+    update: float = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

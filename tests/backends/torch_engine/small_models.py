@@ -53,7 +53,10 @@ def configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunC
     }
     for name, value in overrides.items():
         section, _, key = name.partition("__")
-        sections.setdefault(section, {})[key] = value
+        if key:
+            sections.setdefault(section, {})[key] = value
+        else:
+            sections[section] = value
     return RunConfig.model_validate(sections)
 
 
