@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from vorox.data.cache.builder import build
+from vorox.data.cache.build import build
 from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.report import BuildReport
+from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
 
 
@@ -111,4 +112,13 @@ def recipe_for(tokenizer: ByteTokenizer, row_tokens: int = 33, chunk_rows: int =
 def build_corpus(directory: Path, corpus: Corpus, *, recipe: Recipe | None = None, **options: Any) -> BuildReport:
     tokenizer = options.pop("tokenizer", ByteTokenizer())
     recipe = recipe or recipe_for(tokenizer)
-    return build(directory, recipe, corpus.files, corpus.units, corpus.read_unit, tokenizer, **options)
+    work = work_of(corpus, tokenizer=tokenizer, recipe=recipe, **{
+        name: options.pop(name) for name in ("codec", "block_rows") if name in options
+    })  # fmt: skip
+    return build(directory, work, corpus.units, **options)
+
+
+def work_of(corpus: Corpus, **changes: Any) -> UnitWork:
+    tokenizer = changes.pop("tokenizer", ByteTokenizer())
+    values: dict[str, Any] = {"recipe": recipe_for(tokenizer), "tokenizer": tokenizer, **changes}
+    return UnitWork(files=corpus.files, read_unit=corpus.read_unit, **values)

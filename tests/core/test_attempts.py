@@ -90,14 +90,14 @@ def test_what_no_checkpoint_holds_is_open() -> None:
 
 def test_a_crash_rolls_back_what_was_not_saved() -> None:
     assert told((0, 11, 8), (8, 12, 12)) == [
-        (1, None, 1, 8, "kept"), (1, None, 9, 11, "rolled back"), (2, 1, 9, 12, "kept"),
+        (1, None, 1, 8, "kept"), (1, None, 9, 11, "rolled_back"), (2, 1, 9, 12, "kept"),
     ]  # fmt: skip
 
 
 def test_an_older_checkpoint_rolls_back_what_had_been_kept() -> None:
     assert told((0, 11, 8), (8, 20, 16), (4, 6, 4), (4, 30, 30)) == [
-        (1, None, 1, 4, "kept"), (1, None, 5, 11, "rolled back"), (2, 1, 9, 20, "rolled back"),
-        (3, 1, 5, 6, "rolled back"), (4, 1, 5, 30, "kept"),
+        (1, None, 1, 4, "kept"), (1, None, 5, 11, "rolled_back"), (2, 1, 9, 20, "rolled_back"),
+        (3, 1, 5, 6, "rolled_back"), (4, 1, 5, 30, "kept"),
     ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_every_step_is_kept_once_at_most_and_no_execution_is_lost() -> None:
         for (number, step), outcome in found.items():
             lost = kept.get(step) != number
             newest = number == len(made)
-            expected = "rolled back" if lost else "open" if newest and step > made[-1].saved_step else "kept"
+            expected = "rolled_back" if lost else "open" if newest and step > made[-1].saved_step else "kept"
             assert outcome == expected, (made, number, step)
 
 

@@ -132,8 +132,9 @@ def test_the_result_is_frozen_and_explicit(small: str) -> None:
     config = load_config(small)
     with pytest.raises(ValidationError):
         config.optimizer.lr = 1.0  # type: ignore[misc]
-    empty = {key for key in leaf_keys() if key.startswith("data.transforms.")}  # a list without entries is a value
-    assert {key.replace(".0.", ".*.") for key in flat_values(config)} == set(leaf_keys()) - empty | {"data.transforms"}
+    empty = {"data.transforms", "data.stages"}  # a list without entries is a value
+    inside = {key for key in leaf_keys() if key.startswith(tuple(f"{name}." for name in empty))}
+    assert {key.replace(".0.", ".*.") for key in flat_values(config)} == set(leaf_keys()) - inside | empty
 
 
 # Families and sizes
@@ -442,7 +443,7 @@ def test_dump_reads_back_equal(small: str) -> None:
 def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change every key in turn and see whether the digest moves. The list is written out here a second time."""
     changes_no_bit = {"model.preset", "model.family", "data.cache.directory", "run.name", "run.directory"}
-    changes_no_bit |= {"data.sources.0.preset", "data.sources.0.metadata_fields"}
+    changes_no_bit |= {"data.growth.build", "data.sources.0.preset", "data.sources.0.metadata_fields"}
     changes_no_bit |= {"data.sources.0.max_decompressed_bytes", "data.sources.0.max_decompression_ratio"}
     sections = ("data.loader.", "data.pipeline.", "checkpoint.", "eval.", "log.")
     config = load_config(small)
@@ -533,3 +534,53 @@ def test_is_override(argument: str, expected: bool) -> None:
 
 def test_presets_are_listed() -> None:
     assert "quickstart" in run_presets()
+
+
+# Growing caches, parts and stages
+
+
+def test_target_epochs_is_a_second_name_of_num_epochs(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {sources: [{name: a, format: txt, paths: [/x]}]}\ntrain: {target_epochs: 5}\n")
+    config = load_config(file)
+    assert config.train.num_epochs == 5
+    assert load_config(file, ["train.target_epochs=2"]).train.num_epochs == 2
+    assert load_config(file, ["train.num_steps=7"]).train.num_epochs is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.growth.on_starve=repeat", "data.growth.mode=strict"], "on_starve=repeat"),
+        (["data.growth.mode=strict", "data.growth.first_segment_units=65"], "is more than"),
+        (["data.growth.on_starve=stop"], "has no effect"),
+        (["data.growth.mode=elastic", "data.growth.first_segment_units=2"], "has no effect"),
+        (["data.sources.0.on_exhausted=drop"], "has no effect"),
+        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0.5, 0.2]"], "must rise"),
+        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_names=[one]"], "must be 2 different names"),
+        (["data.stages=[{start_tokens: 0, weights: {b: 1}}]"], "names 'b', there are a"),
+        (["data.stages=[{start_tokens: 0, weights: {a: 0}}]"], "not positive"),
+        (["data.stages=[{start_tokens: 9}, {start_tokens: 9}]"], "not after the stage before"),
+        (["data.stages=[{start_tokens: 0, sequence_length_tokens: 100}]"], "does not divide"),
+        (["train.follow_growth=true"], "has no effect"),
+    ],
+)
+def test_growth_and_stages_that_contradict_themselves(tmp_path: Path, overrides: list[str], message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {sources: [{name: a, format: txt, paths: [/x]}]}\ntrain: {num_steps: 5}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(file, overrides)
+
+
+def test_weights_by_stage_and_part(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data:\n  sources: [{name: a, format: txt, paths: [/x], split_by: tokens_per_document}]\n"
+        "  sequence_length_tokens: 64\n"
+        "  stages:\n    - {start_tokens: 0, weights: {a.easy: 1}, sequence_length_tokens: 16}\n"
+        "    - {start_tokens: 5000, weights: {a.easy: '1/3', a.hard: 0.7}}\n"
+        "train: {num_steps: 5}\n"
+    )
+    stages = load_config(file).data.stages
+    assert [dict(stage.weights) for stage in stages] == [{"a.easy": 1}, {"a.easy": "1/3", "a.hard": 0.7}]
+    assert [stage.sequence_length_tokens for stage in stages] == [16, None]

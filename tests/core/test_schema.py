@@ -150,6 +150,8 @@ CLASSES = {
     "model": ("ModelConfig",),
     "data": ("DataConfig",),
     "sources": ("SourceConfig",),
+    "transforms": ("TransformConfig",),
+    "pipeline": ("PipelineConfig",),
     "validation": ("ValidationConfig",),
     "cache": ("CacheConfig",),
     "loader": ("LoaderConfig",),

@@ -19,10 +19,11 @@ from fake_rows import FakeRows
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
-from vorox.data import loader
-from vorox.data.cache.builder import build
+from vorox.data import batch_stream
+from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import Recipe
+from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
@@ -291,7 +292,7 @@ def test_closing_never_hangs(plan: Plan, readers: list[FakeRows]) -> None:
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(batch_stream, "_CLOSE_SECONDS", 0.1)
     readers = [Stuck("code", [60])]
     batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
     next(batches)
@@ -355,7 +356,42 @@ def test_first_cursor_refuses_another_seed(plan: Plan) -> None:
         first_cursor(plan, 12)
 
 
-@pytest.mark.parametrize(("micro", "count"), [(3, 1), (8, 2), (1, 3), (16, 1), (0, 1)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("batch", "micro"), [(8, 1), (16, 2), (13, 1), (14, 1), (25, 1)])
+def test_a_step_has_the_same_rows_on_any_number_of_shards(tmp_path: Path, batch: int, micro: int, count: int) -> None:
+    """Where they do not come out even, shards differ by one row, filled with one that nothing is trained on."""
+    share = -(-batch // count)
+    if share % micro:
+        micro = share
+    readers = [FakeRows("code", [20, 0, 13]), FakeRows("text", [41])]
+    plan = make_plan(tmp_path, readers, batch=batch, steps=5)
+    whole = take(stream(plan, readers, micro_batch_sequences=batch), 5)
+    shards = [
+        take(stream(plan, readers, shard=DataShard(index, count), micro_batch_sequences=micro), 5)
+        for index in range(count)
+    ]
+    for step, expected in enumerate(whole):
+        parts = [shard[step] for shard in shards]
+        assert {part.tokens_ABT.shape for part in parts} == {(share // micro, micro, 8)}
+        real = [part.row_digests_AB != 0 for part in parts]
+        counts = [int(rows.sum()) for rows in real]
+        assert sum(counts) == batch
+        assert max(counts) - min(counts) <= 1
+        in_slot_order = [
+            part.row_digests_AB[at][rows[at]]
+            for at in range(share // micro)
+            for part, rows in zip(parts, real, strict=True)
+        ]
+        assert np.array_equal(np.concatenate(in_slot_order), expected.row_digests_AB.reshape(-1))
+        assert sum(part.num_target_tokens for part in parts) == expected.num_target_tokens
+        for part, rows in zip(parts, real, strict=True):
+            assert (part.labels_ABT[~rows] == IGNORED_LABEL).all()
+            assert part.segment_ids_ABT is not None
+            assert (part.segment_ids_ABT[~rows] == 0).all()
+            assert np.count_nonzero(part.labels_ABT != IGNORED_LABEL) == part.num_target_tokens
+
+
+@pytest.mark.parametrize(("micro", "count"), [(3, 1), (8, 2), (2, 3), (16, 1), (0, 1), (1, 9)])
 def test_uneven_batches_are_refused(plan: Plan, readers: list[FakeRows], micro: int, count: int) -> None:
     with pytest.raises(ConfigError, match="cannot be split evenly"):
         stream(plan, readers, micro_batch_sequences=micro, shard=DataShard(0, count))
@@ -471,7 +507,7 @@ def make_cache(directory: Path, texts: list[str], *, row_tokens: int = 33) -> Ca
         indices = [span.file_index for span in unit.spans]
         return [Document(index, 0, 0, len(texts[index]), texts[index]) for index in indices]
 
-    build(directory, recipe, files, units, read_unit, Bytes())
+    build(directory, UnitWork(files, read_unit, Bytes(), recipe), units)
     return CacheReader.open(directory, recipe)
 
 

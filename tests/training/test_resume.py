@@ -18,7 +18,7 @@ from vorox.training.resume import check_config, config_in_force, environment_dif
     "change",
     [
         "model.num_layers=3", "model.dropout_fraction=0.1", "data.shuffle=false", "data.sequence_length_tokens=8",
-        "data.document_mask=false", "data.validation.held_out_fraction=0.2", "data.sources.0.weight=2",
+        "data.document_mask=false", "data.validation.held_out_fraction=0.2", "data.sources.0.text_field=body",
         "tokenizer.end_of_text='<end>'", "run.seed=5", "train.global_batch_sequences=8", "optimizer.name=muon",
     ],
 )  # fmt: skip
@@ -33,7 +33,7 @@ def test_what_makes_another_run_is_refused(tmp_path: Path, change: str) -> None:
     [
         "data.loader.num_threads=3", "data.cache.directory=/elsewhere", "train.num_steps=99", "optimizer.lr=0.5",
         "train.micro_batch_sequences=4", "eval.every_steps=1", "checkpoint.keep_last=9", "log.every_steps=7",
-        "runtime.num_threads=2", "schedule.name=wsd",
+        "runtime.num_threads=2", "schedule.name=wsd", "data.sources.0.weight=2", "data.sources.0.max_epochs=3",
     ],
 )  # fmt: skip
 def test_what_may_differ_is_listed(tmp_path: Path, change: str) -> None:

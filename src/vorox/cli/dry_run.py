@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.models.spec import ModelSpec
 
-_BYTES_PER_TOKEN = {"bpe": 3.6, "file": 4.0, "byte": 1.0, "char": 1.0}
+_BYTES_PER_TOKEN = {"bpe": 3.6, "file": 4.0, "huggingface": 4.0, "tiktoken": 4.0, "byte": 1.0, "char": 1.0}
 """How much text a token stands for, roughly, while nothing better is known."""
 
 

@@ -25,7 +25,7 @@ from vorox.core import atomic
 
 ATTEMPTS_NAME = "attempts.bin"
 
-Outcome = Literal["kept", "rolled back", "open"]
+Outcome = Literal["kept", "rolled_back", "open"]
 
 _MAGIC = b"VXATTEM1"
 _FIXED = struct.Struct("<8s QQQ")  # magic, attempt, state that it began from, position of that state
@@ -63,7 +63,7 @@ class StepInterval:
         parent: The attempt whose work it went on from; ``None`` from the start of the run.
         first_step: From 1.
         last_step: The last of them, included.
-        outcome: ``kept``: part of the run as it stands. ``rolled back``: done, lost, and done again or left out.
+        outcome: ``kept``: part of the run as it stands. ``rolled_back``: done, lost, and done again or left out.
             ``open``: done by the newest attempt after its newest checkpoint.
     """
 
@@ -190,6 +190,6 @@ def intervals(attempts: Sequence[Attempt]) -> tuple[StepInterval, ...]:
         if until > attempt.first_state:
             found.append(replace(whole, last_step=until))
         if attempt.last_step > until:
-            outcome: Outcome = "open" if line.is_newest else "rolled back"
+            outcome: Outcome = "open" if line.is_newest else "rolled_back"
             found.append(replace(whole, first_step=until + 1, outcome=outcome))
     return tuple(found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class LineFile:
-    """The writing end of a log; one process writes at a time.
+    """The writing end of a log; one process writes at a time, from any of its threads.
 
     Args:
         path: The file; made by the first line, together with its directory.
@@ -34,17 +35,23 @@ class LineFile:
         self._pending: deque[bytes] = deque()
         self._size_bytes: int | None = None
         self._failed = False
+        self._lock = threading.RLock()
 
     def append(self, line: bytes) -> OSError | None:
         """Write one line (without its end). Returns what went wrong, if anything; the line then waits."""
-        self._pending.append(line + b"\n")
-        while len(self._pending) > MAX_PENDING_LINES:
-            self._pending.popleft()
-            self.dropped_lines += 1
-        return self.flush()
+        with self._lock:
+            self._pending.append(line + b"\n")
+            while len(self._pending) > MAX_PENDING_LINES:
+                self._pending.popleft()
+                self.dropped_lines += 1
+            return self.flush()
 
     def flush(self, *, sync: bool = False) -> OSError | None:
         """Write what waits, durably if ``sync``. Returns what went wrong, if anything."""
+        with self._lock:
+            return self._flush(sync)
+
+    def _flush(self, sync: bool) -> OSError | None:
         data = b"".join(self._pending)
         try:
             if self._size_bytes is None:

@@ -9,6 +9,7 @@ Shape legend: N rows, C stored tokens of a row, T = C - 1 positions, S segments 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -67,6 +68,37 @@ def assemble(block: RowBlock, *, document_mask: bool) -> AssembledRows:
         position_ids_NT=arrays[3] if document_mask else None,
         row_digests_N=row_digests(block),
         num_target_tokens=num_target_tokens,
+    )
+
+
+def cut_rows(rows: AssembledRows, pieces: int) -> AssembledRows:
+    """The same tokens as rows of ``T / pieces`` positions, the pieces of a row one after the other.
+
+    The label at a cut is the token behind it, so that every token is predicted as often as before. Segments are
+    numbered anew in each piece, and positions restart at its beginning. The identity of a piece is that of its row
+    and its place in it.
+    """
+    num_rows, num_positions = rows.tokens_NT.shape
+    if num_positions % pieces:
+        raise ValueError(f"rows of {num_positions} positions cannot be cut into {pieces} equal pieces")
+    shape = (num_rows * pieces, num_positions // pieces)
+    ids, positions = rows.segment_ids_NT, rows.position_ids_NT
+    if ids is not None and positions is not None:
+        ids, positions = ids.reshape(shape), positions.reshape(shape)
+        first = ids[:, :1]
+        positions = np.where(ids == first, positions - positions[:, :1], positions)
+        ids = np.where(ids > 0, ids - first + 1, 0)
+    digests = np.empty((num_rows, pieces), np.uint64)
+    for piece in range(pieces):
+        for row, digest in enumerate(rows.row_digests_N.tolist()):
+            digests[row, piece] = xxhash.xxh3_64_intdigest(struct.pack("<QII", digest, piece, pieces))
+    return AssembledRows(
+        tokens_NT=rows.tokens_NT.reshape(shape),
+        labels_NT=rows.labels_NT.reshape(shape),
+        segment_ids_NT=ids,
+        position_ids_NT=positions,
+        row_digests_N=digests.reshape(-1),
+        num_target_tokens=rows.num_target_tokens,
     )
 
 

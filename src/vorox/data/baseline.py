@@ -81,8 +81,10 @@ def xz_baseline(
         max_bytes: Compress only the first so many bytes.
 
     Returns:
-        ``None`` when nothing is held out.
+        ``None`` when nothing is held out, or when a source has tokens in place of text.
     """
+    if any(source.config.format == "bin" for source in sources):
+        return None
     texts = [[source.digest, source.definition] for source in sources]
     identity = ["xz/1", texts, validation.model_dump(), unit_bytes, max_bytes]
     name = hashlib.sha256(canonical_json(identity)).hexdigest()[:16]

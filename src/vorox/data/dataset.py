@@ -8,12 +8,13 @@ and a run that resumes finds its old one or is told that it is gone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,18 +23,24 @@ from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.builder import build as build_cache
+from vorox.data.cache.build import build as build_cache
 from vorox.data.cache.inventory import read_units
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
-from vorox.data.cache.report import BuildProgress, BuildReport
+from vorox.data.cache.report import BuildProgress, BuildReport, build_report
+from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import Unit
 from vorox.data.storage import ContentVersions
-from vorox.data.text.sources import Source, cut_units, list_source, read_unit
+from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
+from vorox.data.streaming.preparation import Streams
+from vorox.data.streaming.reader import StreamReader
+from vorox.data.text.listing import Note
+from vorox.data.text.sources import Source, cut_units, first_units, for_tokenizer, list_source, read_unit
 from vorox.data.text.splits import Split
 from vorox.data.tokenizers.store import tokenizer_for
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.transforms.registry import check_special_tokens, check_transforms, recipe_of, transforms_of
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
@@ -74,6 +81,7 @@ class Corpus:
         sources: In the order of the configuration.
         weights: Exact share of each source in the training rows; they sum to 1.
         root: Root of the caches.
+        streams: What builds the rows while they are read, under ``data.mode: streaming``.
     """
 
     config: DataConfig
@@ -81,6 +89,12 @@ class Corpus:
     sources: tuple[CorpusSource, ...]
     weights: tuple[Fraction, ...]
     root: Path
+    streams: Streams | None = None
+
+    def close(self) -> None:
+        """End what is being built in the background. Repeatable."""
+        if self.streams is not None:
+            self.streams.close()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,6 +109,11 @@ class Corpus:
     def validation(self) -> tuple[CacheReader, ...]:
         """Held-out rows of each source; empty when nothing is held out."""
         return tuple(source.validation for source in self.sources if source.validation is not None)
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What a person should know of the sources: a fallback that is used, duplicates, empty files."""
+        return tuple(note for source in self.sources for note in source.source.notes)
 
     @property
     def estimated_tokens(self) -> int:
@@ -136,6 +155,7 @@ def prepare(
     report = on_progress or _silent
     data = config.data
     weights = exact_weights(data)
+    check_transforms(data)
     root = cache_root(data)
     if build:
         _check_writable(root)
@@ -144,8 +164,39 @@ def prepare(
         config.tokenizer, data, sources, weights, root=root, build=build,
         on_progress=lambda done, total: report("tokenizer", done, total, {}),
     )  # fmt: skip
-    preparation = _Preparation(data, tokenizer, root, report, build, repair)
-    return Corpus(data, tokenizer, tuple(preparation.open_source(source) for source in sources), weights, root)
+    called = [config.tokenizer.path or config.tokenizer.kind]
+    sources = [for_tokenizer(source, tokenizer.fingerprint, tokenizer.end_of_text_id, called) for source in sources]
+    streams = Streams(data) if data.mode == "streaming" else None
+    preparation = _Preparation(data, tokenizer, root, report, build, repair, streams)
+    opened = tuple(preparation.open_source(source) for source in sources)
+    if streams is not None:
+        opened = _with_first_segments(opened, streams, report)
+    return Corpus(data, tokenizer, opened, weights, root, streams)
+
+
+def _with_first_segments(
+    sources: tuple[CorpusSource, ...], streams: Streams, report: PrepareProgress
+) -> tuple[CorpusSource, ...]:
+    """The sources of a streamed corpus once the first rows of each are there."""
+    names = {source.train.directory: source.name for source in sources}
+    readers = [source.train for source in sources if isinstance(source.train, StreamReader)]
+    try:
+        readers = streams.wait_for_first_segments(
+            readers, lambda reader, done, total: report(f"build {names[reader.directory]} train", done, total, {})
+        )
+    except BaseException:
+        streams.close()
+        raise
+    return tuple(
+        replace(source, train=reader, train_report=_report_of(reader))
+        for source, reader in zip(sources, readers, strict=True)
+    )
+
+
+def _report_of(reader: CacheReader) -> BuildReport:
+    return build_report(
+        reader.manifest, reader.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
+    )
 
 
 def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
@@ -197,6 +248,8 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
     """What the rows of one split of a source are a function of, besides its files."""
     held_out = data.validation.held_out_fraction
     rule = data.validation.split if held_out else "none"
+    transforms = transforms_of(data, source.config, split, source.key)
+    check_special_tokens(transforms, tokenizer)
     return Recipe(
         tokenizer=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
@@ -206,6 +259,7 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
         split={"name": split, "held_out": rule, "held_out_fraction": str(Fraction(str(held_out)))},
         packing=data.packing,
         chunk_rows=data.cache.chunk_rows,
+        transforms=recipe_of(transforms, data.transform_seed),
     )
 
 
@@ -224,35 +278,81 @@ class _Preparation:
     report: PrepareProgress
     build: bool
     repair: bool
+    streams: Streams | None
 
     def open_source(self, source: Source) -> CorpusSource:
-        train, train_report = self._open_split(source, "train")
+        open_train = self._open_split if self.streams is None else self._open_stream
+        train, train_report = open_train(source, "train")
         if self.data.validation.held_out_fraction == 0:
             return CorpusSource(source, train, None, train_report, None)
         validation, validation_report = self._open_split(source, "validation")
         return CorpusSource(source, train, validation, train_report, validation_report)
 
     def _open_split(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
-        rule, config = self.data.validation, source.config
+        rule, unit_bytes = self.data.validation, self.data.cache.unit_bytes
         recipe = recipe_for(self.data, source, split, self.tokenizer)
+        units: Sequence[Unit] | None = None
+        if self.streams is not None:
+            recipe, units = self._beginning(source, split, recipe)
         directory = cache_directory(self.root, source, split, recipe)
-        units = _recorded_units(directory)
-        if units is None:
+        recorded = _recorded_units(directory)
+        if recorded is None:
             if not self.build:
-                raise DataError(
-                    f"the {split} cache of source {config.name!r} is not built", where=str(directory),
-                    hint="run `vorox data build` with the same configuration first",
-                )  # fmt: skip
-            units = cut_units(source, split, rule, self.data.cache.unit_bytes)
-            if not _has_records(source, units, split, self.data):
+                raise self._not_built(source, split, directory)
+            recorded = units or cut_units(source, split, rule, unit_bytes)
+            if not _has_records(source, recorded, split, self.data):
                 raise _empty_split(self.data, source, split)
         report = build_cache(
-            directory, recipe, source.files, units, lambda unit: read_unit(source, unit, split, rule), self.tokenizer,
-            codec=self.data.cache.codec, block_rows=self.data.cache.block_rows,
-            bad_record_fraction=config.bad_record_fraction, repair=self.repair,
-            on_progress=self._watch(f"{config.name} {split}", units),
+            directory, self._work(source, split, recipe), recorded,
+            bad_record_fraction=source.config.bad_record_fraction,
+            check="full" if self.repair else None, on_progress=self._watch(f"{source.config.name} {split}", recorded),
         )  # fmt: skip
         return CacheReader.open(directory, recipe), report
+
+    def _beginning(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
+        """The part of a held-out split that a streamed corpus is validated on: that of the beginning of the source."""
+        limit_bytes = self.data.streaming.validation_bytes
+        while True:
+            units, is_all = first_units(
+                source, split, self.data.validation, self.data.cache.unit_bytes, limit_bytes=limit_bytes
+            )
+            if is_all:
+                return recipe, units
+            if _has_records(source, units, split, self.data):
+                return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
+            limit_bytes *= 2
+
+    def _open_stream(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
+        """The rows of a split that are built while they are read."""
+        assert self.streams is not None
+        recipe = recipe_for(self.data, source, split, self.tokenizer)
+        directory = cache_directory(self.root / STREAMS_NAME, source, split, recipe)
+        units = _planned_units(directory)
+        if units is None:
+            if not self.build:
+                raise self._not_built(source, split, directory)
+            units = cut_units(source, split, self.data.validation, self.data.cache.unit_bytes)
+            if not _has_records(source, units, split, self.data):
+                raise _empty_split(self.data, source, split)
+        fraction = source.config.bad_record_fraction
+        work = self._work(source, split, recipe)
+        reader = self.streams.open(directory, work, units, bad_record_fraction=fraction)
+        return reader, _report_of(reader)
+
+    def _work(self, source: Source, split: Split, recipe: Recipe) -> UnitWork:
+        read = functools.partial(read_unit, source, split=split, validation=self.data.validation)
+        cache = self.data.cache
+        transforms = transforms_of(self.data, source.config, split, source.key)
+        return UnitWork(
+            source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows,
+            transforms, self.data.transform_seed, self.data.pipeline,
+        )  # fmt: skip
+
+    def _not_built(self, source: Source, split: Split, directory: Path) -> DataError:
+        return DataError(
+            f"the {split} cache of source {source.config.name!r} is not built", where=str(directory),
+            hint="run `vorox data build` with the same configuration first",
+        )  # fmt: skip
 
     def _watch(self, name: str, units: Sequence[Unit]) -> Callable[[BuildProgress], None]:
         """Tells bytes of text instead of units of work, which are too coarse for a person who waits."""
@@ -273,6 +373,14 @@ class _Preparation:
             self.report(phase, done, ends[-1], rates)
 
         return on_progress
+
+
+def _planned_units(directory: Path) -> Sequence[Unit] | None:
+    """The units of a cache of which all are planned, built or not."""
+    if not (directory / RECIPE_NAME).exists():
+        return None
+    num_units = Manifest.open(directory).planned_units
+    return read_units(directory)[:num_units] if num_units else None
 
 
 def _recorded_units(directory: Path) -> Sequence[Unit] | None:

@@ -54,6 +54,15 @@ class Unit:
     unit_id: int
     spans: tuple[UnitSpan, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of text that it spans."""
+        return sum(span.end_byte - span.start_byte for span in self.spans)
+
+    @property
+    def place(self) -> str:
+        return f"unit {self.unit_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

@@ -17,10 +17,10 @@ from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusSource
-from vorox.data.documents import BadRecord, UnitSpan
+from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.records import TokenArray
 from vorox.data.storage import content_hash
-from vorox.data.text.formats import read_records
+from vorox.data.text.formats import read_record
 from vorox.data.text.splits import SPLITS, Split
 
 _BLOCK_ROWS = 1024
@@ -36,6 +36,7 @@ class SampleSegment:
 
     Attributes:
         uri: File that it comes from.
+        ordinal: Number of the document's record within that file.
         byte_offset: First byte of the document's record in that file.
         byte_length: Bytes of the record.
         document_token_offset: Tokens of the document that lie before the fragment.
@@ -44,6 +45,7 @@ class SampleSegment:
     """
 
     uri: str
+    ordinal: int
     byte_offset: int
     byte_length: int
     document_token_offset: int
@@ -125,6 +127,7 @@ def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[S
             segments = tuple(
                 SampleSegment(
                     document.uri,
+                    document.ordinal,
                     document.byte_offset,
                     document.byte_length,
                     document.document_token_offset,
@@ -227,13 +230,13 @@ def _trace(corpus: Corpus, source: CorpusSource, reader: CacheReader) -> None:
     for row in _spread(reader, _TRACED_ROWS).tolist():
         tokens, places = _segments(reader, row)
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
-            stop = document.byte_offset + document.byte_length
-            span = UnitSpan(0, document.byte_offset, stop, 0)
-            (record,) = read_records(source.source.config, by_uri[document.uri], span, lambda _: True)
-            place = f"{document.uri}, byte {document.byte_offset}"
+            at = (0, document.ordinal, document.byte_offset, document.byte_length)
+            record = read_record(source.source.config, by_uri[document.uri], *at)
+            place = f"{document.uri}, record {document.ordinal + 1:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
-            ids = [*corpus.tokenizer.encode(record.text).tolist(), corpus.tokenizer.end_of_text_id]
+            own = record.tokens if isinstance(record, TokenDocument) else corpus.tokenizer.encode(record.text)
+            ids = [*own.tolist(), corpus.tokenizer.end_of_text_id]
             first = document.document_token_offset
             if ids[first : first + document.length] != tokens[start:end].tolist():
                 raise DataError(

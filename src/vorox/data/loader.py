@@ -1,8 +1,9 @@
 """Batches of a run: plan and caches in, ``Batch`` per step out, read ahead by threads.
 
-Every step's batch is a function of (plan, step, shard). Threads claim steps in order and the consumer takes them in
-order, so neither their number nor the read-ahead changes a batch, and an error surfaces at the step it belongs to.
-Opening costs the plan and one look at the cache's digests, wherever the cursor stands.
+Every step's batch is a function of (plan, step, shard). The rows of a step are the same at any number of shards; where
+they do not come out even, shards differ by one row and the shorter ones are filled up with a row that nothing is
+trained on. Opening costs the plan and one look at the cache's digests, wherever the cursor stands. Over caches that
+grow, a step is located when the plan covers it, by readers that see its rows.
 
 Shape legend: N rows of a step in this process, A micro-batches, B rows of a micro-batch, T positions.
 """
@@ -10,10 +11,8 @@ Shape legend: N rows of a step in this process, A micro-batches, B rows of a mic
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,20 @@ import numpy.typing as npt
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
-from vorox.data.assembly import assemble, interleave
-from vorox.data.plan import Plan
+from vorox.data.assembly import AssembledRows, assemble, cut_rows, interleave
+from vorox.data.batch_stream import BatchStream
+from vorox.data.growth import PlanGrower
+from vorox.data.plan import Plan, Readers
 from vorox.data.records import RowBlock, RowReader
+
+__all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "validation_batches"]
 
 Int64Array = npt.NDArray[np.int64]
 
 _LOCATED_ROWS = 4096
 """Rows whose places are computed together: numpy's cost per call disappears, the first batch stays early."""
 
-_CLOSE_SECONDS = 5.0
-"""How long closing waits for a thread that hangs in a read; it is a daemon and keeps nobody alive."""
+_ENDLESS_STEPS = 2**62
 
 
 def first_cursor(plan: Plan, seed: int) -> DataCursor:
@@ -47,7 +49,7 @@ def first_cursor(plan: Plan, seed: int) -> DataCursor:
 
 def open_batches(
     plan: Plan,
-    readers: Sequence[RowReader],
+    readers: Readers,
     *,
     shard: DataShard,
     cursor: DataCursor,
@@ -56,12 +58,14 @@ def open_batches(
     document_mask: bool,
     num_threads: int = 1,
     prefetch_batches: int = 4,
+    grower: PlanGrower | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> BatchStream:
     """Read batches from ``cursor`` on, for as long as the plan covers them.
 
     Args:
         plan: The run's plan, extended as far as batches will be asked for. It may be extended further meanwhile.
-        readers: Caches of the sources, in the plan's order.
+        readers: Caches of the sources, in the plan's order; ``None`` for one that is not drawn from any more.
         shard: The part of every global batch that this process reads.
         cursor: Where to begin: ``first_cursor`` or a checkpoint's.
         global_batch_sequences: Rows of a step over all shards, as in the plan.
@@ -69,9 +73,11 @@ def open_batches(
         document_mask: Whether documents of a row are kept apart.
         num_threads: Reader threads; 0 reads when a batch is asked for.
         prefetch_batches: Batches kept ready by the threads.
+        grower: Covers positions as the caches grow; its readers take the place of ``readers``.
+        stop: Asked while a step waits for rows that are not built yet.
 
     Raises:
-        ConfigError: The batch does not divide evenly, or the plan has another size.
+        ConfigError: A shard's part is no multiple of the micro-batch, or the plan has another size.
         DataError: The cursor is not of this plan, or a cache is no longer what the plan was made for.
     """
     if global_batch_sequences != plan.start.global_batch_sequences:
@@ -82,29 +88,60 @@ def open_batches(
     slots = slots_of_shard(global_batch_sequences, micro_batch_sequences, shard)
     _check_cursor(plan, cursor)
     plan.check(readers)
-    _check_alike(readers)
-    source = _BatchSource(plan, tuple(readers), slots, document_mask, cursor)
+    _check_alike([reader for reader in readers if reader is not None])
+    closing = threading.Event()
+
+    def read(step: int) -> Batch:
+        if grower is not None:
+            position = (step + 1) * global_batch_sequences
+            grower.cover(position, stop=lambda: closing.is_set() or (stop is not None and stop()))
+        return source.read(step)
+
+    def num_steps() -> int:
+        if grower is None:
+            return plan.num_positions // global_batch_sequences
+        return _ENDLESS_STEPS if grower.total_steps is None else grower.total_steps
+
+    source = _BatchSource(plan, (lambda: grower.readers) if grower else (lambda: readers), slots, document_mask, cursor)
     return BatchStream(
-        source.read, lambda: plan.num_positions // global_batch_sequences, first_step=cursor.step,
-        num_threads=num_threads, prefetch_batches=prefetch_batches,
+        read, num_steps, first_step=cursor.step, num_threads=num_threads, prefetch_batches=prefetch_batches,
+        on_close=closing.set,
     )  # fmt: skip
 
 
 def slots_of_shard(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> Int64Array:
     """Slots of the global batch that a shard reads, ``[A, B]``: of each global micro-batch, its contiguous part.
 
+    A shard has the global batch over the shards, rounded up, in whole micro-batches. Where that does not come out
+    even, the last global micro-batch is short: some shards have one row less of it, and -1 in its place.
+
     Raises:
-        ConfigError: The global batch is not a multiple of the micro-batch times the shards.
+        ConfigError: The rows of a shard are not a multiple of the micro-batch, or there are more shards than rows.
     """
-    rows = micro_batch_sequences * shard.count
-    if rows < 1 or global_batch_sequences % rows or not 0 <= shard.index < shard.count:
-        raise ConfigError(
-            f"{global_batch_sequences} rows a step cannot be split evenly into micro-batches of "
-            f"{micro_batch_sequences} on {shard.count} data-parallel processes",
-            where="train.micro_batch_sequences",
-            hint=f"make train.global_batch_sequences a multiple of {rows}",
-        )
-    return np.arange(global_batch_sequences).reshape(-1, shard.count, micro_batch_sequences)[:, shard.index]
+    if not 0 <= shard.index < shard.count or shard.count > global_batch_sequences or micro_batch_sequences < 1:
+        raise _uneven(global_batch_sequences, micro_batch_sequences, shard)
+    share = -(-global_batch_sequences // shard.count)
+    if share % micro_batch_sequences:
+        raise _uneven(global_batch_sequences, micro_batch_sequences, shard)
+    step_rows = micro_batch_sequences * shard.count
+    slots_AB = np.arange(share * shard.count).reshape(-1, shard.count, micro_batch_sequences)[:, shard.index].copy()
+    first = share * shard.count - step_rows
+    short = global_batch_sequences - first  # rows of the last global micro-batch
+    start, end = (first + number * short // shard.count for number in (shard.index, shard.index + 1))
+    slots_AB[-1] = -1
+    slots_AB[-1, : end - start] = np.arange(start, end)
+    return slots_AB
+
+
+def _uneven(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> ConfigError:
+    rows = -(-global_batch_sequences // max(1, shard.count))
+    return ConfigError(
+        f"{global_batch_sequences} rows a step on {shard.count} data-parallel processes are {rows} rows each, which "
+        f"cannot be split evenly into micro-batches of {micro_batch_sequences}",
+        where="train.micro_batch_sequences",
+        hint=f"make train.micro_batch_sequences a divisor of {rows}, or train.global_batch_sequences a multiple of "
+        f"{micro_batch_sequences * shard.count}",
+    )
 
 
 def validation_batches(
@@ -137,158 +174,58 @@ def validation_batches(
         source_index = np.searchsorted(starts, rows, side="right") - 1
         cursor = DataCursor(plan_digest="", plan_events=0, step=step + 1, position=(step + 1) * step_rows, seed=0)
         block = _read(readers, source_index, rows - starts[source_index])
-        yield _filled(_batch(block, step, 1, document_mask, cursor), micro_batch_sequences)
-
-
-class BatchStream:
-    """Batches of consecutive steps. Iterate, or leave the context, to close it.
-
-    Args:
-        read: Makes the batch of a step; called from several threads.
-        num_steps: Steps that can be read by now.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[int], Batch],
-        num_steps: Callable[[], int],
-        *,
-        first_step: int,
-        num_threads: int,
-        prefetch_batches: int,
-    ) -> None:
-        self._read, self._num_steps = read, num_steps
-        self._wanted = self._claimed = first_step
-        self._prefetch_batches = prefetch_batches
-        self._ready: dict[int, Batch | BaseException] = {}
-        self._closed = False
-        self._changed = threading.Condition()
-        self.wait_seconds = 0.0
-        """Time that the consumer has spent waiting for batches."""
-        self._threads = [
-            threading.Thread(target=self._work, name=f"vorox-loader-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def queue_depth(self) -> int:
-        """Batches that are ready."""
-        return len(self._ready)
-
-    def __iter__(self) -> BatchStream:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch.
-
-        Raises:
-            DataError: The plan does not cover the step, or its rows could not be read. The stream is closed then.
-        """
-        if self._closed:
-            raise RuntimeError("the stream of batches is closed")
-        began = time.perf_counter()
-        try:
-            batch = self._take() if self._threads else self._read(self._wanted)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self.wait_seconds += time.perf_counter() - began
-        if not self._threads:
-            self._wanted += 1
-        return batch
-
-    def close(self) -> None:
-        """Stop reading ahead. May be called from any thread, and again."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def __enter__(self) -> BatchStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _take(self) -> Batch:
-        with self._changed:
-            step = self._wanted
-            if step >= self._num_steps():
-                self._read(step)  # says why there is none
-                raise AssertionError(f"step {step} is not planned, yet it was read")
-            self._changed.notify_all()  # the plan may have been extended
-            self._changed.wait_for(lambda: self._closed or step in self._ready)
-            if self._closed:
-                raise RuntimeError("the stream of batches was closed while a batch was waited for")
-            result = self._ready.pop(step)
-            self._wanted += 1
-            self._changed.notify_all()
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_claim())
-                if self._closed:
-                    return
-                step = self._claimed
-                self._claimed += 1
-            try:
-                result: Batch | BaseException = self._read(step)
-            except BaseException as error:  # whatever it is, the consumer must see it
-                result = error
-            with self._changed:
-                if not self._closed:
-                    self._ready[step] = result
-                    self._changed.notify_all()
-
-    def _may_claim(self) -> bool:
-        return self._claimed < min(self._wanted + self._prefetch_batches, self._num_steps())
+        assembled = assemble(block, document_mask=document_mask)
+        yield _batch(_filled(assembled, micro_batch_sequences - block.num_rows), step, 1, cursor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Source and cache row of the rows of consecutive steps, one line per step."""
+    """Source and cache row of the rows of consecutive steps, one line per step, and the readers they are meant for."""
 
     first_step: int
     source_index: npt.NDArray[np.int32]
     rows: Int64Array
+    readers: Readers
 
 
 class _BatchSource:
     """Makes the batch of any step of one run on one shard."""
 
     def __init__(
-        self, plan: Plan, readers: tuple[RowReader, ...], slots_AB: Int64Array, document_mask: bool, cursor: DataCursor
+        self,
+        plan: Plan,
+        readers: Callable[[], Readers],
+        slots_AB: Int64Array,
+        document_mask: bool,
+        cursor: DataCursor,
     ) -> None:
         self._plan, self._readers, self._document_mask, self._cursor = plan, readers, document_mask, cursor
-        self._slots = slots_AB.reshape(-1)
-        self._num_micro_batches = slots_AB.shape[0]
-        self._window_steps = max(1, _LOCATED_ROWS // self._slots.size)
+        self._slots = slots_AB[slots_AB >= 0]  # rows that are missing are the last of the last micro-batch
+        self._shape_AB = slots_AB.shape
+        self._window_steps = max(1, _LOCATED_ROWS // slots_AB.size)
         self._places: dict[int, _Places] = {}
         self._locating = threading.Lock()
 
     def read(self, step: int) -> Batch:
         places = self._locate(step)
         line = step - places.first_step
-        position = (step + 1) * self._plan.start.global_batch_sequences
-        block = _read(self._readers, places.source_index[line], places.rows[line])
-        cursor = DataCursor(
-            plan_digest=self._cursor.plan_digest, plan_events=self._cursor.plan_events, step=step + 1,
-            position=position, seed=self._cursor.seed,
-        )  # fmt: skip
-        return _batch(block, step, self._num_micro_batches, self._document_mask, cursor)
+        block = _read(places.readers, places.source_index[line], places.rows[line])
+        rows = assemble(block, document_mask=self._document_mask)
+        batch = self._plan.start.global_batch_sequences
+        pieces = self._plan.row_pieces_at(step * batch)
+        if pieces > 1:
+            rows = cut_rows(rows, pieces)
+        missing = self._shape_AB[0] * self._shape_AB[1] - block.num_rows
+        rows = _filled(rows, missing * pieces)
+        return _batch(rows, step, self._shape_AB[0], self._cursor_after(step + 1, (step + 1) * batch))
+
+    def _cursor_after(self, step: int, position: int) -> DataCursor:
+        """Over a growing cache, the plan as far as it decides what lies before: however far it was extended by then."""
+        events, digest = self._cursor.plan_events, self._cursor.plan_digest
+        if self._plan.start.growth is not None:
+            events = max(events, self._plan.tables.events_covering(position))
+            digest = self._plan.digest_at(events) or digest
+        return DataCursor(plan_digest=digest, plan_events=events, step=step, position=position, seed=self._cursor.seed)
 
     def _locate(self, step: int) -> _Places:
         window, line = divmod(step, self._window_steps)
@@ -302,34 +239,44 @@ class _BatchSource:
 
     def _locate_window(self, first_step: int, step: int) -> _Places:
         batch = self._plan.start.global_batch_sequences
-        planned_steps = self._plan.num_positions // batch
+        planned_steps = self._plan.num_positions // batch  # before the readers are asked: they see all that it covers
+        readers = self._readers()
         last_step = max(step + 1, min(first_step + self._window_steps, planned_steps))
         positions = np.arange(first_step, last_step)[:, None] * batch + self._slots
         found = self._plan.locate(positions.reshape(-1))
         rows = found.row
-        for index, reader in enumerate(self._readers):
+        for index, reader in enumerate(readers):
             chosen = np.flatnonzero(found.source_index == index)
-            rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
-        return _Places(first_step, found.source_index.reshape(positions.shape), rows.reshape(positions.shape))
+            if chosen.size:
+                rows[chosen] += _present(reader).unit_row_starts[found.unit_start[chosen]]
+        return _Places(first_step, found.source_index.reshape(positions.shape), rows.reshape(positions.shape), readers)
 
 
-def _read(readers: Sequence[RowReader], source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
+def _present(reader: RowReader | None) -> RowReader:
+    if reader is None:
+        raise DataError(
+            "the step needs rows of a source that the configuration no longer has", where="data.sources",
+            hint="resume from a checkpoint behind the step at which it was taken out",
+        )  # fmt: skip
+    return reader
+
+
+def _read(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
     """Rows of several sources in slot order."""
     blocks: list[RowBlock] = []
     slots: list[Int64Array] = []
     for index, reader in enumerate(readers):
         chosen = np.flatnonzero(source_index == index)
         if chosen.size == rows.size:
-            return reader.read_rows(rows)
+            return _present(reader).read_rows(rows)
         if chosen.size:
-            blocks.append(reader.read_rows(rows[chosen]))
+            blocks.append(_present(reader).read_rows(rows[chosen]))
             slots.append(chosen)
     return interleave(blocks, slots)
 
 
-def _batch(block: RowBlock, step: int, num_micro_batches: int, document_mask: bool, cursor: DataCursor) -> Batch:
-    rows = assemble(block, document_mask=document_mask)
-    shape = (num_micro_batches, -1, block.row_tokens - 1)
+def _batch(rows: AssembledRows, step: int, num_micro_batches: int, cursor: DataCursor) -> Batch:
+    shape = (num_micro_batches, -1, rows.tokens_NT.shape[1])
     segment_ids, position_ids = rows.segment_ids_NT, rows.position_ids_NT
     return Batch(
         step=step,
@@ -343,23 +290,22 @@ def _batch(block: RowBlock, step: int, num_micro_batches: int, document_mask: bo
     )
 
 
-def _filled(batch: Batch, num_rows: int) -> Batch:
-    """The same batch with rows added that nothing is trained on: token 0, no label, segment 0."""
-    missing = num_rows - batch.tokens_ABT.shape[1]
+def _filled(rows: AssembledRows, missing: int) -> AssembledRows:
+    """The same rows with some added that nothing is trained on: token 0, no label, segment 0."""
     if not missing:
-        return batch
+        return rows
 
     def fill(array: npt.NDArray[Any], value: int) -> npt.NDArray[Any]:
-        return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=value)
+        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
 
-    segment_ids, position_ids = batch.segment_ids_ABT, batch.position_ids_ABT
+    segment_ids, position_ids = rows.segment_ids_NT, rows.position_ids_NT
     return replace(
-        batch,
-        tokens_ABT=fill(batch.tokens_ABT, 0),
-        labels_ABT=fill(batch.labels_ABT, IGNORED_LABEL),
-        segment_ids_ABT=None if segment_ids is None else fill(segment_ids, 0),
-        position_ids_ABT=None if position_ids is None else fill(position_ids, 0),
-        row_digests_AB=fill(batch.row_digests_AB, 0),
+        rows,
+        tokens_NT=fill(rows.tokens_NT, 0),
+        labels_NT=fill(rows.labels_NT, IGNORED_LABEL),
+        segment_ids_NT=None if segment_ids is None else fill(segment_ids, 0),
+        position_ids_NT=None if position_ids is None else fill(position_ids, 0),
+        row_digests_N=fill(rows.row_digests_N, 0),
     )
 
 

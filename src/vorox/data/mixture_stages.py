@@ -59,7 +59,8 @@ class MixtureStages:
 
     def __init__(self, stages: Sequence[Stage], num_sources: int) -> None:
         starts = [stage.start_position for stage in stages]
-        assert starts and starts[0] == 0 and starts == sorted(set(starts)), "stages follow each other from 0"
+        assert starts[:1] == [0], "the first stage begins at 0"
+        assert starts == sorted(set(starts)), "stages follow each other"
         self.stages = tuple(stages)
         mixtures, active = list[Mixture](), list[npt.NDArray[np.int32]]()
         for stage in stages:

@@ -222,8 +222,11 @@ class Plan:
         bodies, end = self._log.read_after(self._end)
         self._tables, self._end = self._after(self._tables, bodies), end
 
-    def extend_to(self, position: int, readers: Readers) -> None:
+    def extend_to(self, position: int, readers: Readers) -> list[Event]:
         """Cover all positions below ``position``, by whole epochs over what the caches hold now; durable on return.
+
+        Returns:
+            What was added.
 
         Raises:
             DataError: A source has no rows, or is used up and its policy is ``error``. Nothing is written then.
@@ -244,6 +247,7 @@ class Plan:
             events += added
             tables = self._folded(tables, added)
         self.add(events)
+        return events
 
     def _folded(self, tables: PlanTables, events: Sequence[Event]) -> PlanTables:
         return self._after(tables, [encode_event(event, tables.names) for event in events])

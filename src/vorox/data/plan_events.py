@@ -70,11 +70,14 @@ class GrowthRule:
         mode: ``strict``: ranges of units that are fixed in advance; ``elastic``: whatever is there when it is needed.
         first_segment_units: Units of a source's first segment (strict).
         max_segment_units: Each segment doubles the one before, up to this (strict).
+        later_passes: Whether later passes are ``whole`` or in ``segments`` like the first, so that never more than two
+            of them are read at a time (strict).
     """
 
     mode: str
     first_segment_units: int = 1
     max_segment_units: int = 64
+    later_passes: str = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +174,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The run has ``total_steps`` steps from ``start_position`` on."""
+    """The run has ``total_steps`` steps, as its schedule knows from ``start_position`` on; before, ``before_steps``."""
 
     start_position: int
+    before_steps: int
     total_steps: int
 
 
@@ -235,7 +239,7 @@ def decode_start(event: Mapping[str, Any], path: Path) -> PlanStart:
     return start
 
 
-_GROWTH = {"mode": str, "first_segment_units": int, "max_segment_units": int}
+_GROWTH = {"mode": str, "first_segment_units": int, "max_segment_units": int, "later_passes": str}
 
 
 def _decode_source(value: Mapping[str, Any], where: str) -> PlanSource:
@@ -300,7 +304,7 @@ def decode_event(
         case "cut":
             return Cut(*_take(event, {"source": str, "epoch": int}, where))
         case _:
-            return Extension(*_take(event, {"start_position": int, "total_steps": int}, where))
+            return Extension(*_take(event, {"start_position": int, "before_steps": int, "total_steps": int}, where))
 
 
 def _decode_stage(event: Mapping[str, Any], names: Sequence[str], where: str) -> StageEvent:

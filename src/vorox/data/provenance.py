@@ -29,7 +29,7 @@ PLAN_NAME = "plan.jsonl"
 _MOST_CANDIDATES = 64
 _MOST_NAMED = 8
 
-State = Literal["kept", "rolled back", "open", "planned", "beyond"]
+State = Literal["kept", "rolled_back", "open", "planned", "beyond"]
 Positions = npt.NDArray[np.int64]
 
 
@@ -103,7 +103,7 @@ class Occurrence:
         position: Place in the run's data.
         epoch: Pass over the source, from 0.
         row: Row of the source's cache.
-        state: ``kept``, ``rolled back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
+        state: ``kept``, ``rolled_back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
             no checkpoint yet), ``planned`` (not done) or ``beyond`` (the plan covers it, the run ends before it).
         attempt: Which attempt did it; ``None`` where none did.
     """
@@ -158,7 +158,7 @@ def open_trail(run_directory: Path) -> Trail:
         DataError: The run has no plan, or the cache that it was made for is not there any more.
     """
     plan = Plan.open(run_directory / PLAN_NAME)
-    choices = [_candidates(run_directory, plan, index) for index in range(len(plan.start.sources))]
+    choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
     failure: DataError | None = None
     for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
         try:
@@ -173,7 +173,7 @@ def open_trail(run_directory: Path) -> Trail:
 
 def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
     """Cache directories that may be a source's: as its attempts noted, else by name below today's root of caches."""
-    source = plan.start.sources[source_index]
+    source = plan.sources[source_index]
     noted = [
         path for caches in _noted(run_directory, "caches") if (path := cast("dict[str, str]", caches)[source.name])
     ]
@@ -231,7 +231,7 @@ def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
             step=step,
             slot=slot,
             position=position,
-            source=trail.plan.start.sources[index].name,
+            source=trail.plan.sources[index].name,
             source_index=index,
             epoch=int(found.epoch[number]),
             row=row,
@@ -263,8 +263,8 @@ def _documents(reader: CacheReader, row: int) -> tuple[DocumentOrigin, ...]:
     return tuple(documents)
 
 
-def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, ...]:
-    """Every time that a file, or the document at one of its bytes, was or will be trained on, by step and slot.
+def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
+    """Every time that a file, or one of its documents, was or will be trained on, by step and slot.
 
     A step that several attempts did is there once for each. A document that was packed into several rows, or read in
     several epochs, is there for each of them.
@@ -272,21 +272,20 @@ def when(trail: Trail, uri: str, byte: int | None = None) -> tuple[Occurrence, .
     Args:
         trail: The run.
         uri: The file, or enough of the end of its name to tell it from the others.
-        byte: Only the document whose record has this byte.
+        byte: Only the document whose record has this byte; in Parquet, those of the row group that has it.
+        ordinal: Only the document with this number within the file, from 0.
 
     Raises:
-        ConfigError: There is no such file, or several, or it has no such byte.
+        ConfigError: There is no such file, or several.
         DataError: A chunk is missing or damaged.
     """
     history = intervals(read_attempts(trail.directory))
     total_steps = next((steps for steps in _noted(trail.directory, "total_steps") if type(steps) is int), None)
     found: list[Occurrence] = []
     for index, file_index in _files(trail, uri):
-        reader, source = trail.readers[index], trail.plan.start.sources[index]
+        reader, source = trail.readers[index], trail.plan.sources[index]
         file = reader.files[file_index]
-        if byte is not None and byte < 0:
-            raise ConfigError(f"there is no byte {byte}: bytes count from 0", where="--byte")
-        for row in reader.rows_of_document(file_index, byte).tolist():
+        for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
             positions = trail.plan.positions_of(index, row, reader)
             epochs = trail.plan.locate(positions).epoch
             for position, epoch in zip(positions.tolist(), epochs.tolist(), strict=True):
@@ -303,7 +302,7 @@ def _executions(history: Sequence[StepInterval], step: int, total_steps: int | N
     done: list[tuple[State, int | None]] = [
         (part.outcome, part.attempt) for part in history if part.first_step <= step <= part.last_step
     ]
-    if any(state != "rolled back" for state, _ in done):
+    if any(state != "rolled_back" for state, _ in done):
         return done
     return [*done, ("planned" if total_steps is None or step <= total_steps else "beyond", None)]
 

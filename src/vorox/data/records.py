@@ -81,3 +81,19 @@ class RowReader(Protocol):
             DataError: A row does not match its hash.
         """
         ...
+
+
+class GrowingReader(RowReader, Protocol):
+    """A cache that may still be being built. It sees what was committed when it was made."""
+
+    def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
+        """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
+        ...
+
+    def refreshed(self, *, awaited_units: int = 0) -> GrowingReader:
+        """A reader of what is committed by now.
+
+        Args:
+            awaited_units: The asker waits for all units below this one; for caches that are built on demand.
+        """
+        ...

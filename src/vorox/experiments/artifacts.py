@@ -38,6 +38,8 @@ RUN_FILES = (
     "export",
     "failure.json",
     "log*.txt",
+    "metadata.spool",
+    "metadata.sqlite*",
     "metrics.jsonl",
     "plan.jsonl",
     "run.json",

@@ -116,6 +116,7 @@ def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
     """The configuration with this length in place of whatever length it had."""
     values = config.model_dump(mode="json")
     values["train"] |= {"num_steps": num_steps, "num_tokens": None, "num_epochs": None}
+    values["train"] |= {"epoch_dataset_fraction": 1.0, "follow_growth": False}  # they mean something with epochs only
     return RunConfig.model_validate(values)
 
 

@@ -1,59 +1,202 @@
 """From configuration and corpus to the batches of a run: the plan, the stream of training batches, the validation set.
 
-In: what was asked for and the caches. Out: a plan that covers the whole run before its first step, and the iterators
-over it. ``train`` and ``replay`` come through here, so what is replayed is what was trained.
+In: what was asked for and the caches. Out: a plan that covers the whole run before its first step, or each step before
+it is read where caches grow, and the iterators over it. ``train`` and ``replay`` come through here, so what is
+replayed is what was trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+from vorox.core.chained_log import HashChainedLog
+from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
+from vorox.core.schema.data import SourceConfig
+from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
+from vorox.data.growth import PlanGrower, Tell
 from vorox.data.loader import BatchStream, open_batches, validation_batches
+from vorox.data.parts import measure_parts, readers_of
 from vorox.data.plan import Plan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.plan_changes import WantedStage, declare, take_grown
+from vorox.data.plan_events import GrowthRule, Part, PlanSource, PlanStart, StageEvent
+from vorox.data.plan_tables import Event
+from vorox.data.records import GrowingReader
 
 
-def plan_start(config: RunConfig, corpus: Corpus) -> PlanStart:
-    """What the data order of a run is a function of, besides the caches' content."""
-    sources = [
-        PlanSource(source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs)
-        for source, weight, section in zip(corpus.sources, corpus.weights, config.data.sources, strict=True)
-    ]
-    return PlanStart(config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources))
+def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
+    """What the data order of a run is a function of, besides the caches' content.
+
+    Args:
+        config: The run.
+        corpus: Its caches.
+        recorded: The plan that the run began with, whose parts of sources stay as they were measured.
+    """
+    growth, known = config.data.growth, {source.name: source for source in recorded.sources} if recorded else {}
+    rule = None
+    if growth.mode == "strict":
+        rule = GrowthRule("strict", growth.first_segment_units, growth.max_segment_units, growth.later_passes)
+    elif growth.mode == "elastic":
+        rule = GrowthRule("elastic")
+    sources: list[PlanSource] = []
+    for source, weight, section in zip(corpus.sources, corpus.weights, config.data.sources, strict=True):
+        whole = PlanSource(
+            source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs,
+            section.on_exhausted,
+        )  # fmt: skip
+        for name, part, share in _parts(section, source.train, known, config):
+            sources.append(replace(whole, name=name, part=part, weight=weight * share))
+    return PlanStart(config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)
 
 
-def open_plan(path: Path, config: RunConfig, corpus: Corpus, total_steps: int) -> Plan:
-    """The plan of a run, begun or continued, covering ``total_steps``.
+def _parts(
+    section: SourceConfig, cache: CacheReader, known: Mapping[str, PlanSource], config: RunConfig
+) -> list[tuple[str, Part | None, Fraction]]:
+    """Name, definition and share of the rows of each part of a source; the whole where it is not divided."""
+    if section.split_by is None:
+        return [(section.name, None, Fraction(1))]
+    names = [f"{section.name}.{part}" for part in section.split_names]
+    if names[0] in known:
+        sources = [known[name] for name in names]
+        whole = sum(source.weight for source in sources)
+        return [(source.name, source.part, source.weight / whole) for source in sources]
+    growth = config.data.growth
+    first = growth.first_segment_units if growth.mode == "strict" else None  # all that is sure to be there
+    measured = measure_parts(cache, section.name, section.split_by, section.split_quantiles, last_unit=first)
+    return [(name, part, share) for name, (part, share) in zip(names, measured, strict=True)]
+
+
+def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
+    """The mixtures that a configuration asks for, by position."""
+    batch, length = config.train.global_batch_sequences, config.data.sequence_length_tokens
+    weights = {source.name: source.weight for source in start.sources}
+    stages = [WantedStage(0, weights)]
+    for stage in config.data.stages:
+        position = -(-stage.start_tokens // (batch * length)) * batch
+        shares: dict[str, Fraction] = {}
+        for name, weight in stage.weights.items():
+            parts = [source for source in start.sources if source.part is not None and source.part.of == name]
+            whole = sum(source.weight for source in parts)
+            for part in parts:
+                shares[part.name] = shares.get(part.name, Fraction(0)) + exact_weight(weight) * part.weight / whole
+            if not parts:
+                shares[name] = shares.get(name, Fraction(0)) + exact_weight(weight)
+        pieces = length // (stage.sequence_length_tokens or length)
+        stages = [known for known in stages if known.start_position < position]
+        stages.append(WantedStage(position, shares or weights, pieces))
+    return stages
+
+
+def plan_readers(plan: Plan, corpus: Corpus) -> list[GrowingReader | None]:
+    """The caches of a plan's sources, in its order; ``None`` for one that the configuration no longer has."""
+    return readers_of(plan.sources, {source.name: source.train for source in corpus.sources})
+
+
+def open_plan(
+    path: Path,
+    config: RunConfig,
+    corpus: Corpus,
+    total_steps: int,
+    *,
+    position: int = 0,
+    reached: int = 0,
+    mixture_changed: bool = True,
+    tell: Tell | None = None,
+) -> Plan:
+    """The plan of a run, begun or continued, with the mixture that the configuration asks for.
+
+    Over complete caches it covers ``total_steps`` on return; growing ones are covered as the run comes to them.
+
+    Args:
+        path: Its file.
+        config: The run.
+        corpus: Its caches.
+        total_steps: Length of the run.
+        position: Where the run stands.
+        reached: The furthest position that any attempt has trained on: what was planned up to there stays.
+        mixture_changed: Whether the configuration may say another mixture than the plan; if not, it is not asked.
+        tell: Told of every change.
 
     Raises:
         ConfigError: The run was begun with other settings.
         DataError: A cache is no longer what the plan was made for, or a source is used up before the end.
     """
-    plan = Plan.open_or_create(path, plan_start(config, corpus), corpus.train)
-    plan.extend_to(total_steps * config.train.global_batch_sequences, corpus.train)
+    recorded = Plan.open(path) if path.exists() and HashChainedLog(path).read()[0] else None
+    start = plan_start(config, corpus, recorded)
+    caches = {source.name: source.train for source in corpus.sources}
+    plan = Plan.open_or_create(path, start, readers_of(start.sources, caches))
+    tell = tell or _silent
+    if mixture_changed or recorded is None or recorded.num_events == 1:
+        events = declare(plan.tables, start.sources, wanted_stages(config, start), position)
+        plan.add(events)
+        _tell_stages(events, tell)
+    if plan.start.growth is None:
+        readers = plan_readers(plan, corpus)
+        cuts = take_grown(plan.tables, readers, max(position, reached)) if position or reached else []
+        plan.add(cuts)
+        for cut in cuts:
+            tell("cache_grown", f"Source {cut.source!r} has grown: pass {cut.epoch + 1:,} and later ones take it up")
+        _tell_stages(plan.extend_to(total_steps * config.train.global_batch_sequences, readers), tell)
     return plan
 
 
+def _tell_stages(events: Sequence[Event], tell: Tell) -> None:
+    for event in events:
+        for text in event.says if isinstance(event, StageEvent) else ():
+            tell("mixture", text)
+
+
+def _silent(kind: str, text: str) -> None:
+    del kind, text
+
+
 def training_batches(
-    config: RunConfig, corpus: Corpus, plan: Plan, shard: DataShard, cursor: DataCursor
+    config: RunConfig,
+    corpus: Corpus,
+    plan: Plan,
+    shard: DataShard,
+    cursor: DataCursor,
+    *,
+    total_steps: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    tell: Tell | None = None,
 ) -> BatchStream:
-    """The batches of a run from ``cursor`` on."""
-    loader = config.data.loader
+    """The batches of a run from ``cursor`` on; over growing caches, for ``total_steps`` if that is given.
+
+    Args:
+        config: The run.
+        corpus: Its caches.
+        plan: Its plan.
+        shard: The part of every batch that this process reads; the first one decides what is taken up.
+        cursor: Where to begin.
+        total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
+        stop: Asked while a step waits for rows.
+        tell: Told of everything that is taken up.
+    """
+    loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
+    grower = None
+    if plan.start.growth is not None and total_steps is not None:
+        grower = PlanGrower(
+            plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=shard.index == 0
+        )
     return open_batches(
         plan,
-        corpus.train,
+        readers,
         shard=shard,
         cursor=cursor,
-        global_batch_sequences=config.train.global_batch_sequences,
+        global_batch_sequences=batch,
         micro_batch_sequences=config.train.micro_batch_sequences,
         document_mask=config.data.document_mask,
         num_threads=loader.num_threads,
         prefetch_batches=loader.prefetch_batches,
+        grower=grower,
+        stop=stop,
     )
 
 

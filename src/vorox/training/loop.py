@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from vorox.core.engine import Engine
 from vorox.core.errors import Preempted
 from vorox.core.records import Batch, Progress
+from vorox.data.growth import Starved
 from vorox.training.checkpointing import Checkpointer
 from vorox.training.evaluate import Evaluations
 from vorox.training.ledger import Ledger, StartedStep
@@ -39,7 +40,7 @@ def train(run: Run, progress: Progress) -> Progress:
     """Train from ``progress`` to the end of the schedule.
 
     Raises:
-        Preempted: A signal asked to stop; the state is saved.
+        Preempted: A signal asked to stop, or the rows of the next step are not built yet; the state is saved.
         NumericalError: Too many steps in a row were not finite.
         CheckpointError: A checkpoint could not be written; older ones are as they were.
         DataError: The next batch could not be read.
@@ -48,7 +49,10 @@ def train(run: Run, progress: Progress) -> Progress:
     if run.evaluations.due(progress):  # a kill fell between a checkpoint and its validation
         progress = _validate(run, progress)
     while progress.step < schedule.total_steps and not stop.requested:
-        batch = next(run.batches)
+        try:
+            batch = next(run.batches)
+        except Starved as starved:
+            raise _without_data(run, _save(run, progress), starved) from starved
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.after(batch, engine.data_shard)
@@ -66,6 +70,14 @@ def train(run: Run, progress: Progress) -> Progress:
             hint="run the same command again to go on",
         )
     return progress
+
+
+def _without_data(run: Run, progress: Progress, starved: Starved) -> Preempted:
+    asked = f"{run.stop.requested}: " if run.stop.requested else ""
+    return Preempted(
+        f"{asked}stopped after step {progress.step:,} of {run.schedule.total_steps:,}: {starved.what}",
+        where=starved.where, saved=run.checkpointer.safe(), hint=starved.hint,
+    )  # fmt: skip
 
 
 def _save(run: Run, progress: Progress) -> Progress:

@@ -113,6 +113,7 @@ class Observer:
         if not values.finite:
             text = f"Step {progress.step:,} was skipped: loss {values.loss}, gradient norm {values.grad_norm}"
             self._log.event("nonfinite_step", text, level="warning", step=progress.step)
+            self._provenance.skipped(progress, "nonfinite_step", text)
         last = progress.step == self._horizon.total_steps
         if progress.step == 1 or last or progress.step % self._every_steps == 0:
             self._log_step(step, values)

@@ -1,18 +1,31 @@
-"""What a running process leaves behind so that its data can be asked about later: which steps it did.
+"""What a running process leaves behind so that its data can be asked about later.
 
-In: steps as they are started and checkpoints as they are committed. Out: the attempt's record in ``attempts.bin``,
-from which ``vorox data when`` tells what is kept and what was rolled back. A step costs one store into memory.
+In: steps as they are started, checkpoints as they are committed, steps that were skipped. Out: the attempt's record in
+``attempts.bin``, from which ``vorox data when`` tells what is kept and what was rolled back; and, in the background, a
+metadata database that says the same in SQL. A step costs one store into memory; the database is read by no run, and
+whether it can be had changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from vorox.core.attempts import AttemptRecord
+from vorox.core.attempts import AttemptRecord, read_attempts
+from vorox.core.errors import ConfigError
+from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
+from vorox.core.schema import LogConfig
+from vorox.data.cache.reader import CacheReader
+from vorox.data.plan import Plan
+from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
+from vorox.experiments.metadata.cache import DATABASE_NAME
+from vorox.experiments.metadata.databases import require_psycopg
+from vorox.training.metadata_rows import attempt_rows, file_rows, plan_rows, run_identity, run_rows, segment_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,9 @@ class Provenance:
     """Told by the observer; decides nothing."""
 
     attempt: AttemptRecord
+    run_id: str
+    batch: int
+    writer: MetadataWriter | None
 
     def started(self, progress: Progress) -> None:
         """A step was started; the run stands after it."""
@@ -29,9 +45,102 @@ class Provenance:
         """A checkpoint of this state was committed."""
         self.attempt.saved(progress.step)
 
+    def skipped(self, progress: Progress, kind: str, detail: str) -> None:
+        """A step was done and changed nothing."""
+        if self.writer is not None:
+            step, position = progress.step, progress.cursor.position
+            place = {"run_id": self.run_id, "attempt": self.attempt.number, "kind": kind, "first_step": step}
+            span = {"last_step": step, "first_position": position - self.batch, "end_position": position}
+            self.writer.put(Row("exception", {**place, **span, "detail": detail}))
+
+
+def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None:
+    """Where the metadata of a run goes: a SQLite file, a connection string, or nowhere.
+
+    Raises:
+        ConfigError: The connection string is not in the environment, or the client is not installed.
+    """
+    match config.metadata:
+        case "off":
+            return None
+        case "sqlite":
+            return run_directory / DATABASE_NAME
+        case "postgres":
+            require_psycopg()
+            dsn = os.environ.get(config.metadata_dsn_variable)
+            if not dsn:
+                raise ConfigError(
+                    f"the environment has no {config.metadata_dsn_variable}, the connection string of the metadata "
+                    "database",
+                    where="log.metadata_dsn_variable",
+                    hint=f"export {config.metadata_dsn_variable}=postgresql://user:password@host:5432/database, "
+                    "or set log.metadata=sqlite",
+                )
+            return dsn
+
 
 @contextlib.contextmanager
-def open_provenance(run: RunContext, progress: Progress) -> Generator[Provenance]:
-    """Begin the record of this attempt, which goes on from ``progress``."""
+def open_provenance(
+    run: RunContext, config: LogConfig, progress: Progress, plan: Plan, readers: Sequence[CacheReader], log: RunLog
+) -> Generator[Provenance]:
+    """Begin the record of this attempt, which goes on from ``progress``, and the writer of its metadata.
+
+    Raises:
+        ConfigError: The metadata database is asked for in a way that cannot be.
+    """
+    target = metadata_target(run.directory, config)
+    projection = Projection(run.directory, plan, tuple(readers))
     with AttemptRecord(run.directory, run.attempt, progress.step, progress.cursor.position) as attempt:
-        yield Provenance(attempt)
+        writer: MetadataWriter | None = None
+        if target is not None:
+            writer = MetadataWriter(
+                run.directory,
+                lambda: MetadataCache(target),
+                introduce=projection.introduce,
+                observe=projection.observe,
+                on_event=lambda kind, text, level: log.event(kind, text, level=level),
+            )
+        try:
+            yield Provenance(attempt, projection.run_id, plan.start.global_batch_sequences, writer)
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+class Projection:
+    """A run directory and its caches, written into a metadata database: all of it, or what changed.
+
+    Args:
+        run_directory: The run.
+        plan: Its plan; what it grows by is seen.
+        readers: Its caches.
+    """
+
+    def __init__(self, run_directory: Path, plan: Plan, readers: tuple[CacheReader, ...]) -> None:
+        self.run_id = run_identity(run_directory)
+        self._directory, self._plan, self._readers = run_directory, plan, readers
+        self._num_events = plan.num_events
+        self._segments: dict[tuple[object, ...], Row] = {}
+
+    def introduce(self, cache: MetadataCache) -> None:
+        """Write what a database must know of the run before its steps."""
+        self._num_events = self._plan.num_events
+        cache.write(run_rows(self.run_id, self._directory, self._plan, self._readers))
+        cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
+        self._segments = {row.key: row for row in segment_rows(self.run_id, self._plan)}
+        cache.replace("segment", self.run_id, self._segments.values())
+        for reader in self._readers:
+            cache.introduce_files(reader.directory.name, len(reader.files), file_rows(reader))
+
+    def observe(self) -> Iterator[Row]:
+        """How the run stands now: its attempts, and the plan's events if there are new ones."""
+        batch = self._plan.start.global_batch_sequences
+        yield from attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)
+        if self._plan.num_events != self._num_events:
+            self._num_events = self._plan.num_events
+            yield from plan_rows(self.run_id, self._plan)
+            before, self._segments = self._segments, {row.key: row for row in segment_rows(self.run_id, self._plan)}
+            yield from self._segments.values()
+            for key, row in before.items():
+                if key not in self._segments:  # taken back, because the cache grew before any step came to it
+                    yield Row("segment", {**row.values, "num_epochs": 0, "num_rows": 0})

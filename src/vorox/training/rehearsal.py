@@ -15,6 +15,7 @@ from vorox.core.records import DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
 from vorox.data.loader import BatchStream, first_cursor
+from vorox.data.parts import readers_of
 from vorox.data.plan import Plan
 from vorox.training import feed
 
@@ -24,8 +25,11 @@ def first_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_steps
     """The batches of the first ``num_steps`` steps, whatever a run may pass over its sources."""
     start = feed.plan_start(config, corpus)
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
+    readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
     with tempfile.TemporaryDirectory(prefix="vorox-rehearsal-") as directory:
-        plan = Plan.create(Path(directory) / "plan.jsonl", endless, corpus.train)
-        plan.extend_to(num_steps * config.train.global_batch_sequences, corpus.train)
-        with feed.training_batches(config, corpus, plan, shard, first_cursor(plan, config.run.seed)) as batches:
+        plan = Plan.create(Path(directory) / "plan.jsonl", endless, readers)
+        if endless.growth is None:
+            plan.extend_to(num_steps * config.train.global_batch_sequences, readers)
+        cursor = first_cursor(plan, config.run.seed)
+        with feed.training_batches(config, corpus, plan, shard, cursor, total_steps=num_steps) as batches:
             yield batches

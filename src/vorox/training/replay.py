@@ -19,13 +19,15 @@ from vorox.core.config import config_digest
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
+from vorox.data.estimate import estimate
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
+from vorox.data.plan_events import encode_start
 from vorox.training import feed, resume
 from vorox.training.chain import CHAIN_NAME, ChainEntry, number, read_chain
 from vorox.training.checkpointing import Checkpoint, RunState, latest_valid, read_state, step_directories
-from vorox.training.schedule import Horizon, Schedule, horizon
-from vorox.training.session import Setting, num_train_rows
+from vorox.training.schedule import Horizon, Schedule, extended, horizon
+from vorox.training.session import Setting
 
 PLAN_NAME = "plan.jsonl"
 
@@ -157,7 +159,16 @@ def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
         raise DataError("the run has no plan", where=str(original), hint="restore the file from a copy")
     copy = scratch / PLAN_NAME
     copy.write_bytes(original.read_bytes())
-    return Plan.open_or_create(copy, feed.plan_start(setting.config, setting.corpus), setting.corpus.train)
+    plan = Plan.open(copy)
+    recorded, wanted = encode_start(plan.start), encode_start(feed.plan_start(setting.config, setting.corpus, plan))
+    for key in sorted({*recorded, *wanted} - {"sources"}):
+        if recorded.get(key) != wanted.get(key):
+            raise ConfigError(
+                f"the run's plan has {key} = {recorded.get(key)}, the configuration says {wanted.get(key)}",
+                where=str(original), hint="restore the run's config.yaml from a copy",
+            )  # fmt: skip
+    plan.check(feed.plan_readers(plan, setting.corpus))
+    return plan
 
 
 def _start(run_directory: Path, setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> RunState:
@@ -177,9 +188,8 @@ def _recorded_horizon(run_directory: Path, setting: Setting) -> Horizon:
     for metadata in _manifests(run_directory).values():
         if metadata["config_digest"] == digest:
             return Horizon.from_json(metadata["horizon"])
-    corpus = setting.corpus
-    rows = num_train_rows(corpus)
-    return horizon(setting.config, num_train_rows=rows, full_dataset_tokens=corpus.estimated_tokens)
+    size = estimate(setting.corpus.train)
+    return horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
 
 
 def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
@@ -211,7 +221,10 @@ def _compare(
             where=str(run_directory / CHAIN_NAME),
             hint="one of the two was changed; restore it from a copy",
         )
-    schedule = Schedule.of(config.schedule, config.optimizer, state.horizon)
+
+    def schedule_of(step: int) -> Schedule:
+        position = (step - 1) * config.train.global_batch_sequences
+        return Schedule.of(config.schedule, config.optimizer, extended(state.horizon, plan.extensions, position))
 
     def report(step: int, difference: ReplayDifference | None) -> ReplayReport:
         exact = step - start - (difference is not None)
@@ -220,6 +233,7 @@ def _compare(
     with feed.training_batches(config, setting.corpus, plan, engine.data_shard, progress.cursor) as batches:
         for step in range(start + 1, last_step + 1):
             batch = next(batches)
+            schedule = schedule_of(step)
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
             entry = ChainEntry.of(head, batch, engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch())
             difference = first_difference(recorded[step], entry)

@@ -35,8 +35,17 @@ from vorox.training.checkpointing import (
 REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
 """Sections and keys that decide the architecture, the data or its order."""
 
-ALLOWED = ("model.preset", "model.family", "data.cache.directory", "data.loader", "data.pipeline")
+ALLOWED = (
+    "model.preset", "model.family", "data.cache.directory", "data.loader", "data.pipeline",
+    "data.growth.horizon_steps", "data.growth.on_starve", "data.growth.build",
+)  # fmt: skip
 """Exceptions to the above that decide none of it."""
+
+RECORDED = ("data.stages", "data.sources")
+"""Exceptions to the above that change the mixture, which the plan records from the step on that the run resumes at."""
+
+_MIXTURE_KEYS = ("weight", "max_epochs", "on_exhausted")
+"""What may differ in a source that both configurations have."""
 
 _CONFIGS = "configs"
 
@@ -48,7 +57,8 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
         ConfigError: Something differs that would make it another run; all such differences are named.
     """
     found = differences(recorded, current)
-    refused = [entry for entry in found if _within(entry.key, REFUSED) and not _within(entry.key, ALLOWED)]
+    refused = [entry for entry in found if _within(entry.key, REFUSED) and not _within(entry.key, ALLOWED + RECORDED)]
+    refused += _refused_of_sources(recorded, current)
     if refused:
         raise ConfigError(
             f"this run cannot be resumed with another configuration ({len(refused)} differences):\n"
@@ -57,6 +67,24 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
             hint="resume with the recorded configuration, or start a new run with --resume never",
         )
     return found
+
+
+def mixture_changed(recorded: RunConfig, current: RunConfig) -> bool:
+    """Whether two configurations draw from their sources differently, or from different ones."""
+    return any(_within(entry.key, RECORDED) for entry in differences(recorded, current))
+
+
+def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Difference]:
+    """What differs in sources of one name besides their place in the mixture: it would be other text."""
+    before = {source.name: source for source in recorded.data.sources}
+    return [
+        Difference(f"data.sources.{index}.{key}", old[key], new[key])
+        for index, source in enumerate(current.data.sources)
+        if source.name in before
+        for old, new in [(before[source.name].model_dump(mode="json"), source.model_dump(mode="json"))]
+        for key in new
+        if old[key] != new[key] and key not in _MIXTURE_KEYS
+    ]
 
 
 def _within(key: str, prefixes: tuple[str, ...]) -> bool:

@@ -8,13 +8,14 @@ recorded in every checkpoint, so that a cache that grows cannot bend the learnin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
+from vorox.data.plan_events import Extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,15 @@ class Horizon:
         total_steps: Steps of the whole run.
         warmup_steps: Steps over which the learning rate rises; may exceed ``total_steps`` (see ``warning``).
         tokens_per_step: Positions of a global batch.
+        dataset_tokens: Tokens of one pass over the full dataset, as estimated when this was fixed.
+        dataset_error_fraction: Standard error of that estimate; ``None`` where it was exact or cannot be known.
     """
 
     total_steps: int
     warmup_steps: int
     tokens_per_step: int
+    dataset_tokens: int | None = None
+    dataset_error_fraction: float | None = None
 
     @property
     def warning(self) -> str | None:
@@ -41,12 +46,28 @@ class Horizon:
             "the learning rate never comes down and may never reach its peak"
         )
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
+    def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
+        """What a user should know about a warm-up that is longer than what is cached by now, if it is."""
+        steps = cached_rows // global_batch_sequences
+        if self.dataset_tokens is None or self.warmup_steps <= steps:
+            return None
+        return (
+            f"the warm-up of {self.warmup_steps:,} steps was fixed by the full dataset of about "
+            f"{self.dataset_tokens:,} tokens, and the {cached_rows:,} rows that are cached are {steps:,} steps: "
+            "the rate would still rise when they have all been read"
+        )
+
+    def to_json(self) -> dict[str, int | float]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Horizon:
-        return cls(int(value["total_steps"]), int(value["warmup_steps"]), int(value["tokens_per_step"]))
+        tokens, error = value.get("dataset_tokens"), value.get("dataset_error_fraction")
+        return cls(
+            int(value["total_steps"]), int(value["warmup_steps"]), int(value["tokens_per_step"]),
+            None if tokens is None else int(tokens), None if error is None else float(error),
+        )  # fmt: skip
 
 
 def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int) -> Horizon:
@@ -67,7 +88,9 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
         "train.num_tokens": None if train.num_tokens is None else -(-train.num_tokens // tokens_per_step),
         "train.num_epochs": None
         if train.num_epochs is None
-        else math.ceil(Fraction(str(train.num_epochs)) * num_train_rows / batch_rows),
+        else math.ceil(
+            Fraction(str(train.num_epochs)) * Fraction(str(train.epoch_dataset_fraction)) * num_train_rows / batch_rows
+        ),
     }
     given = {key: steps for key, steps in lengths.items() if steps is not None}
     if len(given) != 1:
@@ -78,6 +101,14 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
         )
     warmup_steps = _warmup_steps(config.schedule, tokens_per_step, full_dataset_tokens)
     return Horizon(max(1, *given.values()), warmup_steps, tokens_per_step)
+
+
+def extended(length: Horizon, extensions: Sequence[Extension], position: int) -> Horizon:
+    """The length of a run as its schedule knew it at a position, given how the plan says that it was extended."""
+    before = [entry for entry in extensions if entry.start_position <= position]
+    if before:
+        return replace(length, total_steps=before[-1].total_steps)
+    return replace(length, total_steps=extensions[0].before_steps) if extensions else length
 
 
 def _warmup_steps(config: ScheduleConfig, tokens_per_step: int, full_dataset_tokens: int) -> int:

@@ -8,7 +8,7 @@ environment and plan have been compared with what is recorded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from vorox.core.records import Progress
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
+from vorox.data.estimate import estimate
 from vorox.data.loader import BatchStream, first_cursor
 from vorox.data.plan import Plan
+from vorox.data.plan_events import Extension
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops, memory
 from vorox.models.huggingface import huggingface_files
@@ -31,10 +33,11 @@ from vorox.models.spec import ModelSpec
 from vorox.runtime.ceiling import measure_ceiling, peak_flops_per_second, training_shapes
 from vorox.runtime.throughput import Limits, Throughput
 from vorox.training import feed, resume, sampling
-from vorox.training.chain import ReplayChain
+from vorox.training.chain import CHAIN_NAME, ReplayChain
 from vorox.training.checkpointing import Checkpointer, RunState, checkpoint_path
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
+from vorox.training.history import read_history
 from vorox.training.ledger import Ledger
 from vorox.training.loop import Run
 from vorox.training.observer import Observer, Queue
@@ -47,7 +50,9 @@ DETERMINISM = {
     "D1": "the same batches, not the same bits",
     "D2": "the same bits on this machine",
 }
-_LENGTH_KEYS = ("train.num_steps", "train.num_tokens", "train.num_epochs", "schedule.warmup")
+_LENGTH_KEYS = (
+    "train.num_steps", "train.num_tokens", "train.num_epochs", "train.epoch_dataset_fraction", "schedule.warmup"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,26 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     recorded = recorded_config(directory)
     changes = resume.check_config(recorded, config)
     state = resume.restore(directory, setting.engine, spec=setting.spec.to_json(), log=log, checkpoint=checkpoint)
-    length = horizon(config, num_train_rows=num_train_rows(corpus), full_dataset_tokens=corpus.estimated_tokens)
-    if state is not None and not _has_other_length(directory, config, state.progress.step):
-        length = state.horizon  # fixed when the run began, whatever the caches hold by now
-    plan = feed.open_plan(run.plan_path, config, corpus, length.total_steps)
+    length, position = _length(setting), 0
+    if state is not None:
+        position = state.progress.cursor.position
+        if not _has_other_length(directory, config, state.progress.step):
+            length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
+    plan = feed.open_plan(
+        run.plan_path, config, corpus, length.total_steps, position=position, reached=_reached(directory, config),
+        mixture_changed=state is None or resume.mixture_changed(recorded, config), tell=_tell(log),
+    )  # fmt: skip
+    _record_length(plan, position, state, length)
     if state is None:
         state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     else:
         resume.check_plan(plan, state.progress.cursor)
         log.event("resumed", f"Resuming after step {state.progress.step:,}", step=state.progress.step)
-    if length.warning is not None:
-        log.event("long_warmup", length.warning, level="warning")
+    cached = length.cache_warning(num_cached_rows(corpus), config.train.global_batch_sequences)
+    for warning in filter(None, (length.warning, cached)):
+        log.event("long_warmup", warning, level="warning")
+    for note in corpus.notes:
+        log.event(f"source_{note.kind}", note.text, level="warning")
     if changes:
         listed = "; ".join(map(str, changes))
         log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
@@ -105,8 +119,56 @@ def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
     return any(change.key.startswith(_LENGTH_KEYS) for change in differences(before, config))
 
 
-def num_train_rows(corpus: Corpus) -> int:
-    """Rows of one pass over all sources."""
+def _length(setting: Setting) -> Horizon:
+    """The length that the configuration asks for, by what is known of the full dataset now."""
+    size = estimate(setting.corpus.train)
+    length = horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
+    if size.is_exact:
+        return replace(length, dataset_tokens=size.tokens)
+    setting.log.event(
+        "dataset_estimate", f"The full dataset has {size}", tokens=size.tokens, rows=size.rows,
+        error_fraction=size.error_fraction,
+    )  # fmt: skip
+    return replace(length, dataset_tokens=size.tokens, dataset_error_fraction=size.error_fraction)
+
+
+def _as_begun(setting: Setting, begun: Horizon, now: Horizon) -> Horizon:
+    """The recorded length of a run; longer if its caches grew and it is to follow them."""
+    train = setting.config.train
+    if train.num_epochs is None or now.total_steps == begun.total_steps:
+        return begun
+    known = f"{now.dataset_tokens:,} tokens" if now.dataset_tokens is not None else "another number of rows"
+    text = (
+        f"The caches are known to hold {known} by now: {train.num_epochs:g} epochs of them are {now.total_steps:,} "
+        f"steps; the run began with {begun.total_steps:,}"
+    )
+    follows = train.follow_growth and now.total_steps > begun.total_steps
+    what = "and is extended to them" if follows else "and keeps them (train.follow_growth=true would extend it)"
+    setting.log.event("dataset_grew", f"{text} {what}", total_steps=now.total_steps, level="warning")
+    return replace(begun, total_steps=now.total_steps) if follows else begun
+
+
+def _record_length(plan: Plan, position: int, state: RunState | None, length: Horizon) -> None:
+    """Record in the plan that the length changed on the way, so that a replay knows every step's learning rate."""
+    before = None if state is None else state.horizon.total_steps
+    last = plan.extensions[-1].total_steps if plan.extensions else before
+    if before is not None and length.total_steps not in (before, last):
+        plan.add([Extension(position, before, length.total_steps)])
+
+
+def _reached(directory: Path, config: RunConfig) -> int:
+    """The furthest position that is recorded to have been trained on."""
+    step = max(read_history(directory / CHAIN_NAME), default=0)
+    return step * config.train.global_batch_sequences
+
+
+def _tell(log: RunLog) -> Callable[[str, str], None]:
+    """What the plan says of itself, into the log; a changed mixture is never said quietly."""
+    return lambda kind, text: log.event(kind, text, level="info" if kind == "segment" else "warning")
+
+
+def num_cached_rows(corpus: Corpus) -> int:
+    """Rows of all sources that are built."""
     return sum(reader.num_rows for reader in corpus.train)
 
 
@@ -160,8 +222,17 @@ def open_session(
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
-        open_provenance(run, progress) as provenance,
-        feed.training_batches(config, corpus, plan, engine.data_shard, progress.cursor) as batches,
+        open_provenance(run, config.log, progress, plan, corpus.train, setting.log) as provenance,
+        feed.training_batches(
+            config,
+            corpus,
+            plan,
+            engine.data_shard,
+            progress.cursor,
+            total_steps=total_steps,
+            stop=lambda: bool(stop.requested),
+            tell=_tell(setting.log),
+        ) as batches,
     ):
         observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer, provenance)
         ledger = Ledger(
@@ -220,7 +291,7 @@ def _observer(
         provenance=provenance,
         horizon=length,
         every_steps=config.log.every_steps,
-        rows_per_epoch=num_train_rows(setting.corpus),
+        rows_per_epoch=max(1, round(estimate(setting.corpus.train).rows * config.train.epoch_dataset_fraction)),
         vocab_size=setting.spec.vocab_size,
         engine=setting.engine,
         queue=Queue(

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for, small_corpus
+from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import DataError
-from vorox.core.lock import FileLock
 from vorox.data.cache import builder
-from vorox.data.cache.builder import BUILDING_NAME, build
+from vorox.data.cache.build import build
 from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.packing import pack
@@ -43,7 +43,7 @@ def all_rows(reader: CacheReader) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
-@pytest.mark.parametrize(("codec", "block_rows"), [("lz4", None), ("lz4hc", 1), ("raw", 3)])
+@pytest.mark.parametrize(("codec", "block_rows"), [("lz4", None), ("lz4hc", 1), ("raw", 3), ("zstd", 2)])
 def test_every_pair_of_neighbouring_tokens_is_in_the_cache_exactly_once(tmp_path, packing, codec, block_rows):
     corpus = small_corpus()
     recipe = recipe_for(TOKENIZER, packing=packing)
@@ -104,7 +104,7 @@ def test_codec_and_blocks_do_not_change_the_digest_and_every_value_of_the_recipe
     corpus = small_corpus()
     digests = {
         build_corpus(tmp_path / f"{codec}{rows}", corpus, codec=codec, block_rows=rows).digest
-        for codec, rows in (("lz4", None), ("raw", 1), ("lz4hc", 5))
+        for codec, rows in (("lz4", None), ("raw", 1), ("lz4hc", 5), ("zstd", None))
     }
     assert len(digests) == 1
     for number, changes in enumerate(({"row_tokens": 65}, {"packing": "concat"}, {"chunk_rows": 5}), 1):
@@ -181,7 +181,7 @@ def test_progress_counts_up_to_the_report(tmp_path):
     assert (last.documents, last.text_bytes, last.tokens) == (report.documents, report.text_bytes, report.tokens)
 
 
-def test_a_second_builder_waits_and_finds_everything_done(tmp_path):
+def test_a_builder_waits_for_what_another_has_in_hand(tmp_path):
     corpus = small_corpus()
     seen = []
     waiting = threading.Event()
@@ -191,17 +191,17 @@ def test_a_second_builder_waits_and_finds_everything_done(tmp_path):
         if progress.waiting_for:
             waiting.set()
 
-    tmp_path.joinpath("cache").mkdir()
-    lock = FileLock(tmp_path / "cache" / BUILDING_NAME).acquire()
-    thread = threading.Thread(target=build_corpus, args=(tmp_path / "cache", corpus), kwargs={"on_progress": watch})
-    thread.start()
-    assert waiting.wait(20)
-    assert list(tmp_path.glob("cache/*.json*")) == []
-    lock.release()
+    directory = tmp_path / "cache"
+    with Leases(directory) as leases:
+        assert leases.take(2)
+        thread = threading.Thread(target=build_corpus, args=(directory, corpus), kwargs={"on_progress": watch})
+        thread.start()
+        assert waiting.wait(20)
+        assert Manifest.open(directory).missing_units().tolist() == [2]
     thread.join(20)
-    assert "in use by process" in next(progress.waiting_for for progress in seen if progress.waiting_for)
+    assert "process" in next(progress.waiting_for for progress in seen if progress.waiting_for)
     assert seen[-1].waiting_for == ""
-    CacheReader.open(tmp_path / "cache").verify()
+    CacheReader.open(directory).verify()
 
 
 def test_long_logs_get_a_snapshot(tmp_path, monkeypatch):
@@ -263,9 +263,9 @@ def test_a_hundred_bad_records_in_a_row_stop_the_build_at_once(tmp_path):
     with pytest.raises(DataError, match="100 records in a row") as caught:
         build_corpus(tmp_path, dataclasses.replace(corpus), bad_record_fraction=1.0)
     assert caught.value.where == "/corpus/0.txt:501"
-    recipe = recipe_for(TOKENIZER)
+    work = dataclasses.replace(work_of(corpus), read_unit=read_unit)
     with pytest.raises(DataError):
-        build(tmp_path, recipe, corpus.files, corpus.units, read_unit, TOKENIZER, bad_record_fraction=1.0)
+        build(tmp_path, work, corpus.units, bad_record_fraction=1.0)
     assert read == {"Document": 500, "BadRecord": 100}
     assert build_corpus(tmp_path / "99", with_bad_lines(set(range(99)), 200), bad_record_fraction=1.0).quarantined == 99
 
@@ -342,7 +342,7 @@ def test_an_unreadable_source_is_told_from_an_unwritable_cache(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied", "/corpus/0.txt")
 
     with pytest.raises(DataError, match="unit 0 of the source cannot be read") as caught:
-        build(tmp_path, recipe_for(TOKENIZER), corpus.files, corpus.units, read_unit, TOKENIZER)
+        build(tmp_path, dataclasses.replace(work_of(corpus), read_unit=read_unit), corpus.units)
     assert caught.value.where == "/corpus/0.txt"
 
     def refuse(operation: FileOperation) -> None:
@@ -422,19 +422,19 @@ def test_repair_builds_what_is_damaged_or_lost_and_nothing_else(tmp_path):
     with pytest.raises(DataError, match="2 of"):
         CacheReader.open(tmp_path).verify()
     assert build_corpus(tmp_path, corpus).units_built == 0  # nothing is missing; damage is looked for when asked to
-    report = build_corpus(tmp_path, corpus, repair=True)
+    report = build_corpus(tmp_path, corpus, check="full")
     assert (report.units_built, report.digest) == (2, clean.digest)
     reader = CacheReader.open(tmp_path)
     reader.verify()
     assert all_rows(reader) == rows
-    assert build_corpus(tmp_path, corpus, repair=True).units_built == 0
+    assert build_corpus(tmp_path, corpus, check="full").units_built == 0
 
 
 def test_repair_with_another_codec_keeps_the_content(tmp_path):
     corpus = small_corpus()
     clean = build_corpus(tmp_path, corpus, codec="lz4")
     damage(chunk_path(tmp_path, 2, 0))
-    report = build_corpus(tmp_path, corpus, codec="raw", repair=True)
+    report = build_corpus(tmp_path, corpus, codec="raw", check="full")
     assert (report.units_built, report.digest) == (1, clean.digest)
     CacheReader.open(tmp_path).verify()
 
@@ -446,5 +446,5 @@ def test_repair_refuses_to_put_other_rows_in_the_place_of_lost_ones(tmp_path):
     before = chunk_path(tmp_path, 1, 0).read_bytes()
     other = dataclasses.replace(small_corpus(seed=99), files=corpus.files, units=corpus.units)
     with pytest.raises(DataError, match="other rows than were recorded"):
-        build_corpus(tmp_path, other, repair=True)
+        build_corpus(tmp_path, other, check="full")
     assert chunk_path(tmp_path, 1, 0).read_bytes() == before

@@ -254,7 +254,7 @@ def test_rows_that_do_not_compress_are_stored_as_they_are(tmp_path):
     assert_equal(Chunk.open(tmp_path / "a.psc").content(), content)
 
 
-@pytest.mark.parametrize(("offset", "value"), [(8, 2), (17, 3), (12, 1), (18, 2)])
+@pytest.mark.parametrize(("offset", "value"), [(8, 2), (17, 4), (12, 1), (18, 2)])
 def test_files_of_a_later_version_are_refused_with_what_they_are(tmp_path, offset, value):
     path = tmp_path / "a.psc"
     write(path, make_content())

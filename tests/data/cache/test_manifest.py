@@ -65,10 +65,16 @@ def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
     changes = {
         "tokenizer": "other", "vocab_size": 300, "end_of_text_id": 7, "row_tokens": 65, "source": {"name": "x"},
         "split": {"name": "validation"}, "packing": "concat", "chunk_rows": 4096,
+        "transforms": ({"function": "a:b", "version": 1, "args": {"least": 3}},),
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Recipe)}
     digests = {RECIPE.digest, *(dataclasses.replace(RECIPE, **{name: v}).digest for name, v in changes.items())}
     assert len(digests) == 1 + len(changes)
+    transformed = dataclasses.replace(RECIPE, transforms=changes["transforms"])
+    write_recipe(tmp_path, transformed)
+    assert read_recipe(tmp_path) == transformed
+    with pytest.raises(DataError, match="transforms: .*a:b.* here, null asked for"):
+        check_recipe(tmp_path, transformed, RECIPE)
 
 
 def test_recipe_digest_is_frozen():
@@ -111,25 +117,45 @@ def test_no_recipe_is_no_cache(tmp_path):
 # Inventory
 
 
+def planned(num_files: int, num_units: int) -> Manifest:
+    return dataclasses.replace(Manifest.empty(), planned_units=num_units, planned_files=num_files)
+
+
 def test_inventory_survives_the_disk_and_grows_by_appending(tmp_path):
     files = tuple(SourceFile(f"/f{i}", i, f"v{i}") for i in range(2500))
     units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0), UnitSpan(i, i + 1, 2 * i + 2, 3))) for i in range(2300))
-    inventory.record(tmp_path, files[:1700], units[:800])
-    assert not inventory.is_recorded(tmp_path, files, units)
+    inventory.record(tmp_path, Manifest.empty(), files[:1700], units[:800])
+    assert not inventory.is_recorded(tmp_path, planned(1700, 800), files, units)
     before = (tmp_path / inventory.UNITS_NAME).read_bytes()
-    inventory.record(tmp_path, files, units)
+    inventory.record(tmp_path, planned(1700, 800), files, units)
     assert inventory.read_files(tmp_path) == list(files)
     assert inventory.read_units(tmp_path) == list(units)
-    assert inventory.is_recorded(tmp_path, files, units)
+    assert inventory.is_recorded(tmp_path, planned(2500, 2300), files, units)
     assert (tmp_path / inventory.UNITS_NAME).read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize("num_left", [1, 700, 2300])
+def test_what_a_build_listed_that_died_before_it_planned_it_does_not_count(tmp_path, num_left):
+    files = tuple(SourceFile(f"/f{i}", i, f"v{i}") for i in range(2500))
+    units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0),)) for i in range(2300))
+    others = tuple(SourceFile(f"/g{i}", i, f"w{i}") for i in range(num_left))
+    other_units = tuple(Unit(100 + i, (UnitSpan(150 + i, 0, 7, 0),)) for i in range(num_left))
+    inventory.record(tmp_path, Manifest.empty(), files[:150], units[:100])
+    inventory.record(tmp_path, planned(150, 100), files[:150] + others, units[:100] + other_units)
+    found = inventory.planned(tmp_path, planned(150, 100))
+    assert found == (list(files[:150]), list(units[:100]))
+    inventory.record(tmp_path, planned(150, 100), files, units)
+    assert inventory.read_files(tmp_path) == list(files)
+    assert inventory.read_units(tmp_path) == list(units)
 
 
 def test_a_moved_file_is_followed_and_a_changed_one_refused(tmp_path):
     corpus = small_corpus()
-    inventory.record(tmp_path, corpus.files, corpus.units)
+    all_of_it = planned(2, len(corpus.units))
+    inventory.record(tmp_path, Manifest.empty(), corpus.files, corpus.units)
     moved = (dataclasses.replace(corpus.files[0], uri="/elsewhere"), corpus.files[1])
-    assert not inventory.is_recorded(tmp_path, moved, corpus.units)
-    inventory.record(tmp_path, moved, corpus.units)
+    assert not inventory.is_recorded(tmp_path, all_of_it, moved, corpus.units)
+    inventory.record(tmp_path, all_of_it, moved, corpus.units)
     assert inventory.read_files(tmp_path) == list(moved)
     changed = (moved[0], dataclasses.replace(moved[1], version="other"))
     for files, units, name in (
@@ -140,7 +166,7 @@ def test_a_moved_file_is_followed_and_a_changed_one_refused(tmp_path):
     ):
         for action in (inventory.record, inventory.is_recorded):
             with pytest.raises(DataError, match=name):
-                action(tmp_path, files, units)
+                action(tmp_path, all_of_it, files, units)
     assert inventory.read_files(tmp_path) == list(moved)
 
 
@@ -266,7 +292,7 @@ def test_a_hundred_million_rows_open_and_are_addressed_at_once(tmp_path):
     corpus_file = SourceFile("/corpus", 64 << 30, "v")
     spans = [Unit(unit, (UnitSpan(0, unit << 20, (unit + 1) << 20, unit),)) for unit in range(num_units)]
     write_recipe(tmp_path, RECIPE)
-    inventory.record(tmp_path, [corpus_file], spans)
+    inventory.record(tmp_path, Manifest.empty(), [corpus_file], spans)
     entries = [planned_entry(num_units), *(unit_of(unit, [rows - unit % 3]) for unit in range(num_units))]
     manifest_in(tmp_path, entries).write_snapshot(tmp_path)
     generator = np.random.default_rng(1)

@@ -29,6 +29,13 @@ def read(config: SourceConfig, file: StoredFile, start: int = 0, end: int | None
     return list(read_records(config, file, span, lambda _: True))
 
 
+def places(config: SourceConfig, file: StoredFile, piece_bytes: int) -> list[int]:
+    """The boundaries of all pieces."""
+    pieces = list(cut(config, file, 0, None, piece_bytes))
+    assert [piece.end_byte for piece in pieces[:-1]] == [piece.start_byte for piece in pieces[1:]]
+    return [0, *(piece.end_byte for piece in pieces)]
+
+
 def test_text_file_is_one_document_with_its_bytes(tmp_path: Path) -> None:
     content = "Zwölf\r\nBoxkämpfer\x00\n".encode()
     assert read(TXT, stored(tmp_path / "a", content)) == [Document(7, 0, 0, len(content), "Zwölf\r\nBoxkämpfer\x00\n")]
@@ -99,7 +106,7 @@ def test_pieces_of_a_text_are_valid_and_complete(
     tmp_path_factory: pytest.TempPathFactory, text: str, piece_bytes: int
 ) -> None:
     file = stored(tmp_path_factory.mktemp("cut") / "a", text.encode())
-    boundaries = cut(TXT, file, 0, file.size_bytes, piece_bytes)
+    boundaries = places(TXT, file, piece_bytes)
     assert boundaries[0] == 0
     assert boundaries[-1] == file.size_bytes
     assert boundaries == sorted(set(boundaries)) or file.size_bytes == 0
@@ -121,7 +128,7 @@ def test_lines_are_read_the_same_however_the_file_is_cut(
 ) -> None:
     lines = [b"\n" if text is None else json.dumps({"text": text}).encode() + b"\n" for text in texts]
     file = stored(tmp_path_factory.mktemp("cut") / "a", b"".join(lines))
-    boundaries = cut(JSONL, file, 0, file.size_bytes, piece_bytes)
+    boundaries = places(JSONL, file, piece_bytes)
     ordinal, records = 0, list[Document | BadRecord]()
     for start, end in itertools.pairwise(boundaries):
         records += read_records(JSONL, file, UnitSpan(7, start, end, ordinal), lambda _: True)
@@ -145,4 +152,4 @@ def test_lines_longer_than_a_window_are_found(tmp_path: Path) -> None:
     file = stored(tmp_path / "a", b'{"text": "x"}\n' + long + b'{"text": "y"}\n')
     assert boundary_before(JSONL, file, 14 + len(long) - 1, 0) == 14
     assert boundary_after(file, 15, file.size_bytes) == 14 + len(long)
-    assert cut(JSONL, file, 0, file.size_bytes, 1 << 20) == [0, 14, 14 + len(long), file.size_bytes]
+    assert places(JSONL, file, 1 << 20) == [0, 14, 14 + len(long), file.size_bytes]

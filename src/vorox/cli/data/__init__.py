@@ -10,6 +10,7 @@ import typer
 from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.data.build import build
 from vorox.cli.data.inspect import peek, stats, verify
+from vorox.cli.data.provenance import sql, when, where
 
 app = typer.Typer(
     name="data", help="Build, verify, count and look at token caches.", no_args_is_help=True, add_completion=False
@@ -17,3 +18,6 @@ app = typer.Typer(
 
 for _command in (build, verify, stats, peek):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
+
+for _command in (where, when, sql):
+    app.command()(_command)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vorox.cli import quantities
-from vorox.cli.data.loading import Words, load, report_json, showing
+from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
 
 
@@ -24,6 +24,7 @@ def build(
     config = load(words, ("--repair", "--json"))
     with showing() as display:
         corpus = prepare(config, on_progress=display, repair=repair)
+    tell(corpus)
     if as_json:
         print_json(
             {"root": str(corpus.root), "caches": {name: report_json(report) for name, report in corpus.reports.items()}}

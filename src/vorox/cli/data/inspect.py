@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import quantities
-from vorox.cli.data.loading import Words, load, report_json, showing
+from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
 
 
@@ -21,6 +21,7 @@ def verify(words: Words, as_json: AsJson = False) -> None:
     with showing() as display:
         corpus = prepare(config, on_progress=display, build=False)
         inspection.verify(corpus, on_progress=display.step)
+    tell(corpus)
     digests = {name: report.digest for name, report in corpus.reports.items()}
     if as_json:
         print_json({"valid": True, "caches": digests})
@@ -41,6 +42,7 @@ def stats(
     config = load(words, ("--xz", "--json"))
     with showing() as display:
         corpus = prepare(config, on_progress=display, build=False)
+    tell(corpus)
     found = inspection.stats(corpus)
     baseline = inspection.xz_bits_per_byte(corpus) if xz else None
     if as_json:
@@ -86,6 +88,7 @@ def peek(
     config = load(words, ("--rows", "--split", "--json"))
     with showing() as display:
         corpus = prepare(config, on_progress=display, build=False)
+    tell(corpus)
     rows = inspection.peek(corpus, num_rows, split=split)
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -93,7 +96,8 @@ def peek(
     for row in rows:
         typer.echo(f"{row.source} {row.split}, row {row.row:,}, {row.padding_tokens:,} positions of padding")
         for segment in row.segments:
-            place = f"{segment.uri}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
+            record = f"{segment.uri}, record {segment.ordinal + 1:,}"
+            place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
             typer.echo(f"  {segment.num_tokens:,} tokens from {segment.document_token_offset:,} of {place}")
             for line in quantities.printable(segment.text).split("\n"):
                 typer.echo(f"    \N{BOX DRAWINGS LIGHT VERTICAL} {line}")

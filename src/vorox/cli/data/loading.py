@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vorox.cli.preparation import PreparationDisplay
     from vorox.core.schema import RunConfig
     from vorox.data.cache.report import BuildReport
+    from vorox.data.dataset import Corpus
 
 Words = Annotated[
     list[str],
@@ -40,6 +41,12 @@ def showing() -> Generator[PreparationDisplay]:
         yield display
     finally:
         display.close()
+
+
+def tell(corpus: Corpus) -> None:
+    """Say what there is to know of the sources: a fallback that is read, duplicates, empty files."""
+    for note in corpus.notes:
+        typer.echo(f"note: {note.text}", err=True)
 
 
 def report_json(report: BuildReport) -> dict[str, Any]:

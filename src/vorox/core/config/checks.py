@@ -80,10 +80,92 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
                 f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
                 keys=(f"{key}.paths", f"{key}.format"),
             )
+        if source.format == "bin" and source.tokenizer is None:
+            yield Problem(
+                f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
+                f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer",
+                keys=(f"{key}.tokenizer", f"{key}.format"),
+            )
+        if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
+            yield Problem(
+                f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
+                "trained for this run cannot fit; use the tokenizer that wrote them",
+                keys=("tokenizer.kind", f"{key}.format"),
+            )
         try:
             exact_weight(source.weight)
         except ValueError as error:
             yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
+
+
+def _parts(config: RunConfig) -> Iterator[Problem]:
+    for index, source in enumerate(config.data.sources):
+        key = f"data.sources.{index}"
+        if source.split_by is None:
+            continue
+        bounds, names = source.split_quantiles, source.split_names
+        if list(bounds) != sorted(set(bounds)) or not all(0 < bound < 1 for bound in bounds):
+            yield Problem(
+                f"{key}.split_quantiles={list(bounds)} must rise from above 0 to below 1",
+                keys=(f"{key}.split_quantiles",),
+            )
+        if len(names) != len(bounds) + 1 or len(set(names)) < len(names):
+            yield Problem(
+                f"{key}.split_names={list(names)} must be {len(bounds) + 1} different names, one more than the "
+                "quantiles between them",
+                keys=(f"{key}.split_names", f"{key}.split_quantiles"),
+            )
+
+
+def _stages(config: RunConfig) -> Iterator[Problem]:
+    known = {source.name for source in config.data.sources}
+    known |= {f"{s.name}.{part}" for s in config.data.sources if s.split_by is not None for part in s.split_names}
+    before = -1
+    for index, stage in enumerate(config.data.stages):
+        key = f"data.stages.{index}"
+        if stage.start_tokens <= before:
+            yield Problem(
+                f"{key}.start_tokens={stage.start_tokens} is not after the stage before it",
+                keys=(f"{key}.start_tokens",),
+            )
+        before = stage.start_tokens
+        for name, weight in stage.weights.items():
+            if name not in known:
+                yield Problem(
+                    f"{key}.weights names {name!r}, there are {', '.join(sorted(known))}", keys=(f"{key}.weights",)
+                )
+            try:
+                exact_weight(weight)
+            except ValueError as error:
+                yield Problem(f"{key}.weights.{name}: {error}", keys=(f"{key}.weights",))
+        length, whole = stage.sequence_length_tokens, config.data.sequence_length_tokens
+        if length is not None and whole % length:
+            yield Problem(
+                f"{key}.sequence_length_tokens={length} does not divide data.sequence_length_tokens={whole}",
+                keys=(f"{key}.sequence_length_tokens", "data.sequence_length_tokens"),
+            )
+
+
+def _growth(config: RunConfig) -> Iterator[Problem]:
+    growth = config.data.growth
+    if config.data.mode == "streaming" and (growth.mode, growth.later_passes) != ("strict", "segments"):
+        yield Problem(
+            f"data.mode=streaming keeps only some segments at a time; it needs data.growth.mode=strict and "
+            f"data.growth.later_passes=segments, not {growth.mode} and {growth.later_passes}",
+            keys=("data.mode", "data.growth.mode", "data.growth.later_passes"),
+        )
+    if growth.mode == "strict" and growth.on_starve == "repeat":
+        yield Problem(
+            "data.growth.on_starve=repeat would make the order depend on the builder's speed, which mode=strict rules "
+            "out; set data.growth.mode=elastic, or wait",
+            keys=("data.growth.on_starve", "data.growth.mode"),
+        )
+    if growth.mode == "strict" and growth.first_segment_units > growth.max_segment_units:
+        yield Problem(
+            f"data.growth.first_segment_units={growth.first_segment_units} is more than "
+            f"data.growth.max_segment_units={growth.max_segment_units}",
+            keys=("data.growth.first_segment_units", "data.growth.max_segment_units"),
+        )
 
 
 def _secrets(config: RunConfig) -> Iterator[Problem]:
@@ -94,7 +176,9 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
         "run.directory": (config.run.directory,),
         "run.name": (config.run.name or "",),
     }
-    places |= {f"data.sources.{index}.paths": source.paths for index, source in enumerate(config.data.sources)}
+    for index, source in enumerate(config.data.sources):
+        places[f"data.sources.{index}.paths"] = source.paths
+        places[f"data.sources.{index}.fallback"] = source.fallback
     for key, texts in places.items():
         if any(redact(text) != text for text in texts):
             yield Problem(
@@ -105,12 +189,17 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
-    if config.tokenizer.kind == "file" and config.tokenizer.path is None:
+    needed = {
+        "file": "the tokenizer.json to use",
+        "huggingface": "a directory or OWNER/NAME",
+        "tiktoken": "an encoding, a .tiktoken file or a vocab.bpe",
+    }.get(config.tokenizer.kind)
+    if needed is not None and config.tokenizer.path is None:
         yield Problem(
-            "tokenizer.kind=file needs tokenizer.path, the tokenizer.json to use",
+            f"tokenizer.kind={config.tokenizer.kind} needs tokenizer.path, {needed}",
             keys=("tokenizer.path", "tokenizer.kind"),
         )
-    if not config.tokenizer.end_of_text:
+    if config.tokenizer.end_of_text == "":
         yield Problem("tokenizer.end_of_text is empty", keys=("tokenizer.end_of_text",))
 
 
@@ -199,6 +288,9 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _tokenizer,
     _length,
     _batch,
+    _parts,
+    _stages,
+    _growth,
     _evaluation,
     _checkpoints,
     _secrets,

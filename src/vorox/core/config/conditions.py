@@ -45,6 +45,9 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("data.sources.*.delimiter", "data.sources.*.format", _is("csv"), "format csv"),
     Condition("data.sources.*.tokenizer", "data.sources.*.format", _is("bin"), "format bin"),
     Condition("data.sources.*.end_of_text_id", "data.sources.*.format", _is("bin"), "format bin"),
+    Condition("data.sources.*.hf_config", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
+    Condition("data.sources.*.hf_split", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
+    Condition("data.sources.*.revision", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
     Condition("data.sources.*.hf_config", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
     Condition("data.sources.*.hf_split", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
     Condition("data.sources.*.revision", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
@@ -67,19 +70,27 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
     Condition("data.sources.*.split_quantiles", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
     Condition("data.sources.*.split_names", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
-    Condition("data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"),
+    Condition(
+        "data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"
+    ),
     Condition("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
+    Condition("data.growth.later_passes", "data.growth.mode", _is("strict"), "mode strict"),
     Condition("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Condition(
-        "train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"
-    ),
+    Condition("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
     Condition("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
     Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
-    Condition("tokenizer.path", "tokenizer.kind", _is("file"), "kind file"),
+    Condition(
+        "tokenizer.path",
+        "tokenizer.kind",
+        _is("file", "huggingface", "tiktoken"),
+        "kind file, huggingface or tiktoken",
+    ),
+    Condition("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),
+    Condition("tokenizer.pattern", "tokenizer.kind", _is("tiktoken"), "kind tiktoken"),
     Condition("model.rope_theta", "model.positions", _is("rope"), "positions rope"),
     Condition("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     Condition("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
@@ -93,11 +104,18 @@ CONDITIONS: tuple[Condition, ...] = (
         "schedule.weight_decay linear or cosine",
     ),
     Condition("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
+    Condition("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
     Condition("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
     Condition("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),
     Condition("eval.sample_top_k", "eval.prompts", bool, "eval.prompts"),
 )
 
+
+IMPLIED: tuple[tuple[str, Json, str, Json], ...] = (
+    ("data.growth.mode", "strict", "data.mode", "streaming"),
+    ("data.growth.later_passes", "segments", "data.mode", "streaming"),
+)
+"""(key, value, switch, setting): what a key is, if nobody says it, under a setting of another one."""
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("train.num_steps", "train.num_tokens", "train.num_epochs"),
@@ -107,6 +125,9 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 def settle_conditions(tree: ConfigTree) -> None:
     """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
+    for key, value, switch, setting in IMPLIED:
+        if tree.get(switch) == setting and not tree.said(key):
+            tree.fill(key, value, f"{switch}={_show(setting)}")
     for group in EXCLUSIVE:
         given = [key for key in group if tree.get(key) is not None]
         latest = max((tree.origin(key).layer for key in given), default=-1)

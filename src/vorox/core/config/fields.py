@@ -40,6 +40,7 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
     "n_layer": "model.num_layers",
     "seq_len": "data.sequence_length_tokens",
     "sequence_length": "data.sequence_length_tokens",
+    "target_epochs": "train.num_epochs",
 }
 """What the settings are called in other trainers, so that their users are pointed to ours."""
 

@@ -37,6 +37,7 @@ NOT_IN_DIGEST = (
     "data.sources.*.max_decompressed_bytes",
     "data.sources.*.max_decompression_ratio",
     "data.cache.directory",
+    "data.growth.build",
     "data.loader",
     "data.pipeline",
     "data.streaming",

@@ -7,8 +7,9 @@ fills in the architecture's keys; keys of the same layer win over both. Nothing 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
@@ -44,6 +45,8 @@ class Origin:
 
 
 DEFAULT_ORIGIN = Origin(-1, "default")
+SYNONYMS: Final[Mapping[KeyPath, KeyPath]] = {("train", "target_epochs"): ("train", "num_epochs")}
+"""Keys that go by a second name; what is resolved and recorded is the first."""
 _ABSENT: Final = object()
 
 
@@ -126,16 +129,30 @@ class ConfigTree:
 
     def fill(self, key: str, value: Json, origin: str) -> None:
         """Set a key that nobody gave, below everything that somebody could."""
-        section, _, name = key.partition(".")
-        holder = self.values.setdefault(section, {})
+        *sections, name = key.split(".")
+        holder: Json = self.values
+        for section in sections:
+            holder = holder.setdefault(section, {}) if isinstance(holder, dict) else None
         if isinstance(holder, dict):
             holder[name] = value
-            self._origins[(section, name)] = Origin(-1, origin)
+            self._origins[(*sections, name)] = Origin(-1, origin)
+
+    def set_below(self, key: str, value: Json, origin: Origin) -> None:
+        """Set a key of an entry of a list, which the entry itself did not say."""
+        *above, last = _path(key)
+        holder = _descend(self.values, tuple(above))
+        if isinstance(holder, dict):
+            cast("dict[str, Json]", holder)[str(last)] = copy.deepcopy(value)
+            self._origins[(*above, last)] = origin
+
+    def add_problem(self, what: str, origin: Origin, keys: tuple[str, ...]) -> None:
+        self.problems.append(Problem(what, origin.text, keys))
 
     def apply_layer(self, assignments: Sequence[Assignment]) -> None:
         """Apply everything that one source says, over what is there."""
         layer = self._num_layers
         self._num_layers += 1
+        assignments = [replace(entry, path=SYNONYMS.get(entry.path, entry.path)) for entry in assignments]
         self._expand_model(assignments, layer)
         for assignment in assignments:
             self._assign(assignment, layer)

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from vorox.core.config.checks import find_problems
 from vorox.core.config.conditions import settle_conditions
 from vorox.core.config.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.source_presets import fill_sources
 from vorox.core.config.tree import ConfigTree, Problem, dotted
 from vorox.core.config.yaml_reader import Json, KeyPath, resolve_plain
 from vorox.core.schema import RunConfig
@@ -24,6 +25,7 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
     """The configuration, if there is nothing wrong; else ``None`` and all problems."""
     for section in ("data", "train"):  # so that what is missing is named one level deeper
         tree.values.setdefault(section, {})
+    fill_sources(tree)
     settle_conditions(tree)
     values = _integers(tree.values, ())
     config, errors = _try(values)

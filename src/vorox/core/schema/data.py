@@ -211,6 +211,11 @@ class GrowthConfig(Section):
     max_segment_units: int = Field(
         default=64, ge=1, description="strict: each segment doubles the one before, up to this many units."
     )
+    later_passes: Literal["whole", "segments"] = Field(
+        default="whole",
+        description="strict: permute all of a source together in its later passes, or in segments like the first, "
+        "which data.mode=streaming needs.",
+    )
     horizon_steps: int = Field(
         default=64, ge=1, description="Steps ahead for which rows are taken up, as far as they are there."
     )
@@ -277,16 +282,39 @@ class DataConfig(Section):
 
 
 class TokenizerConfig(Section):
-    kind: Literal["bpe", "byte", "char", "file"] = Field(
+    kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken"] = Field(
         default="bpe",
         description="bpe: byte-level BPE trained on the sources; byte: 256 bytes; char: the characters that occur; "
-        "file: a tokenizer.json.",
+        "file: a tokenizer.json; huggingface: a directory or repository with the tokenizer of a model; tiktoken: an "
+        "encoding by name, or a file of ranks.",
     )
     vocab_size: int = Field(default=4096, ge=257, description="Vocabulary of a trained bpe, with its special tokens.")
     train_bytes: int = Field(
         default=8 << 20, ge=1, description="Text that a bpe is trained on: evenly spread documents."
     )
-    path: str | None = Field(default=None, description="tokenizer.json, for kind: file.")
-    end_of_text: str = Field(
-        default="<|endoftext|>", description="Token after every document; added if it is not there."
+    path: str | None = Field(
+        default=None,
+        description="For kind file: the tokenizer.json. For huggingface: a directory, or OWNER/NAME on the hub. For "
+        "tiktoken: an encoding such as gpt2 or cl100k_base, a .tiktoken file or a vocab.bpe.",
+    )
+    revision: str | None = Field(
+        default=None, description="Commit, tag or branch of a repository of the hub. None: the newest."
+    )
+    pattern: str | None = Field(
+        default=None, description="Regular expression that cuts words, for a .tiktoken file. None: that of GPT-2."
+    )
+    end_of_text: str | None = Field(
+        default=None,
+        description="Token after every document; added if it is not there. None: what a Hugging Face tokenizer calls "
+        "the end of a sequence, else <|endoftext|>.",
+    )
+    special_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Further special tokens, such as the sentinels of fill_in_the_middle; added behind all others "
+        "where they are not there. Text that spells them stays text.",
+    )
+    fast_path: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: look words up where that gives equal ids, which is tested; off: always ask the library. "
+        "The ids are the same.",
     )

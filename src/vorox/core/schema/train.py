@@ -83,6 +83,16 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
+    metadata: Literal["off", "sqlite", "postgres"] = Field(
+        default="sqlite",
+        description="Database that records, in the background, which data was consumed. sqlite: metadata.sqlite in "
+        "the run directory; postgres: a server that any number of runs share.",
+    )
+    metadata_dsn_variable: str = Field(
+        default="VOROX_METADATA_DSN",
+        description="Environment variable that holds the connection string of the PostgreSQL server.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+    )
     matmul_ceiling: bool = Field(
         default=True,
         description="Measure the matrix products of this model before step 1 and show the speed as a share of them.",

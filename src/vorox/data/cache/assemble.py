@@ -1,8 +1,8 @@
 """One unit's text to the contents of its chunks: tokenised, packed, and laid out in a keyed order.
 
-Records go in, chunk contents, statistics and bad records come out; nothing is written here. Invariant: the result is
-a function of the records, the recipe and the unit's number alone, so that a unit built twice, elsewhere or later has
-the same rows at the same addresses.
+Entries of text go in as batches, chunk contents come out; nothing is written here. Invariant: the result is a function
+of the records, the recipe and the unit's number alone, so that a unit built twice, elsewhere or later has the same rows
+at the same addresses.
 
 Packing leaves rows sorted by the length of their documents. Stored like that they would be a hidden curriculum for
 whoever reads in stored order, so the rows of a unit are permuted, by a key that depends on nothing but the unit.
@@ -12,26 +12,25 @@ Legend: R rows of the unit, C tokens of a row, F fragments, D documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import DOCUMENT, ChunkContent
+from vorox.data.cache.format import ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import BadRecord, Document, SourceFile
+from vorox.data.documents import SourceFile, TokenDocument
 from vorox.data.order import permutation_key, permute
 from vorox.data.packing import pack
 from vorox.data.records import TokenArray
+from vorox.data.transforms.apply import Entry, place_of
 
 BAD_RECORDS_IN_A_ROW = 100
-_BATCH_CHARACTERS = 1 << 20
-_BATCH_DOCUMENTS = 4096
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
 
@@ -55,17 +54,10 @@ class UnitText:
     Attributes:
         tokens: All documents one after the other, each with its end-of-text token.
         documents_D: ``DOCUMENT`` records.
-        bad_records: What could not be read.
-        gave_up: Reading stopped because record after record was bad.
     """
 
     tokens: TokenArray
     documents_D: npt.NDArray[np.void]
-    bad_records: tuple[BadRecord, ...]
-    gave_up: bool
-
-    def statistics(self, unit: int) -> UnitStatistics:
-        return unit_statistics(unit, self.documents_D, len(self.bad_records))
 
 
 def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: int) -> UnitStatistics:
@@ -78,111 +70,65 @@ def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: i
     )
 
 
-def read_text(
-    records: Iterable[Document | BadRecord],
-    files: Sequence[SourceFile],
-    encoder: Encoder,
-    recipe: Recipe,
-    on_documents: Callable[[int, int, int], None],
-) -> UnitText:
-    """Tokenise a unit.
+def document_row(
+    entry: Entry, tokens: TokenArray, files: Sequence[SourceFile]
+) -> tuple[int, ...]:  # fmt: skip
+    """The ``DOCUMENT`` record of one document.
 
-    Args:
-        records: What the unit's spans hold, in order.
-        files: The source's files, to name places in messages.
-        encoder: The recipe's tokenizer.
-        recipe: The recipe.
-        on_documents: Told the documents, text bytes and tokens that were added.
+    Its text is what was tokenised, its place that of the record; tokens that had no text are hashed themselves.
 
     Raises:
-        DataError: The tokenizer cannot encode a text or gives an id outside the vocabulary.
+        DataError: It is too long for a cache.
     """
-    bad_records: list[BadRecord] = []
-    tokens: list[TokenArray] = []
-    rows: list[tuple[int, ...]] = []
-    gave_up = False
-    try:
-        for batch in _batches(_good_records(records, bad_records)):
-            encoded = _encode(batch, files, encoder, recipe)
-            added = [_document_row(document, len(ids), files) for document, ids in zip(batch, encoded, strict=True)]
-            tokens += encoded
-            rows += added
-            on_documents(len(added), sum(row[5] for row in added), sum(row[4] for row in added))
-    except _GaveUp:
-        gave_up = True
-    flat = np.concatenate([*tokens, np.zeros(0, recipe.dtype)])
-    return UnitText(flat, np.array(rows, DOCUMENT), tuple(bad_records), gave_up)
-
-
-class _GaveUp(Exception):
-    """Too many bad records in a row."""
-
-
-def _good_records(records: Iterable[Document | BadRecord], bad_records: list[BadRecord]) -> Iterator[Document]:
-    """The documents; the others go to ``bad_records``."""
-    bad_in_a_row = 0
-    for record in records:
-        if isinstance(record, Document):
-            bad_in_a_row = 0
-            yield record
-            continue
-        bad_records.append(record)
-        bad_in_a_row += 1
-        if bad_in_a_row == BAD_RECORDS_IN_A_ROW:
-            raise _GaveUp
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _place(document: Document, files: Sequence[SourceFile]) -> str:
-    return f"{files[document.file_index].uri}, record {document.ordinal + 1} at byte {document.byte_offset}"
-
-
-def _encode(
-    batch: Sequence[Document], files: Sequence[SourceFile], encoder: Encoder, recipe: Recipe
-) -> list[TokenArray]:
-    try:
-        encoded = encoder.encode_batch([document.text for document in batch])
-    except DataError as error:
-        if len(batch) == 1:
-            raise DataError(error.what, where=_place(batch[0], files), hint=error.hint) from error
-        # One of them cannot be encoded; one by one the message can name it.
-        return [ids for document in batch for ids in _encode([document], files, encoder, recipe)]
-    ended: list[TokenArray] = []
-    for document, ids in zip(batch, encoded, strict=True):
-        if len(ids) and (int(ids.max()) >= recipe.vocab_size or int(ids.min()) < 0):
-            wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
-            raise DataError(
-                f"the tokenizer gave id {wrong}, its vocabulary has {recipe.vocab_size} tokens",
-                where=_place(document, files), hint="the tokenizer is broken: train or load it again",
-            )  # fmt: skip
-        row = np.empty(len(ids) + 1, recipe.dtype)
-        row[:-1] = ids
-        row[-1] = recipe.end_of_text_id
-        ended.append(row)
-    return ended
-
-
-def _document_row(document: Document, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
-    text = document.text.encode()
-    if max(document.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
+    record = entry.record
+    text = entry.text.encode() if entry.text is not None else b""
+    if max(record.byte_length, len(text)) > _LARGEST_UINT32 or len(tokens) > _LARGEST_INT32:
         raise DataError(
-            f"a document of {document.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
-            where=_place(document, files), hint="cut it into several records of less than 2 GiB",
+            f"a document of {record.byte_length:,} bytes and {len(tokens):,} tokens is too long for a cache",
+            where=place_of(record, files), hint="cut it into several records of less than 2 GiB",
         )  # fmt: skip
-    place = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
-    return (*place, num_tokens, len(text), xxhash.xxh3_64_intdigest(text))
+    content = text if entry.text is not None else np.ascontiguousarray(tokens).view(np.uint8).data
+    place = (record.file_index, record.ordinal, record.byte_offset, record.byte_length)
+    return (*place, len(tokens), len(text), xxhash.xxh3_64_intdigest(content))
+
+
+def encode(entries: Sequence[Entry], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
+    """The ids of every entry, without ends of text; records that are tokens have theirs already.
+
+    Raises:
+        DataError: The tokenizer cannot encode a text; the text's place is named.
+    """
+    texts = [entry.text for entry in entries if entry.text is not None]
+    try:
+        encoded = iter(encoder.encode_batch(texts) if texts else [])
+    except DataError as error:
+        if len(entries) == 1:
+            raise DataError(error.what, where=place_of(entries[0].record, files), hint=error.hint) from error
+        # One of them cannot be encoded; one by one the message can name it.
+        return [ids for entry in entries for ids in encode([entry], files, encoder)]
+    return [entry.record.tokens if isinstance(entry.record, TokenDocument) else next(encoded) for entry in entries]
+
+
+def ended(entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe) -> TokenArray:
+    """Ids as they are stored, with the end of text behind them.
+
+    Raises:
+        DataError: An id is not in the vocabulary.
+    """
+    if len(ids) and (int(ids.max()) >= recipe.vocab_size or int(ids.min()) < 0):
+        wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
+        given = isinstance(entry.record, TokenDocument)
+        raise DataError(
+            f"{'the source has' if given else 'the tokenizer gave'} id {wrong}, "
+            f"{'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
+            where=place_of(entry.record, files),
+            hint="the shards were written with another tokenizer" if given else
+            "the tokenizer is broken: train or load it again",
+        )  # fmt: skip
+    row = np.empty(len(ids) + 1, recipe.dtype)
+    row[:-1] = ids
+    row[-1] = recipe.end_of_text_id
+    return row
 
 
 def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkContent]:

@@ -1,9 +1,9 @@
-"""Building a cache: whatever is planned and not done gets done, one unit after the other.
+"""Building a cache: whatever is planned and not done gets done, by any number of builders at once.
 
-Units of text go in, committed chunks come out. A unit is committed in this order: quarantine list, chunk files (each
-durable on return), then the log entry that makes them count; a crash anywhere leaves a readable cache that the next
-build completes. Chunks that are durable but not in the log are checked and adopted. Invariant: the dataset digest
-does not depend on the order of the units, on interruptions, or on the codec.
+Units of text go in, committed chunks come out. Builders on one cache, in one process or on many machines, need not
+know of each other: what is missing is what is planned and not done, a lease keeps two of them from the same unit, and
+``commit`` decides what counts. Invariant: the dataset digest depends neither on the order of the units nor on
+interruptions, the number of builders or the codec.
 """
 
 from __future__ import annotations
@@ -12,300 +12,261 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from vorox.core.atomic import is_disk_full, make_directory, sweep_temporary, sync_directory, write_file
-from vorox.core.errors import ConfigError, DataError
+from vorox.core.atomic import is_disk_full, make_directory, sweep_temporary
+from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
-from vorox.data.cache.assemble import Encoder, chunk_contents, read_text, unit_statistics
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
-from vorox.data.cache.manifest import (
-    SNAPSHOT_INTERVAL_ENTRIES,
-    Manifest,
-    UnitStatistics,
-    chunk_path,
-    planned_entry,
-    unit_entry,
-)
-from vorox.data.cache.quarantine import check_budget, count_quarantined, write_quarantine
-from vorox.data.cache.recipe import RECIPE_NAME, Recipe, check_recipe, read_recipe, write_recipe
-from vorox.data.cache.report import BuildProgress, BuildReport, build_report
-from vorox.data.documents import BadRecord, Document, SourceFile, Unit
+from vorox.data.cache.commit import adopt_unit, commit_unit
+from vorox.data.cache.condition import Depth, is_intact
+from vorox.data.cache.leases import Leases
+from vorox.data.cache.manifest import LOCK_NAME, SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path, planned_entry
+from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe, write_recipe
+from vorox.data.cache.report import BuildProgress, committed
+from vorox.data.cache.unit_work import BuiltUnit, UnitWork
+from vorox.data.documents import Unit
 
-BUILDING_NAME = "BUILDING"
 SNAPSHOT_FROM_ENTRIES = 256
 """A shorter log opens quickly enough without a snapshot."""
 
 _FIRST_GUESS_CACHE_PER_TEXT_BYTE = 0.4
+_SHORTEST_WAIT_SECONDS = 0.02
+_LONGEST_WAIT_SECONDS = 0.5
 
-ReadUnit = Callable[[Unit], Iterable[Document | BadRecord]]
+Mode = Literal["forward", "inverse", "gaps"]
 OnProgress = Callable[[BuildProgress], None]
 
 
-def build(
-    directory: Path,
-    recipe: Recipe,
-    files: Sequence[SourceFile],
-    units: Sequence[Unit],
-    read_unit: ReadUnit,
-    tokenizer: Encoder,
-    *,
-    codec: str = "lz4",
-    block_rows: int | None = None,
-    bad_record_fraction: float = 0.001,
-    repair: bool = False,
-    on_progress: OnProgress | None = None,
-) -> BuildReport:
-    """Bring a cache to completion. A complete one is only looked at, so it may lie on a read-only disk.
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How a cache is built; nothing of it changes what comes out.
 
-    Args:
-        directory: The cache; made if need be.
-        recipe: What its rows are a function of.
-        files: The source's files; those recorded in the cache must be the first of them, unchanged.
-        units: The units of work, likewise.
-        read_unit: Gives the records of a unit, in order.
-        tokenizer: The recipe's tokenizer.
-        codec: Compression of chunks built now: ``raw``, ``lz4`` or ``lz4hc``.
-        block_rows: Rows compressed together in them; None for about a thousand tokens.
+    Attributes:
+        mode: Which missing unit is next: ``forward`` the lowest, ``inverse`` the highest, ``gaps`` those that lie
+            before one that is done, then the others.
         bad_record_fraction: Unreadable records of a unit, rounded up, that are put aside before the build stops.
-        repair: Check every chunk first and build the units of damaged ones again.
-        on_progress: Told after every batch of documents and every unit.
+        last_unit: Build only units below this; None for all.
+        rebuild: Units that are done and have a chunk that is lost or damaged.
+        depth: How closely their chunks are looked at.
+    """
+
+    mode: Mode = "forward"
+    bad_record_fraction: float = 0.001
+    last_unit: int | None = None
+    rebuild: frozenset[int] = frozenset()
+    depth: Depth = "quick"
+
+
+def never() -> bool:
+    return False
+
+
+def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) -> Manifest:
+    """Clear away what dead builders left and record what is to be built. Any number of builders may do so.
 
     Raises:
-        DataError: The cache is of another recipe or source, a text cannot be tokenised, too many records are bad,
-            there is no text at all, or the disk is full or refuses to be written to. What was committed stays.
+        DataError: The cache is of another recipe or source, or is damaged.
     """
-    started = time.perf_counter()
-    _check_tokenizer(recipe, tokenizer)
-    work = _Build(
-        directory, recipe, files, units, read_unit, tokenizer, codec, block_rows, bad_record_fraction, on_progress
-    )
-    if units and (repair or not work.is_complete()):
-        with work.explained(), contextlib.ExitStack() as stack:
-            make_directory(directory)
-            stack.enter_context(work.only_builder())
-            work.prepare()
-            if repair:
-                work.repair()
-            work.build_missing()
-    if work.manifest.num_rows == 0:
-        raise DataError(
-            "there is no text to build a cache from", where=str(directory),
-            hint="check the source's paths; for a validation split, hold out a larger fraction",
-        )  # fmt: skip
-    return build_report(
-        work.manifest,
-        recipe.row_tokens,
-        units_built=work.units_built,
-        units_adopted=work.units_adopted,
-        built_text_bytes=work.progress.text_bytes,
-        seconds=time.perf_counter() - started,
-    )
+    make_directory(directory)
+    chunk_directories = sorted((directory / "chunks").glob("*"))
+    lists = (directory / name for name in ("manifest", "quarantine", "leases"))
+    for place in (directory, *lists, *chunk_directories):
+        sweep_temporary(place)
+    with FileLock(directory / LOCK_NAME):
+        if (directory / RECIPE_NAME).exists():
+            check_recipe(directory, read_recipe(directory), work.recipe)
+        else:
+            write_recipe(directory, work.recipe)
+        make_directory(directory / "manifest")
+        manifest = Manifest.open(directory)
+        manifest.check_recipe(directory, work.recipe.digest)
+        inventory.record(directory, manifest, work.files, units)
+        if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
+            entry = planned_entry(len(units), work.recipe.digest, len(work.files))
+            manifest = manifest.appended(directory, [entry])
+    return manifest
 
 
-def _check_tokenizer(recipe: Recipe, tokenizer: Encoder) -> None:
-    given = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text_id)
-    if given != (recipe.tokenizer, recipe.vocab_size, recipe.end_of_text_id):
-        raise DataError(
-            f"tokenizer {tokenizer.fingerprint} ({tokenizer.vocab_size} tokens, end of text "
-            f"{tokenizer.end_of_text_id}) is not the one of the recipe: {recipe.tokenizer} "
-            f"({recipe.vocab_size} tokens, end of text {recipe.end_of_text_id})",
-            hint="build with the tokenizer that the recipe was made with",
+class Builder:
+    """One builder of a cache that is prepared.
+
+    Args:
+        directory: The cache.
+        work: What its units are a function of.
+        units: The planned units.
+        options: How to go about it.
+        on_progress: Told after every batch of documents and every unit.
+        stop: Asked between units; once it says yes, ``run`` returns.
+
+    Attributes:
+        manifest: The cache as last seen.
+        progress: How far it is, and what this builder did for it.
+        units_built: Units that this builder made.
+        units_adopted: Units that it found complete on disk, left by one that died.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        work: UnitWork,
+        units: Sequence[Unit],
+        options: BuildOptions,
+        *,
+        on_progress: OnProgress | None = None,
+        stop: Callable[[], bool] = never,
+    ) -> None:
+        self.directory = directory
+        self.units_built = self.units_adopted = 0
+        self.work, self.options = work, options
+        self._units = units
+        self._on_progress, self._stop = on_progress, stop
+        self._source_bytes_U = source_bytes(units)
+        self._settled: set[int] = set()
+        self._writing: int | None = None
+        self._writing_bytes = self._pending_bytes = 0
+        self._told_generation = -1
+        self.manifest = Manifest.empty()
+        self.progress = BuildProgress(
+            0, len(units), source_bytes=int(self._source_bytes_U.sum()), row_tokens=work.recipe.row_tokens
         )
 
-
-@dataclass
-class _Build:
-    """One call of ``build``: its arguments and how far it is."""
-
-    directory: Path
-    recipe: Recipe
-    files: Sequence[SourceFile]
-    units: Sequence[Unit]
-    read_unit: ReadUnit
-    tokenizer: Encoder
-    codec: str
-    block_rows: int | None
-    bad_record_fraction: float
-    on_progress: OnProgress | None
-    manifest: Manifest = field(default_factory=Manifest.empty)
-    units_built: int = 0
-    units_adopted: int = 0
-    writing: int | None = None
-    """The unit whose chunks are being written."""
-    writing_bytes: int = 0
-    pending_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.progress = BuildProgress(0, len(self.units))
-
-    def is_complete(self) -> bool:
-        """Whether there is nothing to do.
+    def run(self) -> None:
+        """Build, or wait for others to build, until nothing is missing or ``stop`` says so.
 
         Raises:
-            DataError: The cache is not of this recipe or source, or is damaged.
+            DataError: A text cannot be tokenised, too many records are bad, or the disk is full or refuses to be
+                written to. What was committed stays.
         """
-        if not (self.directory / RECIPE_NAME).exists():
-            return False
-        check_recipe(self.directory, read_recipe(self.directory), self.recipe)
-        if not inventory.is_recorded(self.directory, self.files, self.units):
-            return False
-        self.manifest = Manifest.open(self.directory)
-        return self.manifest.planned_units == len(self.units) and not len(self.manifest.missing_units())
-
-    @contextlib.contextmanager
-    def only_builder(self) -> Generator[None]:
-        """Keep other builders of this cache out, if need be after waiting for the one before."""
-        path = self.directory / BUILDING_NAME
-        lock = FileLock(path)
-        try:
-            lock = FileLock(path, blocking=False, purpose="building this cache").acquire()
-        except ConfigError as error:
-            self._tell(waiting_for=error.what)
-            lock.acquire()
-            self._tell(waiting_for="")
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def prepare(self) -> None:
-        """Clear away what dead builders left and record what is to be built."""
-        chunk_directories = sorted((self.directory / "chunks").glob("*"))
-        for place in (self.directory, self.directory / "manifest", self.directory / "quarantine", *chunk_directories):
-            sweep_temporary(place)
-        if (self.directory / RECIPE_NAME).exists():
-            check_recipe(self.directory, read_recipe(self.directory), self.recipe)
-        else:
-            write_recipe(self.directory, self.recipe)
-        inventory.record(self.directory, self.files, self.units)
-        make_directory(self.directory / "manifest")
-        self.manifest = Manifest.open(self.directory)
-        if self.manifest.planned_units < len(self.units):
-            self.manifest = self.manifest.commit(self.directory, [planned_entry(len(self.units), self.recipe.digest)])
-        self._tell(units_done=len(self.manifest.units))
-
-    def build_missing(self) -> None:
-        for count, unit in enumerate(self.manifest.missing_units(), 1):
-            self._build_unit(self.units[int(unit)])
-            if count % SNAPSHOT_INTERVAL_ENTRIES == 0:
+        wait_seconds = _SHORTEST_WAIT_SECONDS
+        with self.explained():
+            self._see(Manifest.open(self.directory))
+            with Leases(self.directory) as leases:
+                while (wanted := self._wanted()) and not self._stop():
+                    if self._adopt(wanted, leases) + self._build(wanted, leases) > 0:
+                        wait_seconds = _SHORTEST_WAIT_SECONDS
+                    elif wanted := self._wanted():
+                        self.tell(waiting_for=f"{leases.holder(wanted[0]) or 'another builder'}")
+                        time.sleep(wait_seconds)
+                        wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
+            if self.manifest.generation >= SNAPSHOT_FROM_ENTRIES and self.units_built + self.units_adopted:
                 self.manifest.write_snapshot(self.directory)
-        if self.manifest.position.num_entries >= SNAPSHOT_FROM_ENTRIES:
-            self.manifest.write_snapshot(self.directory)
 
-    def repair(self) -> None:
-        """Build the units again that have a chunk which is not what was committed.
+    @property
+    def num_units(self) -> int:
+        return len(self._units)
 
-        Raises:
-            DataError: Building gives other content than was recorded.
-        """
-        records = [self.manifest.chunk(index) for index in range(len(self.manifest.chunks))]
-        for unit in sorted({record.unit for record in records if not self._is_intact(record)}):
-            self._build_unit(self.units[unit])
+    def is_stopped(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._stop()
 
-    def _is_intact(self, record: ChunkRecord) -> bool:
-        try:
-            chunk = Chunk.open(chunk_path(self.directory, record.unit, record.part))
-            chunk.verify()
-        except DataError:
+    def look(self, **counts: int) -> None:
+        """See what others did meanwhile. For who lets others build; ``counts`` is what is known of them."""
+        self.tell(**counts)
+        self._see(self.manifest.refreshed(self.directory))
+
+    def _wanted(self) -> list[int]:
+        """What is missing or to be built again, in the order of the mode."""
+        self._see(self.manifest.refreshed(self.directory))
+        last = len(self._units) if self.options.last_unit is None else min(len(self._units), self.options.last_unit)
+        missing: list[int] = self.manifest.missing_units(0, last).tolist()
+        again = [unit for unit in self.options.rebuild - self._settled if self.manifest.has_unit(unit)]
+        wanted = sorted({*missing, *again}, reverse=self.options.mode == "inverse")
+        if self.options.mode == "gaps" and len(self.manifest.units):
+            highest = int(self.manifest.units["unit"][-1])
+            return [unit for unit in wanted if unit <= highest] + [unit for unit in wanted if unit > highest]
+        return wanted
+
+    def _is_done(self, unit: int) -> bool:
+        if not self.manifest.has_unit(unit):
             return False
-        return chunk.record() == record
+        if unit not in self.options.rebuild or unit in self._settled:
+            return True
+        if is_intact(self.directory, self.manifest, unit, self.options.depth):  # another builder was faster
+            self._settled.add(unit)
+            return True
+        return False
 
-    def _build_unit(self, unit: Unit) -> None:
-        """Build or adopt one unit and make it count."""
-        found = self._adopted(unit)
-        if found is not None:
-            self.units_adopted += 1
-        else:
-            found = self._built(unit)
-            self.units_built += 1
-        chunks, statistics = found
-        self.manifest = self.manifest.commit(self.directory, [unit_entry(statistics, chunks)])
-        self._tell(units_done=len(self.manifest.units))
+    def _leased(self, wanted: Sequence[int], leases: Leases) -> Iterator[Unit]:
+        for unit in wanted:
+            if self._stop():
+                return
+            if self._is_done(unit) or not leases.take(unit):
+                continue
+            self.manifest = self.manifest.refreshed(self.directory)
+            if self._is_done(unit):
+                leases.release(unit)
+            else:
+                yield self._units[unit]
 
-    def _adopted(self, unit: Unit) -> tuple[list[ChunkRecord], UnitStatistics] | None:
-        """The chunks of a unit that are on disk, if they are whole and what would be built."""
-        paths = [chunk_path(self.directory, unit.unit_id, 0)]
-        if not paths[0].exists():
-            return None
+    def _adopt(self, wanted: Sequence[int], leases: Leases) -> int:
+        """Take over what dead builders left on disk; returns how many units that gave."""
+        adopted = 0
+        orphans = [unit for unit in wanted if chunk_path(self.directory, unit, 0).exists()]
+        for unit in self._leased([unit for unit in orphans if not self.manifest.has_unit(unit)], leases):
+            manifest, done = adopt_unit(self.manifest, self.directory, unit, self.work)
+            leases.release(unit.unit_id)
+            adopted += done
+            self.units_adopted += done
+            self._see(manifest)
+        return adopted
+
+    def _build(self, wanted: Sequence[int], leases: Leases) -> int:
+        built = 0
+        units = self.work.run(self._leased(wanted, leases), on_documents=self._add_documents, stop=self._stop)
         try:
-            chunks = [Chunk.open(paths[0])]
-            paths += [chunk_path(self.directory, unit.unit_id, part) for part in range(1, chunks[0].header.num_parts)]
-            chunks += [Chunk.open(path) for path in paths[1:]]
-            for part, chunk in enumerate(chunks):
-                if chunk.origin != self._origin(unit, part, len(chunks)):
-                    return None
-                chunk.verify()
-        except DataError:
-            return None
-        records = [chunk.record() for chunk in chunks]
-        if not self._agrees_with_committed(unit, records):
-            return None
-        sync_directory(paths[0].parent)  # the crash may have come before the renames were durable
-        documents_D = np.unique(np.concatenate([chunk.documents() for chunk in chunks]))
-        quarantined = count_quarantined(self.directory, unit.unit_id)
-        return records, unit_statistics(unit.unit_id, documents_D, quarantined)
+            for unit in units:
+                self._commit(unit)
+                leases.release(unit.unit_id)
+                built += 1
+        finally:
+            if isinstance(units, Generator):
+                units.close()  # ends what it reads ahead
+        return built
 
-    def _origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
-        source_set = inventory.source_set_digest(unit, self.files)
-        return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
+    def _commit(self, built: BuiltUnit) -> None:
+        self._writing = built.unit_id
+        self._writing_bytes = self._pending_bytes = sum(record.size_bytes for _, record in built.chunks)
+        manifest, counts = commit_unit(
+            self.manifest, self.directory, built, self.work, self.options.bad_record_fraction,
+            replace=built.unit_id in self.options.rebuild, on_written=self._count_written,
+        )  # fmt: skip
+        self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
+        self._settled.add(built.unit_id)
+        self.units_built += counts
+        self._see(manifest)
+        if counts and self.units_built % SNAPSHOT_INTERVAL_ENTRIES == 0:
+            manifest.write_snapshot(self.directory)
 
-    def _built(self, unit: Unit) -> tuple[list[ChunkRecord], UnitStatistics]:
-        """Read, tokenise and pack a unit; its chunks are durable on return."""
-        try:
-            text = read_text(self.read_unit(unit), self.files, self.tokenizer, self.recipe, self._add_documents)
-        except OSError as error:
-            raise DataError(
-                f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
-                where=str(error.filename or self.files[unit.spans[0].file_index].uri),
-                hint="check that the file is there and may be read, then run the same command again",
-            ) from error
-        write_quarantine(self.directory, unit.unit_id, text.bad_records, self.files)
-        check_budget(self.directory, unit.unit_id, text, self.files, self.bad_record_fraction)
-        contents = chunk_contents(unit.unit_id, text, self.recipe)
-        encoded = [
-            encode_chunk(content, self._origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
-            for part, content in enumerate(contents)
-        ]
-        records = [record for _, record in encoded]
-        if not self._agrees_with_committed(unit, records):
-            raise DataError(
-                f"building unit {unit.unit_id} again gives other rows than were recorded", where=str(self.directory),
-                hint="the source or the tokenizer's library changed: build into another data.cache.directory",
-            )  # fmt: skip
-        self.writing = unit.unit_id
-        self.writing_bytes = self.pending_bytes = sum(record.size_bytes for record in records)
-        for data, record in encoded:
-            path = chunk_path(self.directory, record.unit, record.part)
-            make_directory(path.parent)
-            write_file(path, data)
-            self.pending_bytes -= record.size_bytes
-        self.writing, self.writing_bytes = None, 0
-        return records, text.statistics(unit.unit_id)
+    def _count_written(self, size_bytes: int) -> None:
+        self._pending_bytes -= size_bytes
 
-    def _agrees_with_committed(self, unit: Unit, records: Sequence[ChunkRecord]) -> bool:
-        """Whether chunks have the content that the manifest has for the unit, if it has any."""
-        committed = [record.content for record in self.manifest.unit_chunks(unit.unit_id)]
-        return not committed or committed == [record.content for record in records]
+    def _see(self, manifest: Manifest) -> None:
+        changed = manifest.generation != self._told_generation
+        self.manifest = manifest
+        if changed:
+            self._told_generation = manifest.generation
+            self.tell(waiting_for="", **committed(manifest, self._source_bytes_U))
 
     def _add_documents(self, documents: int, text_bytes: int, tokens: int) -> None:
         progress = self.progress
-        self._tell(
+        self.tell(
             documents=progress.documents + documents,
             text_bytes=progress.text_bytes + text_bytes,
             tokens=progress.tokens + tokens,
         )
 
-    def _tell(self, **changes: int | str) -> None:
+    def tell(self, **changes: int | str) -> None:
+        """Change what is known of the progress, and pass it on."""
         self.progress = replace(self.progress, **changes)
-        if self.on_progress is not None:
-            self.on_progress(self.progress)
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
 
     @contextlib.contextmanager
     def explained(self) -> Generator[None]:
@@ -313,27 +274,37 @@ class _Build:
         try:
             yield
         except OSError as error:
-            where = str(error.filename or self.directory)
-            saved = f"{self.progress.units_done} of {len(self.units)} units; the next build goes on from there"
-            if not is_disk_full(error):
-                raise DataError(
-                    f"the cache cannot be written: {os.strerror(error.errno) if error.errno else error}", where=where,
-                    saved=saved, hint="give write permission, or set data.cache.directory to a place that has it",
-                ) from error  # fmt: skip
-            existing = next(place for place in (self.directory, *self.directory.parents) if place.exists())
-            free_bytes = shutil.disk_usage(existing).free
-            raise DataError(
-                f"the disk is full: the rest of the cache needs about {self._needed_bytes():,} bytes, "
-                f"{free_bytes:,} are free",
-                where=where, saved=saved,
-                hint="make room, or set data.cache.directory to another disk, and run the same command again",
-            ) from error  # fmt: skip
+            done = f"{self.progress.units_done} of {len(self._units)} units; the next build goes on from there"
+            raise refused_write(error, self.directory, saved=done, needed_bytes=self._needed_bytes()) from error
 
     def _needed_bytes(self) -> int:
         """Chunks not yet written; those of units not yet read by what the others came to."""
-        known = {*self.manifest.units["unit"].tolist(), self.writing}
-        text_bytes = [sum(span.end_byte - span.start_byte for span in unit.spans) for unit in self.units]
-        known_text_bytes = sum(size for unit, size in enumerate(text_bytes) if unit in known)
-        known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self.writing_bytes
+        known = [int(unit) for unit in self.manifest.units["unit"] if unit < len(self._units)]
+        if self._writing is not None:
+            known.append(self._writing)
+        known_text_bytes = int(self._source_bytes_U[np.unique(np.array(known, np.int64))].sum())
+        known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self._writing_bytes
         rate = known_bytes / known_text_bytes if known_text_bytes else _FIRST_GUESS_CACHE_PER_TEXT_BYTE
-        return self.pending_bytes + round(rate * (sum(text_bytes) - known_text_bytes))
+        return self._pending_bytes + round(rate * (int(self._source_bytes_U.sum()) - known_text_bytes))
+
+
+def source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
+    """Bytes of the source that each unit is made of."""
+    return np.array([sum(span.end_byte - span.start_byte for span in unit.spans) for unit in units], np.int64)
+
+
+def refused_write(error: OSError, directory: Path, *, saved: str, needed_bytes: int) -> DataError:
+    """What a write to the cache that the system refused means to a person."""
+    where = str(error.filename or directory)
+    if not is_disk_full(error):
+        return DataError(
+            f"the cache cannot be written: {os.strerror(error.errno) if error.errno else error}", where=where,
+            saved=saved, hint="give write permission, or set data.cache.directory to a place that has it",
+        )  # fmt: skip
+    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    return DataError(
+        f"the disk is full: the rest of the cache needs about {needed_bytes:,} bytes, "
+        f"{shutil.disk_usage(existing).free:,} are free",
+        where=where, saved=saved,
+        hint="make room, or set data.cache.directory to another disk, and run the same command again",
+    )  # fmt: skip

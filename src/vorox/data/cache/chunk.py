@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import lz4.block  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import numpy.typing as npt
 import xxhash
+import zstandard
 
 from vorox.core.errors import DataError
 from vorox.data.cache.format import (
@@ -40,8 +42,25 @@ from vorox.data.cache.format import (
 )
 
 _lz4: Any = lz4.block  # has no types
-_decompress: Callable[[memoryview, int], bytes] = _lz4.decompress
+_zstd = threading.local()  # a decompressor serves one thread
 _xxh3 = xxhash.xxh3_64_intdigest
+
+
+def _decompress_zstd(stored: memoryview, raw_bytes: int) -> bytes:
+    if zstandard.frame_content_size(stored) != raw_bytes:
+        raise ValueError("it says that it is larger or smaller")
+    try:
+        decompressor = _zstd.decompressor
+    except AttributeError:
+        decompressor = _zstd.decompressor = zstandard.ZstdDecompressor()
+    return decompressor.decompress(stored)
+
+
+_DECOMPRESSORS: dict[int, Callable[[memoryview, int], bytes]] = {
+    CODECS["lz4"]: _lz4.decompress,
+    CODECS["lz4hc"]: _lz4.decompress,
+    CODECS["zstd"]: _decompress_zstd,
+}
 
 REMEDY = "`vorox data build --repair` with the same configuration rebuilds what is damaged"
 
@@ -152,7 +171,12 @@ class Chunk:
             first = block * self.header.rows_per_block
             raise damaged(self.path, f"block {block}, from row {first} of the chunk, does not match its checksum")
         raw_bytes = self._last_block_bytes if end == self._payload.nbytes else self._block_bytes
-        return stored if end - start == raw_bytes else _decompress(stored, raw_bytes)
+        if end - start == raw_bytes:
+            return stored
+        try:
+            return _DECOMPRESSORS[self.header.codec](stored, raw_bytes)
+        except (ValueError, RuntimeError, zstandard.ZstdError) as error:  # RuntimeError is what lz4 raises
+            raise damaged(self.path, f"block {block} does not decompress to {raw_bytes} bytes: {error}") from error
 
     def row(self, row: int) -> memoryview | bytes:
         """The tokens of one row as bytes, checked."""
@@ -174,13 +198,15 @@ class Chunk:
             self._documents_checked = True
         return np.frombuffer(section, DOCUMENT)
 
-    def rows_of(self, file_index: int, byte: int | None) -> npt.NDArray[np.int64]:
-        """Rows with tokens of the documents of a file (of the one whose record has this byte), ascending."""
+    def rows_of(self, file_index: int, byte: int | None, ordinal: int | None) -> npt.NDArray[np.int64]:
+        """Rows with tokens of the documents of a file (whose record has this byte, or this ordinal), ascending."""
         documents_D = self.documents()
         wanted_D = documents_D["file"] == file_index
         if byte is not None:
             starts = documents_D["byte_offset"].astype(np.int64)
             wanted_D &= (starts <= byte) & (byte < starts + documents_D["byte_length"])
+        if ordinal is not None:
+            wanted_D &= documents_D["ordinal"] == ordinal
         segments_S3 = np.frombuffer(self._segments, "<u4").reshape(-1, 3)
         chosen = np.flatnonzero(wanted_D[segments_S3[:, 0]])
         return np.unique(np.searchsorted(np.frombuffer(self._row_ptr, "<u4"), chosen, side="right") - 1)
@@ -225,6 +251,17 @@ class Chunk:
         )
         self._expect("structure", "sound" if well_formed else "contradictory", "sound")
         return content
+
+    def matches(self, record: ChunkRecord) -> bool:
+        """Whether what the file says of itself is what the manifest says of it."""
+        header = self.header
+        found = (header.unit, header.part, header.num_rows, header.num_tokens, header.num_padding_tokens)
+        expected = (record.unit, record.part, record.rows, record.tokens, record.padding_tokens)
+        return found == expected and (header.num_documents, len(self._view), header.content.hex()) == (
+            record.documents,
+            record.size_bytes,
+            record.content,
+        )
 
     def record(self) -> ChunkRecord:
         """What the manifest should say of this file; hashes all of it."""

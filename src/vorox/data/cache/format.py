@@ -27,6 +27,7 @@ import lz4.block  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import numpy.typing as npt
 import xxhash
+import zstandard
 
 from vorox.data.records import TokenArray
 
@@ -34,7 +35,8 @@ MAGIC = b"\x89PSC\r\n\x1a\n"
 VERSION = 1
 HEADER_BYTES = 256
 FOOTER_MAGIC = b"PSC-END\n"
-CODECS = {"raw": 0, "lz4": 1, "lz4hc": 2}
+CODECS = {"raw": 0, "lz4": 1, "lz4hc": 2, "zstd": 3}
+ZSTD_LEVEL = 3
 SEGMENT_BYTES = 12
 
 # magic, version, header bytes, flags | token bytes, codec, byte shuffle, 0 | row tokens, rows, rows per block |
@@ -210,6 +212,9 @@ def encode_chunk(
 def _compress(block: bytes, codec: str) -> bytes:
     if codec == "raw":
         return block
-    mode = "high_compression" if codec == "lz4hc" else "default"
-    compressed: bytes = _lz4.compress(block, mode=mode, store_size=False)
+    if codec == "zstd":
+        compressed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(block)
+    else:
+        mode = "high_compression" if codec == "lz4hc" else "default"
+        compressed: bytes = _lz4.compress(block, mode=mode, store_size=False)
     return compressed if len(compressed) < len(block) else block

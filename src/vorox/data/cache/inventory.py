@@ -1,8 +1,8 @@
 """What a cache is built from: the source's files in ``FILES.jsonl`` and its units of work in ``UNITS.jsonl``.
 
-Both are append-only, hash-chained lists whose indices are valid for ever: documents name their file by its index and
-rows their unit. A list that is asked for must begin with what is recorded; what comes after is appended. A file may
-move (same content under another uri: the later name counts), it may not change.
+Both are append-only, hash-chained lists whose indices are valid for ever once the manifest has planned them: documents
+name their file by its index and rows their unit. A list that is asked for must begin with what is planned; what comes
+after is appended. A file may move (same content under another uri: the later name counts), it may not change.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vorox.core.atomic import canonical_json
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.data.cache.manifest import Manifest
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 
 FILES_NAME = "FILES.jsonl"
@@ -28,6 +30,8 @@ def read_files(directory: Path) -> list[SourceFile]:
     for body in HashChainedLog(directory / FILES_NAME).read()[0]:
         first = int(body["first"])
         entries = [SourceFile(uri, int(size_bytes), version) for uri, size_bytes, version in body["files"]]
+        if "void_from" in body:
+            del files[int(body["void_from"]) :]
         files[first : first + len(entries)] = entries
     return files
 
@@ -36,42 +40,57 @@ def read_units(directory: Path) -> list[Unit]:
     """The units that were planned, ``unit_id`` being the index."""
     units: list[Unit] = []
     for body in HashChainedLog(directory / UNITS_NAME).read()[0]:
+        del units[int(body["first"]) :]
         for spans in body["units"]:
             units.append(Unit(len(units), tuple(UnitSpan(*span) for span in spans)))
     return units
 
 
-def is_recorded(directory: Path, files: Sequence[SourceFile], units: Sequence[Unit]) -> bool:
+def planned(directory: Path, manifest: Manifest) -> tuple[list[SourceFile], list[Unit]]:
+    """The files and units that count. What is listed beyond them was left by a build that died before it planned it."""
+    files, units = read_files(directory), read_units(directory)
+    num_files = manifest.planned_files or (len(files) if manifest.planned_units else 0)
+    return files[:num_files], units[: manifest.planned_units]
+
+
+def is_recorded(directory: Path, manifest: Manifest, files: Sequence[SourceFile], units: Sequence[Unit]) -> bool:
     """Whether the cache lists exactly these files and units.
 
     Raises:
         DataError: It lists something that contradicts them.
     """
-    known_files, known_units = read_files(directory), read_units(directory)
+    known_files, known_units = planned(directory, manifest)
     _check_files(directory, known_files, files)
     _check_units(directory, known_units, units)
     return known_files == list(files) and len(known_units) == len(units)
 
 
-def record(directory: Path, files: Sequence[SourceFile], units: Sequence[Unit]) -> None:
-    """Bring both lists up to the given ones, durably. The caller is the only builder.
+def record(directory: Path, manifest: Manifest, files: Sequence[SourceFile], units: Sequence[Unit]) -> None:
+    """Bring both lists up to the given ones, durably. The caller holds the cache's lock.
 
     Raises:
-        DataError: What is recorded contradicts them.
+        DataError: What is planned contradicts them.
     """
-    known_files, known_units = read_files(directory), read_units(directory)
+    known_files, known_units = planned(directory, manifest)
     _check_files(directory, known_files, files)
     _check_units(directory, known_units, units)
-    runs = [(index, index + 1) for index, known in enumerate(known_files) if known != files[index]]  # moved
-    runs += [(index, index + _ENTRIES_PER_LINE) for index in range(len(known_files), len(files), _ENTRIES_PER_LINE)]
-    HashChainedLog(directory / FILES_NAME).append(
-        {"first": first, "files": [[file.uri, file.size_bytes, file.version] for file in files[first:last]]}
-        for first, last in runs
-    )
-    HashChainedLog(directory / UNITS_NAME).append(
-        {"first": first, "units": [unit_spans(unit) for unit in units[first : first + _ENTRIES_PER_LINE]]}
-        for first in range(len(known_units), len(units), _ENTRIES_PER_LINE)
-    )
+    listed_files, listed_units = read_files(directory), read_units(directory)
+    if listed_files != list(files):
+        runs = [(index, index + 1) for index, known in enumerate(known_files) if known != files[index]]  # moved
+        start = len(known_files)
+        runs += [(index, index + _ENTRIES_PER_LINE) for index in range(start, len(files), _ENTRIES_PER_LINE)]
+        bodies: list[dict[str, Any]] = [
+            {"first": first, "files": [[file.uri, file.size_bytes, file.version] for file in files[first:last]]}
+            for first, last in runs
+        ]
+        if len(listed_files) > start:
+            bodies.insert(0, {"first": start, "void_from": start, "files": []})
+        HashChainedLog(directory / FILES_NAME).append(bodies)
+    if listed_units != list(units):
+        HashChainedLog(directory / UNITS_NAME).append(
+            {"first": first, "units": [unit_spans(unit) for unit in units[first : first + _ENTRIES_PER_LINE]]}
+            for first in range(len(known_units), len(units), _ENTRIES_PER_LINE)
+        )
 
 
 def unit_spans(unit: Unit) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 ``manifest/log.jsonl`` has one entry per event:
 
-    {"planned": 812, "recipe": "<sha256>"}                    so many units exist, built or not, of this recipe
+    {"planned": 812, "files": 90, "recipe": "<sha256>"}       so many units of so many files exist, built or not
     {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
 
 A unit counts when its entry is complete; the chunks that it names are durable before it is written. A later entry for
@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import re
 import struct
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,12 +41,11 @@ SNAPSHOT_NAME = "manifest/snapshot.bin"
 LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
-_SNAPSHOT_MAGIC = b"VXSNAP2\n"
-# magic, planned units, recipe, log position (entries, line start, line end, head), chunks, units
-_SNAPSHOT = struct.Struct("<8s Q 32s QQQ 32s QQ")
+_SNAPSHOT_MAGIC = b"VXSNAP3\n"
+# magic, planned units, planned files, recipe, log position (entries, line start, line end, head), chunks, units
+_SNAPSHOT = struct.Struct("<8s QQ 32s QQQ 32s QQ")
 _LARGEST_UNIT = (1 << 48) - 1
 _HASH = re.compile(r"[0-9a-f]{64}")
-_RETRIES_OF_A_MOVING_LOG = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,7 @@ class Manifest:
         units: One record per unit that is done, sorted.
         position: The line of the log that this is the state after.
         recipe: Digest of the recipe that the log was begun for; empty while nothing is planned.
+        planned_files: Files of the source that the planned units are of.
     """
 
     planned_units: int
@@ -93,6 +93,7 @@ class Manifest:
     units: Records
     position: LogPosition
     recipe: str = ""
+    planned_files: int = 0
 
     @classmethod
     def empty(cls) -> Manifest:
@@ -118,19 +119,21 @@ class Manifest:
 
     def refreshed(self, directory: Path) -> Manifest:
         """The state now: what the log has by this time."""
-        for _ in range(_RETRIES_OF_A_MOVING_LOG):
+        while True:
+            before = _signature(directory / LOG_NAME)
             try:
                 return self._refreshed(directory)
-            except DataError:  # perhaps a torn line was cut off and written over while it was read
-                time.sleep(0.01)
-        return self._refreshed(directory)
+            except DataError:
+                if _signature(directory / LOG_NAME) == before:
+                    raise
+                # A torn line was cut off and written over while it was read.
 
     def _refreshed(self, directory: Path) -> Manifest:
         path = directory / LOG_NAME
         bodies, position = HashChainedLog(path).read_after(self.position)
         if not bodies:
             return self
-        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "recipe", "add", "done"})
+        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "files", "recipe", "add", "done"})
         if unknown:
             raise DataError(
                 f"the manifest has entries of a kind that this version does not know: {', '.join(unknown)}",
@@ -143,6 +146,7 @@ class Manifest:
             chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
             units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
             planned = max([self.planned_units, *(_number(body["planned"]) for body in bodies if "planned" in body)])
+            files = max([self.planned_files, *(_number(body["files"]) for body in bodies if "files" in body)])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _contradiction(path, f"an entry is not of the form that it should have: {error}") from error
         outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
@@ -154,6 +158,7 @@ class Manifest:
             _merged(self.units, np.array(units, _UNIT), ["unit"])[0],
             position,
             next(iter(recipes), ""),
+            files,
         )
 
     def check_recipe(self, directory: Path, recipe: str) -> None:
@@ -193,7 +198,7 @@ class Manifest:
     def write_snapshot(self, directory: Path) -> None:
         position = self.position
         header = _SNAPSHOT.pack(
-            *(_SNAPSHOT_MAGIC, self.planned_units, bytes.fromhex(self.recipe) or bytes(32)),
+            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, bytes.fromhex(self.recipe) or bytes(32)),
             *(position.num_entries, position.line_start_bytes),
             *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),
         )
@@ -248,14 +253,40 @@ def unit_entry(statistics: UnitStatistics, chunks: Iterable[ChunkRecord]) -> dic
     return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [dataclasses.asdict(statistics)]}
 
 
-def planned_entry(num_units: int, recipe: str = "") -> dict[str, Any]:
-    """The entry that says how many units there are, and of which recipe."""
-    return {"planned": num_units, **({"recipe": recipe} if recipe else {})}
+def planned_entry(num_units: int, recipe: str = "", num_files: int = 0) -> dict[str, Any]:
+    """The entry that says how many units there are, of how many files and of which recipe."""
+    entry: dict[str, Any] = {"planned": num_units}
+    return entry | ({"recipe": recipe} if recipe else {}) | ({"files": num_files} if num_files else {})
 
 
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
     """Where a chunk lies, a function of its address; a directory holds every 256th unit."""
     return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
+
+
+def _signature(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
+
+
+def check_contained(directory: Path, path: Path) -> None:
+    """Refuse a place in a cache that a symbolic link leads out of it.
+
+    Raises:
+        DataError: ``path`` is, or lies in, a link to somewhere else.
+    """
+    inside = path.relative_to(directory).parts
+    if not any(directory.joinpath(*inside[:count]).is_symlink() for count in range(1, len(inside) + 1)):
+        return
+    real = os.path.realpath(path)
+    if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
+        raise DataError(
+            f"a symbolic link leads out of the cache, to {real}", where=str(path),
+            hint="remove the link; `vorox data fill` with the same configuration builds what it stood for",
+        )  # fmt: skip
 
 
 def _number(value: object) -> int:
@@ -310,10 +341,11 @@ def _read_snapshot(directory: Path) -> Manifest:
     body = memoryview(raw)[:-32]
     if hashlib.sha256(body).digest() != raw[-32:]:
         raise ValueError("damaged snapshot")
-    magic, planned, recipe, entries, line_start, line_end, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
+    magic, planned, files, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
     if magic != _SNAPSHOT_MAGIC:
         raise ValueError("a snapshot of another version")
     chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
+    entries, line_start, line_end = place
     position = LogPosition(entries, line_start, line_end, head.hex())
-    return Manifest(planned, chunks, units, position, recipe.hex() if any(recipe) else "")
+    return Manifest(planned, chunks, units, position, recipe.hex() if any(recipe) else "", files)

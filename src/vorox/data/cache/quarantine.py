@@ -6,14 +6,19 @@ whether a unit passes does not depend on which others were built before it.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, UnitText
+from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW
+from vorox.data.cache.unit_work import BuiltUnit
 from vorox.data.documents import BadRecord, SourceFile
 
 DIRECTORY_NAME = "quarantine"
@@ -29,21 +34,46 @@ def write_quarantine(directory: Path, unit: int, records: Sequence[BadRecord], f
         return
     path = quarantine_path(directory, unit)
     make_directory(path.parent)
-    lines = [
-        canonical_json(
-            {
-                "uri": files[record.file_index].uri,
-                "line": record.line,
-                "reason": record.reason,
-                "file": record.file_index,
-                "ordinal": record.ordinal,
-                "byte_offset": record.byte_offset,
-                "byte_length": record.byte_length,
-            }
-        )
-        for record in records
-    ]
+    lines: list[bytes] = []
+    for record in records:
+        body = {
+            "uri": files[record.file_index].uri,
+            "line": record.line,
+            "reason": record.reason,
+            "file": record.file_index,
+            "ordinal": record.ordinal,
+            "byte_offset": record.byte_offset,
+            "byte_length": record.byte_length,
+        }
+        lines.append(canonical_json({**body, "xxh3": _checksum(body)}))
     write_file(path, b"\n".join([*lines, b""]))
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return format(xxhash.xxh3_64_intdigest(canonical_json(body)), "016x")
+
+
+def verify_quarantine(directory: Path, unit: int, expected: int) -> None:
+    """Check the list of a unit against itself and against the number that the manifest has.
+
+    Raises:
+        DataError: It is missing, has another number of records, or a line is not what was written.
+    """
+    path = quarantine_path(directory, unit)
+    try:
+        lines = path.read_bytes().split(b"\n")
+        entries = [json.loads(line) for line in lines[:-1]]
+        sound = lines[-1] == b"" and len(entries) == expected
+        for line, entry in zip(lines, entries, strict=False):
+            body = {key: value for key, value in entry.items() if key != "xxh3"}
+            sound = sound and canonical_json({**body, "xxh3": _checksum(body)}) == line
+    except (OSError, ValueError, AttributeError):
+        sound = False
+    if not sound:
+        raise DataError(
+            f"the list of the {expected:,} records of unit {unit} that were put aside is missing or damaged",
+            where=str(path), hint="remove the file and the unit's chunks; `vorox data fill` makes both again",
+        )  # fmt: skip
 
 
 def count_quarantined(directory: Path, unit: int) -> int:
@@ -51,30 +81,27 @@ def count_quarantined(directory: Path, unit: int) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def check_budget(
-    directory: Path, unit: int, text: UnitText, files: Sequence[SourceFile], bad_record_fraction: float
-) -> None:
+def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile], bad_record_fraction: float) -> None:
     """Refuse a unit with too many bad records.
 
     Raises:
         DataError: More than the fraction of its records, rounded up, or too many in a row.
     """
-    bad = text.bad_records
-    num_records = len(bad) + len(text.documents_D)
-    allowed = math.ceil(Fraction(str(bad_record_fraction)) * num_records)
-    if not bad or (len(bad) <= allowed and not text.gave_up):
+    bad = built.bad_records
+    allowed = math.ceil(Fraction(str(bad_record_fraction)) * built.records_read)
+    if not bad or (len(bad) <= allowed and not built.gave_up):
         return
-    first = bad[-BAD_RECORDS_IN_A_ROW] if text.gave_up else bad[0]
+    first = bad[-BAD_RECORDS_IN_A_ROW] if built.gave_up else bad[0]
     place = files[first.file_index].uri + (
         f":{first.line}" if first.line is not None else f", byte {first.byte_offset}"
     )
-    if text.gave_up:
+    if built.gave_up:
         what = f"{BAD_RECORDS_IN_A_ROW} records in a row cannot be read"
     else:
-        what = f"{len(bad):,} of {num_records:,} records cannot be read, {allowed:,} are allowed"
+        what = f"{len(bad):,} of {built.records_read:,} records cannot be read, {allowed:,} are allowed"
     raise DataError(
         f"{what}; the first: {first.reason}",
         where=place,
         hint=f"mend the source or raise the source's bad_record_fraction; all are listed in "
-        f"{quarantine_path(directory, unit)}",
+        f"{quarantine_path(directory, built.unit_id)}",
     )

@@ -13,6 +13,7 @@ import errno
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +24,16 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
+from vorox.data.cache.condition import is_intact, verify
 from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.inventory import read_files, read_units
-from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.records import RowBlock
 
 _MOST_OPEN_CHUNKS = 4096
+_WAITS_FOR_A_DIRECTORY = 50
 
 
 class DocumentSpan(NamedTuple):
@@ -66,6 +69,7 @@ class CacheReader:
         directory: The cache.
         recipe: What its rows are a function of.
         manifest: Its chunks and units.
+        mend: Builds a unit again of which a chunk turned out to be lost or damaged; None: that is an error.
     """
 
     def __init__(self, directory: Path, recipe: Recipe, manifest: Manifest, max_open_chunks: int) -> None:
@@ -77,6 +81,8 @@ class CacheReader:
         self._dtype = np.dtype(f"<u{recipe.token_bytes}")
         self._open_chunks: dict[int, Chunk] = {}
         self._changing = threading.Lock()
+        self._mending = threading.Lock()
+        self.mend: Callable[[int, DataError], None] | None = None
         self._clock = itertools.count(1)
 
     @classmethod
@@ -103,6 +109,7 @@ class CacheReader:
         if expected_recipe is not None:
             check_recipe(directory, recipe, expected_recipe)
         manifest = Manifest.open(directory)
+        manifest.check_recipe(directory, recipe.digest)
         missing = manifest.missing_units()
         if complete and (len(missing) or manifest.planned_units == 0):
             raise DataError(
@@ -114,6 +121,11 @@ class CacheReader:
     @property
     def num_rows(self) -> int:
         return self.manifest.num_rows
+
+    @property
+    def generation(self) -> int:
+        """How many times the cache had changed when it was opened."""
+        return self.manifest.generation
 
     @property
     def row_tokens(self) -> int:
@@ -138,14 +150,14 @@ class CacheReader:
         return tuple(read_files(self.directory))
 
     @cached_property
-    def _spans_4S(self) -> npt.NDArray[np.int64]:
-        """Unit, file, first byte and end of every span of every unit."""
+    def _spans_5S(self) -> npt.NDArray[np.int64]:
+        """Unit, file, first byte, end and first ordinal of every span of every unit."""
         spans = [
-            (unit.unit_id, span.file_index, span.start_byte, span.end_byte)
+            (unit.unit_id, span.file_index, span.start_byte, span.end_byte, span.first_ordinal)
             for unit in self.units
             for span in unit.spans
         ]
-        return np.array(spans, np.int64).reshape(-1, 4).T
+        return np.array(spans, np.int64).reshape(-1, 5).T
 
     @property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
@@ -170,6 +182,29 @@ class CacheReader:
         self._expect_units(unit_start, unit_end)
         return self.manifest.content_digest(unit_start, unit_end)
 
+    def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
+        """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
+        return self.manifest.missing_units(unit_start, unit_end)
+
+    def refreshed(self, *, awaited_units: int = 0) -> CacheReader:
+        """A reader of what is committed by now; this one if that is no more. Chunks that are open are shared.
+
+        Args:
+            awaited_units: The asker waits for all units below this one; for caches that are built on demand.
+        """
+        del awaited_units
+        manifest = self.manifest.refreshed(self.directory)
+        if manifest is self.manifest:
+            return self
+        reader = CacheReader(self.directory, self.recipe, manifest, self._max_open_chunks)
+        reader.mend = self.mend
+        places = {(unit, part): at for at, (unit, part) in enumerate(manifest.chunks[["unit", "part"]].tolist())}
+        with self._changing:  # chunks are numbered in unit order, so that filled gaps move them
+            reader._open_chunks = {
+                places[chunk.header.unit, chunk.header.part]: chunk for chunk in self._open_chunks.values()
+            }
+        return reader
+
     @property
     def digest(self) -> str:
         """The dataset digest: the content of all units."""
@@ -191,6 +226,13 @@ class CacheReader:
         Raises:
             DataError: A chunk is missing or damaged; names file and row.
         """
+        try:
+            return self._read_rows(rows)
+        except DataError as error:
+            self._mend(rows, error)
+            return self._read_rows(rows)
+
+    def _read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
         chunk_N, row_N = self.addresses(rows)
         tokens: list[memoryview | bytes] = []
         segments: list[memoryview] = []
@@ -228,27 +270,49 @@ class CacheReader:
             spans.append(DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3))
         return spans
 
-    def rows_of_document(self, file_index: int, byte: int | None = None) -> npt.NDArray[np.int64]:
+    def rows_of_document(
+        self, file_index: int, byte: int | None = None, ordinal: int | None = None
+    ) -> npt.NDArray[np.int64]:
         """Rows that hold tokens of the documents of a file, ascending: the inverse of ``documents_of``.
 
         Args:
             file_index: The file, by its place in ``files``.
-            byte: Only of the document whose record has this byte. None: of all its documents.
+            byte: Only of documents whose record has this byte: one, or in Parquet those of a row group.
+            ordinal: Only of the document with this number within the file.
 
         Raises:
             DataError: A chunk is missing or damaged.
         """
-        unit_S, file_S, start_S, end_S = self._spans_4S
+        unit_S, file_S, start_S, end_S, first_S = self._spans_5S
         wanted_S = file_S == file_index
         if byte is not None:
             wanted_S &= (start_S <= byte) & (byte < end_S)
+        if ordinal is not None:
+            before = first_S[wanted_S & (first_S <= ordinal)]
+            wanted_S &= first_S == before.max(initial=-1)
         found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for unit in np.unique(unit_S[wanted_S]).tolist():
             low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
             for index in range(int(low), int(high)):
                 chunk = self._open_chunks.get(index) or self._open(index)
-                found.append(chunk.rows_of(file_index, byte) + self._chunk_row_starts[index])
+                found.append(chunk.rows_of(file_index, byte, ordinal) + self._chunk_row_starts[index])
         return np.concatenate(found)
+
+    def _mend(self, rows: npt.NDArray[np.int64], error: DataError) -> None:
+        """Have the units of some rows built again that are not whole.
+
+        Raises:
+            DataError: Nobody can build them; ``error`` itself then.
+        """
+        if self.mend is None:
+            raise error
+        with self._mending:
+            for unit in np.unique(self.manifest.chunks["unit"][self.addresses(rows)[0]]).tolist():
+                if not is_intact(self.directory, self.manifest.refreshed(self.directory), unit, "full"):
+                    self.mend(unit, error)
+                with self._changing:
+                    for index in [index for index, chunk in self._open_chunks.items() if chunk.header.unit == unit]:
+                        del self._open_chunks[index]
 
     def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Chunk, by its place in the manifest, and row in it."""
@@ -260,17 +324,13 @@ class CacheReader:
     def _open(self, index: int) -> Chunk:
         record = self.manifest.chunk(index)
         path = chunk_path(self.directory, record.unit, record.part)
-        try:
-            chunk = Chunk.open(path)
-        except DataError as error:
-            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE):
-                raise
-            with self._changing:
-                self._close_oldest()  # the process has used up its files
-            chunk = Chunk.open(path)
+        check_contained(self.directory, path)
+        chunk = self._map(path)
         header = chunk.header
-        found = (header.unit, header.part, header.num_rows, header.row_tokens, header.token_bytes, header.content.hex())
-        expected = (record.unit, record.part, record.rows, self.row_tokens, self.token_bytes, record.content)
+        shape = (header.num_rows, header.row_tokens, header.token_bytes)
+        found = (header.unit, header.part, *shape, header.content.hex(), header.recipe.hex())
+        shape = (record.rows, self.row_tokens, self.token_bytes)
+        expected = (record.unit, record.part, *shape, record.content, self.recipe.digest)
         if found != expected:
             raise DataError(
                 f"the file is not the chunk that the manifest names: it has {found}, expected {expected}",
@@ -283,6 +343,19 @@ class CacheReader:
             self._open_chunks[index] = chunk
         return chunk
 
+    def _map(self, path: Path) -> Chunk:
+        for _ in range(_WAITS_FOR_A_DIRECTORY):
+            try:
+                return Chunk.open(path)
+            except DataError as error:
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
+                    with self._changing:
+                        self._close_oldest()  # the process has used up its files
+                elif self.directory.exists():
+                    raise
+                time.sleep(0.01)  # a rebuilt cache is about to take the place of this one
+        return Chunk.open(path)
+
     def _close_oldest(self) -> None:
         """Let go of an eighth of the open chunks; so many at a time that finding the oldest costs nothing per chunk."""
         oldest = sorted(self._open_chunks.items(), key=lambda entry: entry[1].last_used)
@@ -290,7 +363,7 @@ class CacheReader:
             del self._open_chunks[index]
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Check every byte of every chunk file and every line of the manifest.
+        """Check every byte of every chunk file and every line of the lists beside them.
 
         Args:
             on_progress: Told (chunks checked, chunks) after each.
@@ -298,39 +371,7 @@ class CacheReader:
         Raises:
             DataError: Naming everything that is damaged.
         """
-        if Manifest.read_log(self.directory).content_digest(0, self.manifest.planned_units) != (
-            self.manifest.content_digest(0, self.manifest.planned_units)
-        ):
-            raise DataError(
-                "the manifest changed since the cache was opened", where=str(self.directory), hint="verify again"
-            )
-        problems: list[DataError] = []
-        num_chunks = len(self.manifest.chunks)
-        for index in range(num_chunks):
-            try:
-                self._verify_chunk(index)
-            except DataError as error:
-                problems.append(error)
-            if on_progress is not None:
-                on_progress(index + 1, num_chunks)
-        if problems:
-            raise DataError(
-                f"{len(problems):,} of {num_chunks:,} chunks are damaged; the first: {problems[0].what}",
-                where=", ".join(problem.where for problem in problems[:10]), hint=REMEDY,
-            )  # fmt: skip
-
-    def _verify_chunk(self, index: int) -> None:
-        record = self.manifest.chunk(index)
-        chunk = Chunk.open(chunk_path(self.directory, record.unit, record.part))
-        content = chunk.verify()
-        found = chunk.record()
-        if found != record:
-            raise DataError(f"the manifest says {record}, the file is {found}", where=str(chunk.path), hint=REMEDY)
-        largest = int(content.tokens_RC.max())
-        if largest >= self.vocab_size:
-            raise DataError(
-                f"token id {largest} in a cache of {self.vocab_size} tokens", where=str(chunk.path), hint=REMEDY
-            )
+        verify(self.directory, self.recipe, self.manifest, on_progress)
 
     def close(self) -> None:
         """Unmap the chunks. What was read stays valid."""

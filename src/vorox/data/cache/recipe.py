@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Recipe:
         split: Which part of it this is and how the split is defined, JSON values only.
         packing: How documents become rows.
         chunk_rows: Rows of a full chunk: part of every row's address.
+        transforms: What happens to documents before they are packed, JSON values only; absent where nothing does.
     """
 
     tokenizer: str
@@ -47,6 +48,7 @@ class Recipe:
     split: Mapping[str, Any]
     packing: PackingMethod = "best_fit"
     chunk_rows: int = DEFAULT_CHUNK_ROWS
+    transforms: Sequence[Mapping[str, Any]] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -73,10 +75,12 @@ class Recipe:
             "chunk_rows": self.chunk_rows,
             "source": dict(self.source),
             "split": dict(self.split),
+            **({"transforms": [dict(transform) for transform in self.transforms]} if self.transforms else {}),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Recipe:
+        value = {"transforms": (), **value}
         return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 
@@ -125,7 +129,9 @@ def check_recipe(directory: Path, found: Recipe, expected: Recipe) -> None:
         return
     left, right = found.to_json(), expected.to_json()
     differences = ", ".join(
-        f"{key}: {_short(left[key])} here, {_short(right[key])} asked for" for key in left if left[key] != right[key]
+        f"{key}: {_short(left.get(key))} here, {_short(right.get(key))} asked for"
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
     )
     raise DataError(
         f"the cache was made by recipe {found.digest}, not by {expected.digest} ({differences})",

@@ -5,21 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from vorox.data.cache.manifest import Manifest
 
 
+class _Sizes:
+    """What rows and chunk files come to; the figures are fields of whoever inherits."""
+
+    __slots__ = ()
+    rows: int
+    row_tokens: int
+    padding_tokens: int
+    compressed_bytes: int
+
+    @property
+    def utilisation_fraction(self) -> float:
+        """Share of the rows that is not padding."""
+        return 1 - self.padding_tokens / max(self.rows * self.row_tokens, 1)
+
+    @property
+    def ratio_to_uint16(self) -> float:
+        """Size of the chunk files over that of the same rows as plain 16-bit numbers."""
+        return self.compressed_bytes / max(2 * self.rows * self.row_tokens, 1)
+
+    @property
+    def ratio_to_uint32(self) -> float:
+        """The same for 32-bit numbers."""
+        return self.ratio_to_uint16 / 2
+
+
 @dataclass(frozen=True, slots=True)
-class BuildProgress:
+class BuildProgress(_Sizes):
     """How far a build is.
 
     Attributes:
-        units_done: Units done, those of earlier builds included.
+        units_done: Units done, those of other builders and of earlier builds included.
         units: Units planned.
-        documents: Documents that this build tokenised so far.
+        documents: Documents that this build tokenised so far, all its workers together.
         text_bytes: UTF-8 bytes of their texts.
         tokens: Their tokens.
-        waiting_for: Who builds this cache already, while this build waits for it; empty otherwise.
+        waiting_for: Who builds what is left, while this build waits for it; empty otherwise.
+        source_bytes_done: Bytes of the source that the units done are made of.
+        source_bytes: Bytes of the source that all units are made of.
+        chunks: Chunk files committed.
+        rows: Their rows.
+        row_tokens: Tokens of a row.
+        padding_tokens: Positions of the rows that hold no token.
+        compressed_bytes: Size of the chunk files.
     """
 
     units_done: int
@@ -28,11 +61,18 @@ class BuildProgress:
     text_bytes: int = 0
     tokens: int = 0
     waiting_for: str = ""
+    source_bytes_done: int = 0
+    source_bytes: int = 0
+    chunks: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    padding_tokens: int = 0
+    compressed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class BuildReport:
-    """What a complete cache holds, and what this build did for it.
+class BuildReport(_Sizes):
+    """What a cache holds, and what this build did for it.
 
     Attributes:
         digest: Dataset digest.
@@ -49,6 +89,8 @@ class BuildReport:
         units_adopted: Units that this build found complete on disk, left by one that was killed.
         built_text_bytes: Text that this build tokenised.
         seconds: What this build took.
+        chunks: Chunk files of the cache.
+        units_missing: Units that are planned and not built: another builder's, or left by one that was stopped.
     """
 
     digest: str
@@ -65,26 +107,30 @@ class BuildReport:
     units_adopted: int
     built_text_bytes: int
     seconds: float
-
-    @property
-    def utilisation_fraction(self) -> float:
-        """Share of the rows that is not padding."""
-        return 1 - self.padding_tokens / (self.rows * self.row_tokens)
-
-    @property
-    def ratio_to_uint16(self) -> float:
-        """Size of the chunk files over that of the same rows as plain 16-bit numbers."""
-        return self.compressed_bytes / (2 * self.rows * self.row_tokens)
-
-    @property
-    def ratio_to_uint32(self) -> float:
-        """The same for 32-bit numbers."""
-        return self.ratio_to_uint16 / 2
+    chunks: int
+    units_missing: int
 
     @property
     def megabytes_per_second(self) -> float:
         """Text tokenised, packed and committed by this build per second."""
-        return self.built_text_bytes / 1e6 / self.seconds
+        return self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
+
+
+def _total(records: npt.NDArray[np.void], name: str) -> int:
+    return int(records[name].sum(dtype=np.int64))
+
+
+def committed(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
+    """The fields of ``BuildProgress`` that the manifest decides; ``source_bytes_U`` has the size of each unit."""
+    units = manifest.units["unit"].astype(np.int64)
+    return {
+        "units_done": int(np.count_nonzero(units < len(source_bytes_U))),
+        "source_bytes_done": int(source_bytes_U[units[units < len(source_bytes_U)]].sum()),
+        "chunks": len(manifest.chunks),
+        "rows": manifest.num_rows,
+        "padding_tokens": _total(manifest.chunks, "padding_tokens"),
+        "compressed_bytes": _total(manifest.chunks, "size_bytes"),
+    }
 
 
 def build_report(
@@ -97,23 +143,21 @@ def build_report(
     seconds: float,
 ) -> BuildReport:
     """The report on a cache in the state of ``manifest``."""
-
-    def total(records: np.ndarray, name: str) -> int:
-        return int(records[name].sum(dtype=np.int64))
-
     return BuildReport(
         digest=manifest.content_digest(0, manifest.planned_units),
-        documents=total(manifest.units, "documents"),
-        text_bytes=total(manifest.units, "text_bytes"),
-        tokens=total(manifest.units, "tokens"),
+        documents=_total(manifest.units, "documents"),
+        text_bytes=_total(manifest.units, "text_bytes"),
+        tokens=_total(manifest.units, "tokens"),
         rows=manifest.num_rows,
         row_tokens=row_tokens,
-        padding_tokens=total(manifest.chunks, "padding_tokens"),
-        compressed_bytes=total(manifest.chunks, "size_bytes"),
-        quarantined=total(manifest.units, "quarantined"),
+        padding_tokens=_total(manifest.chunks, "padding_tokens"),
+        compressed_bytes=_total(manifest.chunks, "size_bytes"),
+        quarantined=_total(manifest.units, "quarantined"),
         units=manifest.planned_units,
         units_built=units_built,
         units_adopted=units_adopted,
         built_text_bytes=built_text_bytes,
         seconds=seconds,
+        chunks=len(manifest.chunks),
+        units_missing=manifest.planned_units - len(manifest.units),
     )

@@ -8,19 +8,22 @@ alone, not of what else is run, where, in which order or by how many threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from vorox.core.errors import DataError
+from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache import inventory
-from vorox.data.cache.assemble import Encoder, chunk_contents, read_text
+from vorox.data.cache.assemble import Encoder, UnitText, chunk_contents, unit_statistics
 from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import BadRecord, Document, SourceFile, Unit
-
-ReadUnit = Callable[[Unit], Iterable[Document | BadRecord]]
-"""The records of a unit, in order. One that other processes can have: ``functools.partial(read_unit, source, ...)``."""
+from vorox.data.documents import BadRecord, SourceFile, Unit
+from vorox.data.pipeline.pipeline import Pipeline
+from vorox.data.pipeline.stages import GatheredUnit, ReadUnit, Told, UnitStages, one_after_the_other
+from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.transforms.apply import Applier, IsDuplicate, TransformCount
+from vorox.data.transforms.registry import Transform
 
 OnDocuments = Callable[[int, int, int], None]
 """Told the documents, UTF-8 bytes of text and tokens that were added, in the order of the units."""
@@ -37,6 +40,7 @@ class BuiltUnit:
         bad_records: Records that could not be read.
         records_read: Records of the unit, bad and removed ones included: what the budget of bad ones is a share of.
         gave_up: Reading stopped because record after record was bad; the unit must not be committed.
+        transforms: What each transform did, by its place in the list and its name: ``0/length``.
     """
 
     unit_id: int
@@ -45,6 +49,15 @@ class BuiltUnit:
     bad_records: tuple[BadRecord, ...]
     records_read: int
     gave_up: bool
+    transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(record.size_bytes for _, record in self.chunks)
+
+    @property
+    def place(self) -> str:
+        return f"unit {self.unit_id}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,9 @@ class UnitWork:
         recipe: What the rows are a function of.
         codec: Compression of the chunks; it changes their bytes, never their content.
         block_rows: Rows compressed together; None for about a thousand tokens.
+        transforms: What happens to documents before they are packed; their identities are in the recipe.
+        transform_seed: Seed of their draws.
+        pipeline: How the work is staged; nothing in it changes a byte.
     """
 
     files: Sequence[SourceFile]
@@ -68,44 +84,69 @@ class UnitWork:
     recipe: Recipe
     codec: str = "lz4"
     block_rows: int | None = None
+    transforms: tuple[Transform, ...] = ()
+    transform_seed: int = 0
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def run(
         self,
         units: Iterable[Unit],
         *,
         on_documents: OnDocuments | None = None,
+        on_statistics: Callable[[PipelineStatistics], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Iterator[BuiltUnit]:
         """Build units in the order given, reading ahead.
 
         Args:
-            units: Taken one by one when there is room for another, so that they may be leased as they are taken.
-            on_documents: Told after every batch of documents.
-            stop: Asked before every unit; once it says yes, no more are taken.
+            units: Taken one by one when there is room for another, so that they may be leased as they are taken; by a
+                thread of the pipeline where the work is staged.
+            on_documents: Told after every batch of documents, in the thread that iterates.
+            on_statistics: Told how the stages get on, after every batch and at the end; never where the work is not
+                staged.
+            stop: Asked before every unit; once it says yes, no more are taken and those that were are finished.
 
         Raises:
             DataError: A text cannot be read or tokenised. The units before it have been given out.
         """
-        for unit in units:
-            if stop is not None and stop():
-                return
-            yield self._built(unit, on_documents or _silent)
+        stages = self.stages().stages(self.pipeline)
+        if not self.pipeline.staged:
+            taken = units if stop is None else _until(units, stop)
+            yield from _told(one_after_the_other(taken, stages), on_documents)
+            return
+        pipeline = Pipeline(units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop)
+
+        def on_batch(documents: int, text_bytes: int, tokens: int) -> None:
+            if on_documents is not None:
+                on_documents(documents, text_bytes, tokens)
+            if on_statistics is not None:
+                on_statistics(pipeline.statistics())
+
+        with contextlib.closing(iter(pipeline)) as items:
+            yield from _told(items, on_batch)
+        if on_statistics is not None:
+            on_statistics(pipeline.statistics())
+
+    def stages(self) -> UnitStages:
+        """The stages from a unit to its chunks."""
+        applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
+        return UnitStages(
+            self.files, self.read_unit, self.tokenizer, self.recipe, applier, self._duplicates_of, self._packed
+        )
 
     def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
         """What the header of a chunk says that it belongs to."""
         source_set = inventory.source_set_digest(unit, self.files)
         return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
 
-    def _built(self, unit: Unit, on_documents: OnDocuments) -> BuiltUnit:
-        try:
-            text = read_text(self.read_unit(unit), self.files, self.tokenizer, self.recipe, on_documents)
-        except OSError as error:
-            raise DataError(
-                f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
-                where=str(error.filename or self.files[unit.spans[0].file_index].uri),
-                hint="check that the file is there and may be read, then run the same command again",
-            ) from error
-        contents = [] if text.gave_up else chunk_contents(unit.unit_id, text, self.recipe)
+    def _duplicates_of(self, unit: Unit) -> Mapping[int, IsDuplicate]:
+        del unit
+        return {}
+
+    def _packed(self, gathered: GatheredUnit) -> BuiltUnit:
+        unit = gathered.unit
+        text = UnitText(gathered.tokens, gathered.documents_D)
+        contents = [] if gathered.gave_up else chunk_contents(unit.unit_id, text, self.recipe)
         chunks = [
             encode_chunk(content, self.origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
             for part, content in enumerate(contents)
@@ -113,12 +154,24 @@ class UnitWork:
         return BuiltUnit(
             unit_id=unit.unit_id,
             chunks=tuple(chunks),
-            statistics=text.statistics(unit.unit_id),
-            bad_records=text.bad_records,
-            records_read=len(text.documents_D) + len(text.bad_records),
-            gave_up=text.gave_up,
+            statistics=unit_statistics(unit.unit_id, gathered.documents_D, len(gathered.bad_records)),
+            bad_records=gathered.bad_records,
+            records_read=gathered.records_read,
+            gave_up=gathered.gave_up,
+            transforms=gathered.counts,
         )
 
 
-def _silent(documents: int, text_bytes: int, tokens: int) -> None:
-    del documents, text_bytes, tokens
+def _until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Unit]:
+    iterator = iter(units)
+    while not stop() and (unit := next(iterator, None)) is not None:
+        yield unit
+
+
+def _told(items: Iterable[BuiltUnit | Told], on_documents: OnDocuments | None) -> Iterator[BuiltUnit]:
+    """The units among the items; what is told on the way is passed on."""
+    for item in items:
+        if isinstance(item, BuiltUnit):
+            yield item
+        elif on_documents is not None:
+            on_documents(item.documents, item.text_bytes, item.tokens)

@@ -7,11 +7,33 @@ listed, on every scheme; a change is a ``DataError`` that names the object.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import BinaryIO
 
 from vorox.data.storage import local
-from vorox.data.storage.locations import StoredFile
+from vorox.data.storage.locations import StoredFile, scheme_of
+from vorox.data.storage.remote import Store, list_remote, open_remote_range, open_remote_seekable
+
+
+@functools.cache
+def _store(scheme: str) -> Store:
+    """The one store of a scheme; its module is loaded only when it is needed."""
+    if scheme == "s3":
+        from vorox.data.storage.amazon import AmazonStore
+
+        return AmazonStore()
+    if scheme == "gs":
+        from vorox.data.storage.google import GoogleStore
+
+        return GoogleStore()
+    if scheme == "hf":
+        from vorox.data.storage.hub import HubStore
+
+        return HubStore()
+    from vorox.data.storage.web import WebStore
+
+    return WebStore()
 
 
 def list_files(
@@ -32,6 +54,9 @@ def list_files(
         ConfigError: The scheme is unknown, its extra is not installed, or the location carries credentials.
         DataError: The location does not exist, matches nothing, or cannot be read.
     """
+    scheme = scheme_of(location)
+    if scheme is not None:
+        return list_remote(_store(scheme), location, suffixes, skip_directories)
     return local.list_files(location, suffixes, skip_directories=skip_directories)
 
 
@@ -42,6 +67,12 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
     Raises:
         DataError: The file cannot be read, or is not (or no longer, at the end) the one that was listed.
     """
+    scheme = scheme_of(file.uri)
+    if scheme is not None:
+        end_byte = file.size_bytes if end_byte is None else end_byte
+        with open_remote_range(_store(scheme), file, start_byte, end_byte) as reader:
+            yield reader
+        return
     with local.open_range(file, start_byte, end_byte) as reader:
         yield reader
 
@@ -52,4 +83,7 @@ def open_seekable(file: StoredFile) -> BinaryIO:
     Raises:
         DataError: The file cannot be read, or is not the one that was listed; also from its reads.
     """
+    scheme = scheme_of(file.uri)
+    if scheme is not None:
+        return open_remote_seekable(_store(scheme), file)
     return local.open_seekable(file)

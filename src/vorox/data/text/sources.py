@@ -9,32 +9,19 @@ files give the same rows on every machine and however often a build was interrup
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data import storage
-from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
-from vorox.data.storage import STANDARD_LIBRARY, ContentVersions, StoredFile, root_of
-from vorox.data.text.formats import (
-    SUFFIXES,
-    boundary_after,
-    boundary_before,
-    count_records,
-    cut,
-    read_records,
-    records_are_lines,
-)
+from vorox.data.documents import Record, SourceFile, Unit, UnitSpan
+from vorox.data.storage import ContentVersions, StoredFile
+from vorox.data.text.compression import compression_of
+from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records
+from vorox.data.text.listing import FoundFile, Note, find_files
 from vorox.data.text.splits import Split, document_filter, file_split, tail_start
-
-_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
-_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
-_BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"})
-_BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes identified, bytes to identify)."""
@@ -45,12 +32,14 @@ class Source:
     """A source with its files fixed.
 
     Attributes:
-        config: What was asked for.
+        config: What was asked for; with the keys of its fallback where that is read.
         key: Where that stands in the configuration, for messages: ``data.sources.0``.
         stored: The files as listed; reads refuse any other state of them.
         files: The same files by content.
         places: Their names relative to the location they were found under: what the held-out split goes by.
-        end_bytes: How much of each file belongs to the source: all of it, except where ``max_bytes`` ends.
+        end_bytes: How much of each file's content belongs to the source: all of it, except where ``max_bytes`` ends.
+            ``None`` for all of a compressed or Parquet file, whose length in text is not known before it is read.
+        notes: What a person should know although nothing is wrong.
     """
 
     config: SourceConfig
@@ -58,17 +47,30 @@ class Source:
     stored: tuple[StoredFile, ...]
     files: tuple[SourceFile, ...]
     places: tuple[str, ...]
-    end_bytes: tuple[int, ...]
+    end_bytes: tuple[int | None, ...]
+    notes: tuple[Note, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        return sum(self.end_bytes)
+        """Bytes of its files that are used, as they are stored where their length in text is not known."""
+        pairs = zip(self.end_bytes, self.files, strict=True)
+        return sum(file.size_bytes if end is None else end for end, file in pairs)
 
     @property
     def definition(self) -> dict[str, str]:
-        """What makes documents of the files' bytes."""
-        lines = {"text_field": self.config.text_field} if records_are_lines(self.config) else {}
-        return {"format": self.config.format, **lines}
+        """What makes documents of the files' bytes. Only what differs from the default is in it."""
+        config = self.config
+        definition = {"format": config.format}
+        if config.format in {"jsonl", "csv", "parquet"}:
+            definition["text_field"] = config.text_field
+        if config.format == "csv":
+            definition["delimiter"] = config.delimiter
+        if config.format == "bin":
+            definition["end_of_text_id"] = str(config.end_of_text_id)
+        default = type(config).model_fields["max_record_bytes"].default
+        if has_many_records(config) and config.max_record_bytes != default:
+            definition["max_record_bytes"] = str(config.max_record_bytes)
+        return definition
 
     @property
     def digest(self) -> str:
@@ -104,38 +106,99 @@ def list_source(
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    candidates = [file for file in _candidates(config) if file.size_bytes > 0]
-    limit = config.max_bytes if config.max_bytes is not None else sum(file.size_bytes for file in candidates)
-    chosen: list[tuple[StoredFile, SourceFile, int]] = []
-    seen: set[str] = set()
+    config, found, notes = find_files(config)
+    _check(config, key)
+    candidates = [file for file in found if file.stored.size_bytes > 0]
+    total = sum(file.stored.size_bytes for file in candidates)
+    limit = total if config.max_bytes is None else min(config.max_bytes, total)
+    chosen: list[tuple[FoundFile, SourceFile, int | None]] = []
+    duplicates: list[str] = []
+    seen: dict[str, str] = {}
     used = identified = 0
     for file in candidates:
-        version = versions.version(file)
-        identified += file.size_bytes
+        stored = file.stored
+        version = versions.version(stored)
+        identified += stored.size_bytes
         if on_progress is not None:
             on_progress(min(identified, limit), limit)
-        if version in seen:
+        first = seen.setdefault(stored.content or version, stored.uri)
+        if first != stored.uri:
+            duplicates.append(f"{stored.uri} (as {first})")
             continue
-        seen.add(version)
-        end = file.size_bytes
-        if used + end > limit:
-            end = boundary_before(config, file, limit - used, 0) or 0
-        if end:
-            chosen.append((file, SourceFile(file.uri, file.size_bytes, version), end))
-        used += end
-        if end < file.size_bytes or used == limit:
+        end, text_bytes, is_last = _use(config, stored, used)
+        if text_bytes:
+            chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
+        used += text_bytes
+        if is_last:
             break
     versions.save()
     if not chosen:
         raise _empty(config, key, candidates)
+    if config.format != "python_stdlib":
+        empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
+        notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
+        notes += _note("duplicates", f"file of source {config.name!r} used once: the same content is there", duplicates)
     return Source(
         config=config,
         key=key,
-        stored=tuple(stored for stored, _, _ in chosen),
+        stored=tuple(file.stored for file, _, _ in chosen),
         files=tuple(file for _, file, _ in chosen),
-        places=tuple(_place(config, stored.uri) for stored, _, _ in chosen),
+        places=tuple(file.place for file, _, _ in chosen),
         end_bytes=tuple(end for _, _, end in chosen),
+        notes=tuple(notes),
     )
+
+
+def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
+    if not names:
+        return []
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return [Note(kind, f"{len(names):,} x {what}: {', '.join(names[:3])}{more}")]
+
+
+def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
+    """How much of the next file ``max_bytes`` leaves: where it ends, its text, and whether nothing may follow it."""
+    in_text = config.format == "parquet" or compression_of(file.uri) is not None
+    whole = None if in_text else file.size_bytes
+    if config.max_bytes is None:
+        return whole, file.size_bytes, False
+    left = config.max_bytes - used_bytes
+    size = measure(config, file)
+    if size <= left:
+        return whole, size, size == left
+    first = next(cut(config, file, 0, None, left), None)
+    if first is None or first.text_bytes > left:
+        return 0, 0, True
+    return first.end_byte, first.text_bytes, True
+
+
+def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: Sequence[str]) -> Source:
+    """The source with what a run's tokenizer decides: where the documents of token shards end.
+
+    Args:
+        source: Any source; one of text comes back as it is.
+        fingerprint: Of the tokenizer.
+        end_of_text_id: Its end of text, for shards that do not say their own.
+        names: What else the tokenizer is called in the configuration: its path.
+
+    Raises:
+        ConfigError: The shards were written with another tokenizer.
+    """
+    config = source.config
+    if config.format != "bin":
+        return source
+    declared = config.tokenizer or ""
+    same = declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
+    if not same:
+        raise ConfigError(
+            f"the token shards of source {config.name!r} were written with tokenizer {declared or '(none given)'}, "
+            f"this run's is {', '.join([*names, fingerprint[:16]])}",
+            where=f"{source.key}.tokenizer",
+            hint="run with the tokenizer that wrote them; if it is this one, write its path or fingerprint here",
+        )
+    if config.end_of_text_id is not None:
+        return source
+    return replace(source, config=config.model_copy(update={"end_of_text_id": end_of_text_id}))
 
 
 def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:
@@ -154,48 +217,18 @@ def _check(config: SourceConfig, key: str) -> None:
             f"format {config.format} needs at least one path", where=f"{key}.paths",
             hint="give files, folders or globs",
         )  # fmt: skip
-    if config.format != "jsonl" and config.text_field != "text":
+    if config.format not in {"jsonl", "csv", "parquet"} and config.text_field != "text":
         raise ConfigError(
             f"format {config.format} has no fields, so text_field {config.text_field!r} would be ignored",
-            where=f"{key}.text_field", hint="leave it away, or say format: jsonl",
+            where=f"{key}.text_field", hint="leave it away, or say format: jsonl, csv or parquet",
         )  # fmt: skip
 
 
-def _candidates(config: SourceConfig) -> list[StoredFile]:
-    suffixes = SUFFIXES[config.format]
-    if config.format == "python_stdlib":
-        skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES
-        return [
-            file
-            for file in storage.list_files(STANDARD_LIBRARY, suffixes, skip_directories=skip)
-            if _is_portable(file.uri)
-        ]
-    found = {file.uri: file for path in config.paths for file in storage.list_files(path, suffixes)}
-    return [found[uri] for uri in sorted(found)]
-
-
-def _is_portable(uri: str) -> bool:
-    """Whether a file of the standard library is the same wherever the version of Python is."""
-    parts = uri.removeprefix(STANDARD_LIBRARY).split("/")
-    return parts[-1] not in _BUILD_SPECIFIC_FILES and not any(
-        part.startswith(_BUILD_SPECIFIC_PREFIXES) for part in parts
-    )
-
-
-def _place(config: SourceConfig, uri: str) -> str:
-    if uri.startswith(STANDARD_LIBRARY):
-        return uri.removeprefix(STANDARD_LIBRARY)
-    for path in config.paths:
-        root = root_of(path).rstrip("/\\")
-        if uri.startswith(root) and uri[len(root) :][:1] in {"/", "\\"}:
-            return uri[len(root) + 1 :].replace("\\", "/")
-    raise AssertionError(f"{uri} lies under none of {config.paths}")
-
-
-def _empty(config: SourceConfig, key: str, candidates: list[StoredFile]) -> DataError:
+def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataError:
     if config.max_bytes is not None and candidates:
+        first = candidates[0].stored
         what = f"source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
-        hint = f"raise {key}.max_bytes; the first file, {candidates[0].uri}, has {candidates[0].size_bytes:,} bytes"
+        hint = f"raise {key}.max_bytes; the first file, {first.uri}, has {first.size_bytes:,} bytes"
     elif config.format == "python_stdlib":
         what = f"source {config.name!r} is empty: this Python has no library sources on disk"
         hint = "use a Python that is installed as files, or another source"
@@ -207,56 +240,89 @@ def _empty(config: SourceConfig, key: str, candidates: list[StoredFile]) -> Data
 def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_bytes: int) -> tuple[Unit, ...]:
     """Divide a split of a source into units of about ``unit_bytes`` of its text.
 
-    Files larger than a unit are cut at record boundaries. Only lines are ever counted, nothing is parsed: where
-    single lines are held out, the units of both splits cover all lines and ``read_unit`` tells them apart.
+    Files larger than a unit are cut at record boundaries. Records are only ever counted, nothing is parsed: where
+    single records are held out, the units of both splits cover all of them and ``read_unit`` tells them apart.
+
+    Raises:
+        DataError: A file cannot be read or is not what the source says, or no file of the source holds any text.
     """
+    return first_units(source, split, validation, unit_bytes)[0]
+
+
+def first_units(
+    source: Source, split: Split, validation: ValidationConfig, unit_bytes: int, limit_bytes: int | None = None
+) -> tuple[tuple[Unit, ...], bool]:
+    """The units of the first ``limit_bytes`` of a split, and whether that is all of it; what follows is not read."""
     if split == "validation" and validation.held_out_fraction == 0:
-        return ()
-    spans = [
-        span for index in range(len(source.files)) for span in _spans(source, index, split, validation, unit_bytes)
-    ]
+        return (), True
+    pieces: list[tuple[UnitSpan, int]] = []
+    is_all, size_bytes = True, 0
+    for index in range(len(source.files)):
+        for piece in _spans(source, index, split, validation, unit_bytes):
+            if limit_bytes is not None and size_bytes >= limit_bytes:
+                is_all = False
+                break
+            pieces.append(piece)
+            size_bytes += piece[1]
+        if not is_all:
+            break
+    if not pieces:
+        _refuse_emptiness(source)
     group_bytes = unit_bytes
-    if split == "validation" and validation.split == "document" and records_are_lines(source.config):
+    if split == "validation" and validation.split == "document" and has_many_records(source.config):
         group_bytes = int(unit_bytes / Fraction(str(validation.held_out_fraction)))
-    return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(_group(spans, group_bytes)))
+    return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(_group(pieces, group_bytes))), is_all
+
+
+def _refuse_emptiness(source: Source) -> None:
+    """Refuse a source whose files have bytes, but no records."""
+    for stored, end in zip(source.stored, source.end_bytes, strict=True):
+        if next(cut(source.config, stored, 0, end, 1), None) is not None:
+            return
+    raise DataError(
+        f"source {source.config.name!r} is empty: none of its {len(source.files):,} files has a record",
+        where=source.files[0].uri, hint=f"check {source.key}.paths",
+    )  # fmt: skip
 
 
 def _spans(
     source: Source, index: int, split: Split, validation: ValidationConfig, unit_bytes: int
-) -> Iterator[UnitSpan]:
+) -> Iterator[tuple[UnitSpan, int]]:
+    """The pieces of one file that belong to a split, and the text in each."""
     config, file, end = source.config, source.stored[index], source.end_bytes[index]
     if validation.split == "file" and file_split(validation, source.places[index]) != split:
         return
-    parts = [(0, end)]
+    start, ordinal = 0, 0
     if validation.split == "tail":
         middle = _tail_boundary(source, index, validation)
-        parts = [(0, middle), (middle, end)]
+        if split == "train":
+            end = middle
+        elif middle > 0:
+            for piece in cut(config, file, 0, middle, unit_bytes):
+                start, ordinal = piece.start_byte, piece.first_ordinal
+            ordinal += count_records(config, file, start, middle)
+            start = middle
     accept = document_filter(validation, split, source.places[index])
-    wanted = parts[-1] if split == "validation" else parts[0]
-    ordinal = 0
-    for part in parts[: parts.index(wanted) + 1]:
-        boundaries = cut(config, file, *part, unit_bytes) if part[1] > part[0] else []
-        for start, stop in itertools.pairwise(boundaries):
-            if part == wanted and (records_are_lines(config) or accept(start)):
-                yield UnitSpan(index, start, stop, ordinal)
-            if stop < end:
-                ordinal += count_records(config, file, start, stop)
+    if end is not None and end <= start:
+        return
+    for piece in cut(config, file, start, end, unit_bytes, ordinal):
+        if has_many_records(config) or accept(piece.start_byte):
+            yield UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal), piece.text_bytes
 
 
 def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> int:
-    file, end = source.stored[index], source.end_bytes[index]
-    start = tail_start(validation, end)
-    if start == end:
-        return end
-    boundary = boundary_before(source.config, file, start, 0)
-    return boundary if boundary is not None else boundary_after(file, start, end)
+    """Where the held-out tail of a file begins: the last end of a record before it, else the first one behind."""
+    config, file, end = source.config, source.stored[index], source.end_bytes[index]
+    size = measure(config, file, end)
+    start = tail_start(validation, size)
+    first: Piece | None = next(cut(config, file, 0, end, start), None)
+    return 0 if first is None else first.end_byte
 
 
-def _group(spans: Iterable[UnitSpan], unit_bytes: int) -> Iterator[list[UnitSpan]]:
+def _group(pieces: Iterable[tuple[UnitSpan, int]], unit_bytes: int) -> Iterator[list[UnitSpan]]:
     group: list[UnitSpan] = []
     size_bytes = 0
-    for span in spans:
-        span_bytes = span.end_byte - span.start_byte
+    for span, span_bytes in pieces:
         if group and size_bytes + span_bytes > unit_bytes:
             yield group
             group, size_bytes = [], 0
@@ -266,9 +332,7 @@ def _group(spans: Iterable[UnitSpan], unit_bytes: int) -> Iterator[list[UnitSpan
         yield group
 
 
-def read_unit(
-    source: Source, unit: Unit, split: Split, validation: ValidationConfig
-) -> Iterator[Document | BadRecord]:  # fmt: skip
+def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
     """The records of one unit that belong to the split, in order.
 
     Raises:

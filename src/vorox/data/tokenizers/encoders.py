@@ -84,10 +84,11 @@ def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: i
 def encoder(value: dict[str, Any], library: Any, end_of_text: str, dtype: TokenType) -> Encoder:
     """The function that encodes texts by this tokenizer."""
     model, added = value["model"], value["added_tokens"]
-    only_end_added = [token["content"] for token in added] == [end_of_text]
-    if only_end_added and is_character_level(value):
+    # Special tokens are never found in text; text that spells one is encoded as what it is.
+    only_special_added = all(token["special"] for token in added) and end_of_text in {t["content"] for t in added}
+    if only_special_added and is_character_level(value):
         return _character_encoder(model["vocab"], dtype)
-    if only_end_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
+    if only_special_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
         return _byte_encoder(model["vocab"], dtype)
     pre_tokenizer = _section(value, "pre_tokenizer")
     words = is_byte_level(value) and pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)
@@ -100,7 +101,7 @@ def _byte_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
         table[byte] = vocabulary[character]
 
     def encode(texts: Sequence[str]) -> list[TokenArray]:
-        return [cast("TokenArray", table[np.frombuffer(_utf8(text), dtype=np.uint8)]) for text in texts]
+        return [cast("TokenArray", table[np.frombuffer(text_bytes(text), dtype=np.uint8)]) for text in texts]
 
     return encode
 
@@ -134,7 +135,7 @@ def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Enco
                 encodings = library.encode_batch_fast(batch, add_special_tokens=False)
             except TypeError:
                 for text in batch:
-                    _utf8(text)  # says where the surrogate is
+                    text_bytes(text)  # says where the surrogate is
                 raise
             arrays.extend(cast("TokenArray", np.array(encoding.ids, dtype=dtype)) for encoding in encodings)
         results: list[TokenArray] = []
@@ -174,7 +175,12 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _utf8(text: str) -> bytes:
+def text_bytes(text: str) -> bytes:
+    """The text as UTF-8.
+
+    Raises:
+        DataError: It has half a surrogate pair, which has none.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

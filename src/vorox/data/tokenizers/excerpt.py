@@ -13,7 +13,16 @@ from fractions import Fraction
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.formats import boundary_after, boundary_before, read_records, records_are_lines
+from vorox.data.text.content import Limits
+from vorox.data.text.formats import (
+    Piece,
+    boundary_after,
+    boundary_before,
+    cut,
+    has_many_records,
+    read_records,
+    records_are_lines,
+)
 from vorox.data.text.sources import Source, cut_units
 from vorox.data.text.splits import document_filter
 
@@ -57,58 +66,86 @@ def excerpt(
         [span for unit in cut_units(source, "train", validation, unit_bytes) for span in unit.spans]
         for source in sources
     ]
-    shares = allocate(budget_bytes, weights, [_size(group) for group in spans])
+    sizes = [_size(source, group) for source, group in zip(sources, spans, strict=True)]
+    shares = allocate(budget_bytes, weights, sizes)
     done, total = 0, sum(shares)
-    for source, group, share in zip(sources, spans, shares, strict=True):
-        for text in _spread(source, group, validation, share):
+    for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
+        for text in _spread(source, group, validation, size, share):
             yield text
             done += len(text.encode("utf-8"))
             if on_progress is not None:
                 on_progress(min(done, total), total)
 
 
-def _size(spans: Sequence[UnitSpan]) -> int:
-    return sum(span.end_byte - span.start_byte for span in spans)
+def _size(source: Source, spans: Sequence[UnitSpan]) -> int:
+    """Bytes of text, about; none where a source has tokens in place of text."""
+    if source.config.format == "bin":
+        return 0
+    return sum(piece.text_bytes for span in spans for piece in _pieces(source, span, 1 << 62))
 
 
-def _spread(source: Source, spans: Sequence[UnitSpan], validation: ValidationConfig, budget: int) -> Iterator[str]:
+def _pieces(source: Source, span: UnitSpan, piece_bytes: int) -> Iterator[Piece]:
+    """Runs of whole records in a span, or stretches of it where records are found from anywhere."""
+    if source.config.format in {"csv", "parquet"}:
+        stored = source.stored[span.file_index]
+        yield from cut(source.config, stored, span.start_byte, span.end_byte, piece_bytes, span.first_ordinal)
+        return
+    for start in range(span.start_byte, span.end_byte, piece_bytes):
+        end = min(start + piece_bytes, span.end_byte)
+        yield Piece(start, end, 0, end - start)
+
+
+def _spread(
+    source: Source, spans: Sequence[UnitSpan], validation: ValidationConfig, size: int, budget: int
+) -> Iterator[str]:
     """Walk over all pieces, keeping what was taken in proportion to what was passed."""
-    size = _size(spans)
+    if budget == 0:
+        return
     cost = min(_PIECE_BYTES, max(1, budget // _PIECES))
     piece_bytes = max(cost, -(-size // _MOST_PIECES))
     everything = budget >= size
     passed = taken = 0
     for span in spans:
-        stored = source.stored[span.file_index]
         accept = document_filter(validation, "train", source.places[span.file_index])
-        if not records_are_lines(source.config) and not accept(span.start_byte):
+        if not has_many_records(source.config) and not accept(span.start_byte):
             continue
-        for start in range(span.start_byte, span.end_byte, piece_bytes):
-            end = min(start + piece_bytes, span.end_byte)
-            passed += end - start
-            wanted = min(end - start, cost)
+        for piece in _pieces(source, span, piece_bytes):
+            passed += piece.text_bytes
+            wanted = min(piece.text_bytes, cost)
             if not everything and (taken + wanted) * size > passed * budget:
                 continue
-            piece = UnitSpan(span.file_index, start, start + (end - start if everything else wanted), 0)
-            for text in _texts(source.config, stored, span, piece, accept):
+            for text in _texts(source, span, piece, piece.text_bytes if everything else wanted, accept):
                 taken += len(text.encode("utf-8"))
                 yield text
 
 
 def _texts(
-    config: SourceConfig, stored: StoredFile, span: UnitSpan, piece: UnitSpan, accept: Callable[[int], bool]
+    source: Source, span: UnitSpan, piece: Piece, wanted_bytes: int, accept: Callable[[int], bool]
 ) -> Iterator[str]:
-    """The records that begin in a piece of a span; a part of the text, cut at lines, where the record is the span."""
+    """The records that begin in the first ``wanted_bytes`` of a piece; a part of the text where the record is the
+    span."""
+    config, stored, index = source.config, source.stored[span.file_index], span.file_index
+    if config.format in {"csv", "parquet"}:
+        taken = 0
+        whole = UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal)
+        for record in read_records(config, stored, whole, accept):
+            if isinstance(record, Document) and record.text:
+                taken += len(record.text.encode("utf-8"))
+                yield record.text
+            if taken >= wanted_bytes:
+                return
+        return
+    ends = (piece.start_byte, piece.start_byte + wanted_bytes)
     if records_are_lines(config):
+        limits = Limits.of(config)
         start, end = (
-            at if at in {span.start_byte, span.end_byte} else boundary_after(stored, at - 1, span.end_byte)
-            for at in (piece.start_byte, piece.end_byte)
+            at if at in {span.start_byte, span.end_byte} else boundary_after(stored, at - 1, span.end_byte, limits)
+            for at in ends
         )
     else:
-        start = _back(config, stored, piece.start_byte, span)
-        end = _back(config, stored, piece.end_byte, span)
+        start, end = (_back(config, stored, at, span) for at in ends)
     if start < end:
-        aligned = UnitSpan(piece.file_index, start, end, 0)
+        aligned = UnitSpan(index, start, end, 0)
         for record in read_records(config, stored, aligned, accept if records_are_lines(config) else _everything):
             if isinstance(record, Document) and record.text:
                 yield record.text

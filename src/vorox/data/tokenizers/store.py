@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
-from vorox.core.errors import DataError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
 from vorox.data.text.sources import Source, cut_units, read_unit
 from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
-from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
+from vorox.data.tokenizers.huggingface import load_huggingface
+from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
+from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load, train
 
 IDENTITY_NAME = "IDENTITY.json"
 TrainingProgress = Callable[[int, int], None]
@@ -55,8 +57,34 @@ def tokenizer_for(
         ConfigError: The section contradicts itself, or the text is too little for it.
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
-    if config.kind in {"byte", "file"}:
-        return train(config, ())
+    tokenizer = _ready_made(config) or _trained(config, data, sources, weights, root, build, on_progress)
+    tokenizer = tokenizer.with_special_tokens(config.special_tokens)
+    return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
+
+
+def _ready_made(config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer of a configuration whose kind depends on no text."""
+    if config.kind in {"huggingface", "tiktoken"} and config.path is None:
+        raise ConfigError(
+            f"kind {config.kind} needs a path", where="tokenizer.path",
+            hint="a directory or OWNER/NAME for huggingface; an encoding, .tiktoken file or vocab.bpe for tiktoken",
+        )  # fmt: skip
+    if config.kind == "huggingface":
+        return load_huggingface(config)
+    if config.kind == "tiktoken":
+        return load_tiktoken(config)
+    return train(config, ()) if config.kind in {"byte", "file"} else None
+
+
+def _trained(
+    config: TokenizerConfig,
+    data: DataConfig,
+    sources: Sequence[Source],
+    weights: Sequence[Fraction],
+    root: Path,
+    build: bool,
+    on_progress: TrainingProgress,
+) -> Tokenizer:
     identity = _identity(config, data, sources, weights)
     directory = root / "tokenizers" / identity["key"]
     if not (directory / IDENTITY_NAME).exists():
@@ -84,7 +112,7 @@ def _identity(
     body: dict[str, Any] = {
         "format": "tokenizer-store/1",
         "kind": config.kind,
-        "end_of_text": config.end_of_text,
+        "end_of_text": config.end_of_text or END_OF_TEXT,
         "sources": [{**source.definition, "files": source.digest} for source in sources],
     }
     if config.kind == "bpe":
@@ -134,7 +162,7 @@ def _everything(sources: Sequence[Source], data: DataConfig, on_progress: Traini
 
 
 def _load(directory: Path, config: TokenizerConfig) -> Tokenizer:
-    tokenizer = load(directory, end_of_text=config.end_of_text)
+    tokenizer = load(directory, end_of_text=config.end_of_text or END_OF_TEXT)
     try:
         recorded = json.loads((directory / IDENTITY_NAME).read_bytes())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):

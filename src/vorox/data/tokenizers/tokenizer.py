@@ -35,9 +35,12 @@ from vorox.data.tokenizers.encoders import (
     token_bytes,
     writes_bytes,
 )
+from vorox.data.tokenizers.fast_path import fast_path
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
+END_OF_TEXT = "<|endoftext|>"
+"""What ends a document where the configuration and the tokenizer say nothing else."""
 
 
 class Tokenizer:
@@ -50,10 +53,10 @@ class Tokenizer:
         unknown_id: Id that stands for text the vocabulary lacks; ``None`` where there is no such text.
         dtype: Smallest of uint16 and uint32 that holds every id.
         lossless: Whether ids determine the text's bytes, so that bits per byte are exact.
-        fingerprint: SHA-256 over everything that decides the ids.
+        fingerprint: SHA-256 over everything that decides the ids; the way to them (``fast``) does not.
     """
 
-    def __init__(self, text: str, end_of_text: str, *, where: str) -> None:
+    def __init__(self, text: str, end_of_text: str, *, where: str, fast: bool = False) -> None:
         value = _without_options(text, where)
         library: Any = LibraryTokenizer.from_str(json.dumps(value))
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
@@ -74,7 +77,9 @@ class Tokenizer:
         self.lossless = is_byte_level(value) or is_character_level(value)
         self._by_table = writes_bytes(value) or self.lossless
         self._token_bytes = token_bytes(value, vocabulary, self.vocab_size)
-        self._encode: Encoder = encoder(value, library, end_of_text, self.dtype)
+        self._reference: Encoder = encoder(value, library, end_of_text, self.dtype)
+        self._fast = fast_path(value, self.dtype, self._reference) if fast else None
+        self._encode: Encoder = self._fast or self._reference
         self._refuse_ambiguous_end(value, where)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
@@ -87,6 +92,44 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         return self._encode([text])[0]
+
+    @property
+    def path_changes(self) -> int:
+        """How often the fast path was left because it differed: what was encoded meanwhile is to be encoded again."""
+        return self._fast.changes if self._fast is not None else 0
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether a fast path is in use."""
+        return self._fast is not None and not self._fast.changes
+
+    def with_fast_path(self) -> Tokenizer:
+        """The same tokenizer, which takes the fast path where there is one that is equal."""
+        return Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer", fast=True)
+
+    def reference(self) -> Tokenizer:
+        """The same tokenizer without a fast path: what decides."""
+        return self if self._fast is None else Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer")
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token; ``None`` where there is none of that name."""
+        found = [added["id"] for added in self._value["added_tokens"] if added["special"] and added["content"] == token]
+        return int(found[0]) if found else None
+
+    def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with these special tokens behind all others, where it lacks them."""
+        missing = [token for token in dict.fromkeys(tokens) if self.special_id(token) is None]
+        if not missing:
+            return self
+        taken = [token for token in missing if self._library.token_to_id(token) is not None]
+        if taken:
+            raise ConfigError(
+                f"{taken[0]!r} is an ordinary token of this vocabulary and cannot become a special one",
+                where="tokenizer.special_tokens", hint="choose another name, such as <|fim_prefix|>",
+            )  # fmt: skip
+        library: Any = LibraryTokenizer.from_str(json.dumps(self._value))
+        library.add_special_tokens([_special(token) for token in missing])
+        return Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens", fast=self.is_fast)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
@@ -126,7 +169,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes the same tokenizer of the same file."""
-        return _remade, (self.files()[TOKENIZER_NAME].decode("utf-8"), self.end_of_text)
+        return _remade, (self.files()[TOKENIZER_NAME].decode("utf-8"), self.end_of_text, self._fast is not None)
 
     def _refuse_ambiguous_end(self, value: dict[str, Any], where: str) -> None:
         ids = self._library.encode(self.end_of_text, add_special_tokens=False).ids
@@ -137,8 +180,8 @@ class Tokenizer:
             )  # fmt: skip
 
 
-def _remade(text: str, end_of_text: str) -> Tokenizer:
-    return Tokenizer(text, end_of_text, where="a tokenizer of another process")
+def _remade(text: str, end_of_text: str, fast: bool = False) -> Tokenizer:
+    return Tokenizer(text, end_of_text, where="a tokenizer of another process", fast=fast)
 
 
 def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
@@ -181,16 +224,17 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
             f"kind {config.kind} {'needs a path' if config.kind == 'file' else 'takes no path'}",
             where="tokenizer.path", hint="kind: file reads a tokenizer.json; the other kinds make one",
         )  # fmt: skip
+    end_of_text = config.end_of_text or END_OF_TEXT
     if config.kind == "file":
         assert config.path is not None
-        return load(config.path, end_of_text=config.end_of_text)
+        return load(config.path, end_of_text=end_of_text)
     if config.kind == "char":
-        library = _character_level(sorted(set[str]().union(*texts)), config.end_of_text)
+        library = _character_level(sorted(set[str]().union(*texts)), end_of_text)
     else:
-        library = _byte_level(config.end_of_text, words=config.kind == "bpe")
+        library = _byte_level(end_of_text, words=config.kind == "bpe")
         if config.kind == "bpe":
-            _train_merges(library, config, texts)
-    return Tokenizer(library.to_str(), config.end_of_text, where="tokenizer.end_of_text")
+            _train_merges(library, config, end_of_text, texts)
+    return Tokenizer(library.to_str(), end_of_text, where="tokenizer.end_of_text")
 
 
 def _special(end_of_text: str) -> AddedToken:
@@ -216,11 +260,11 @@ def _character_level(characters: list[str], end_of_text: str) -> Any:
     return library
 
 
-def _train_merges(library: Any, config: TokenizerConfig, texts: Iterable[str]) -> None:
+def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts: Iterable[str]) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=2,
-        special_tokens=[_special(config.end_of_text)],
+        special_tokens=[_special(end_of_text)],
         initial_alphabet=sorted(byte_alphabet()),
         show_progress=False,
     )

@@ -1,31 +1,159 @@
-"""What a record is in each format: where records begin, and how their bytes become documents."""
+"""What a record is in each format: where records begin, and how their bytes become documents.
 
-from vorox.data.text.formats.lines import (
-    SUFFIXES,
-    UnreadableRecord,
-    boundary_after,
-    boundary_before,
-    count_lines,
-    count_records,
-    cut,
-    lone_surrogate,
-    parse_line,
-    read_lines_of,
-    read_records,
-    records_are_lines,
-)
+Spans of stored files go in, ``Document``s (of token shards: ``TokenDocument``s) and ``BadRecord``s come out, in the
+order of the file. Each format is a module with the same verbs: cut a file at its records, count them, read those of a
+span. Invariants: a record is read the same whatever span it lies in, each is yielded by exactly one span, and one that
+cannot be read is reported with its place, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vorox.core.schema.data import SourceConfig
+from vorox.data.documents import Record, UnitSpan
+from vorox.data.storage import StoredFile
+from vorox.data.text import compression
+from vorox.data.text.content import Limits, length_bytes
+from vorox.data.text.formats import delimited, json_lines, lines, parquet, token_shards
+from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
+from vorox.data.text.formats.lines import boundary_after, boundary_before, count_lines, records_are_lines
+from vorox.data.text.formats.pieces import Piece
 
 __all__ = [
-    "SUFFIXES",
+    "Piece",
     "UnreadableRecord",
     "boundary_after",
     "boundary_before",
     "count_lines",
     "count_records",
     "cut",
+    "has_many_records",
     "lone_surrogate",
+    "measure",
     "parse_line",
-    "read_lines_of",
+    "read_record",
     "read_records",
     "records_are_lines",
+    "suffixes",
 ]
+
+Accept = Callable[[int], bool]
+"""Whether the record at a place belongs to the split: its first byte, or in Parquet its ordinal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """The verbs of a format.
+
+    Attributes:
+        suffixes: Endings by which a folder is searched.
+        cut: Pieces of a range; the end is ``None`` for the end of the content.
+        count: Records in a piece; ``None`` where a piece is a record.
+        read: Records of a span.
+        measure: Text up to a place, where that is not the place itself.
+    """
+
+    suffixes: tuple[str, ...]
+    cut: Callable[[SourceConfig, StoredFile, int, int | None, int, int], Iterator[Piece]]
+    count: Callable[[SourceConfig, StoredFile, int, int], int] | None
+    read: Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
+    measure: Callable[[SourceConfig, StoredFile, int | None], int] | None = None
+
+
+def _count_lines(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    return count_lines(file, start, end, Limits.of(source))
+
+
+_FORMATS: dict[str, _Format] = {
+    "python_stdlib": _Format((".py",), lines.cut_text, None, lines.read_texts),
+    "txt": _Format((".txt",), lines.cut_text, None, lines.read_texts),
+    "jsonl": _Format((".jsonl", ".ndjson"), lines.cut_lines, _count_lines, json_lines.read_records),
+    "csv": _Format((".csv", ".tsv"), delimited.cut, delimited.count, delimited.read_records),
+    "parquet": _Format((".parquet",), parquet.cut, parquet.count, parquet.read_records, parquet.measure),
+    "bin": _Format((".bin",), token_shards.cut, token_shards.count, token_shards.read_records),
+}
+
+
+def suffixes(source: SourceConfig) -> tuple[str, ...]:
+    """Endings, in lower case, by which a folder is searched."""
+    plain = _FORMATS[source.format].suffixes
+    if source.format in {"python_stdlib", "bin"}:
+        return plain
+    return (*plain, *(name + ending for name in plain for ending in compression.SUFFIXES))
+
+
+def has_many_records(source: SourceConfig) -> bool:
+    """Whether a piece of a file is many records, not one."""
+    return _FORMATS[source.format].count is not None
+
+
+def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> int:
+    """Bytes of text up to a place in the content, about; for a compressed file after one pass over it."""
+    own = _FORMATS[source.format].measure
+    if own is not None:
+        return own(source, file, end)
+    return length_bytes(file, Limits.of(source)) if end is None else end
+
+
+def cut(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int = 0
+) -> Iterator[Piece]:
+    """Pieces of about ``piece_bytes`` of text, cut at records; the first of them is ready before the others.
+
+    Args:
+        source: What the records are.
+        file: The file.
+        start: Where the range begins: 0 or the end of a piece.
+        end: Where it ends; ``None`` for the end of the content.
+        piece_bytes: A piece is larger only where a record (in Parquet a row group) is.
+        first_ordinal: Ordinal of the first record.
+
+    Raises:
+        DataError: The file cannot be read or is not what the source says.
+    """
+    return _FORMATS[source.format].cut(source, file, start, end, piece_bytes, first_ordinal)
+
+
+def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    """Ordinals that a piece uses up."""
+    count = _FORMATS[source.format].count
+    return 1 if count is None else count(source, file, start, end)
+
+
+def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Accept) -> Iterator[Record]:
+    """The records that begin in a span and that ``accept`` takes.
+
+    Raises:
+        DataError: The file cannot be read or is not what the source says.
+    """
+    return _FORMATS[source.format].read(source, file, span, accept)
+
+
+def read_record(
+    source: SourceConfig, file: StoredFile, file_index: int, ordinal: int, byte_offset: int, byte_length: int
+) -> Record:
+    """The one record at a place that a document had.
+
+    Raises:
+        DataError: There is none, or the file cannot be read.
+    """
+    from vorox.core.errors import DataError
+
+    span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, ordinal)
+    accept: Accept = _everything
+    if source.format == "parquet":
+        accept = lambda place: place == ordinal  # noqa: E731
+    record = next(iter(read_records(source, file, span, accept)), None)
+    if record is None:
+        raise DataError(
+            f"there is no record {ordinal} at byte {byte_offset:,}", where=file.uri,
+            hint="the file changed since the cache was built",
+        )  # fmt: skip
+    return record
+
+
+def _everything(place: int) -> bool:
+    del place
+    return True

@@ -1,0 +1,45 @@
+"""Named sources (``presets/sources.yaml``): ``preset: fineweb-edu`` in an entry of ``data.sources`` fills in the rest.
+
+A configuration tree goes in and is filled below what the entries say themselves. What a preset says that has no
+meaning beside the entry's own keys (its hub configuration, when the entry has paths of its own) goes the way of every
+such key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from vorox.core.config.fields import did_you_mean
+from vorox.core.config.presets import PRESETS_DIRECTORY
+from vorox.core.config.tree import ConfigTree, Origin
+from vorox.core.config.yaml_reader import Json, read_mapping
+
+
+@functools.cache
+def source_presets() -> Mapping[str, Mapping[str, Json]]:
+    """The named sources; every value is a key of an entry of ``data.sources``."""
+    path = PRESETS_DIRECTORY / "sources.yaml"
+    document = read_mapping(path.read_text(encoding="utf-8"), path.name)
+    assert not document.problems, document.problems
+    return {name: entry for name, entry in document.value.items() if isinstance(entry, dict)}
+
+
+def fill_sources(tree: ConfigTree) -> None:
+    """Fill in what the named sources of ``data.sources`` say."""
+    entries = tree.get("data.sources")
+    for index, entry in enumerate(entries if isinstance(entries, list) else []):
+        name = entry.get("preset") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(name, str):
+            continue
+        key = f"data.sources.{index}.preset"
+        said = tree.origin(key)
+        preset = source_presets().get(name)
+        if preset is None:
+            hint = did_you_mean(name, source_presets()) or f"there are {', '.join(source_presets())}"
+            tree.add_problem(f"{key}={name} is unknown; {hint}", said, (key,))
+            preset = {"format": "txt", "paths": ["stand-in"]}  # so that what follows from it is not reported as well
+        origin = Origin(said.layer - 0.5, f"{key}={name} ({said.text})")
+        for option, value in preset.items():
+            if option not in entry:
+                tree.set_below(f"data.sources.{index}.{option}", value, origin)

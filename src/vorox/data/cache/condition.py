@@ -1,0 +1,141 @@
+"""What condition a cache is in: which units have a chunk that is lost or not what was committed, and the rest of it.
+
+``quick`` looks whether each chunk is there, has its size, and has a header, index and segments that match their hashes
+and the manifest; ``full`` reads every byte. ``verify`` is ``full`` for all files of a cache: recipe, files, units,
+manifest, chunks and quarantine. Nothing is changed; what is found can be built again from the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from vorox.core.errors import DataError
+from vorox.data.cache.chunk import REMEDY, Chunk
+from vorox.data.cache.format import ChunkRecord
+from vorox.data.cache.inventory import UNITS_NAME, read_files, read_units, source_set_digest
+from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
+from vorox.data.cache.quarantine import verify_quarantine
+from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
+from vorox.data.documents import SourceFile, Unit
+
+Depth = Literal["quick", "full"]
+
+
+def damaged_units(
+    directory: Path,
+    manifest: Manifest,
+    depth: Depth,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[int, DataError]:
+    """Units that are done and have a chunk that is lost or damaged, with what is wrong with the first of it.
+
+    Args:
+        directory: The cache.
+        manifest: Its state.
+        depth: How closely to look.
+        on_progress: Told (chunks looked at, chunks) after each.
+    """
+    found: dict[int, DataError] = {}
+    for index in range(len(manifest.chunks)):
+        record = manifest.chunk(index)
+        problem = what_is_wrong(directory, record, depth)
+        if problem is not None:
+            found.setdefault(record.unit, problem)
+        if on_progress is not None:
+            on_progress(index + 1, len(manifest.chunks))
+    return found
+
+
+def is_intact(directory: Path, manifest: Manifest, unit: int, depth: Depth) -> bool:
+    """Whether the chunks of a unit are what was committed."""
+    return all(what_is_wrong(directory, record, depth) is None for record in manifest.unit_chunks(unit))
+
+
+def what_is_wrong(directory: Path, record: ChunkRecord, depth: Depth) -> DataError | None:
+    """What is wrong with a chunk; ``None`` if nothing is."""
+    path = chunk_path(directory, record.unit, record.part)
+    try:
+        check_contained(directory, path)
+        chunk = Chunk.open(path)
+        if depth == "full":
+            chunk.verify()
+            matches = chunk.record() == record
+        else:
+            matches = chunk.matches(record)
+    except DataError as error:
+        return error
+    return None if matches else DataError("the file is not the one that the manifest names", where=str(path))
+
+
+def verify(
+    directory: Path, recipe: Recipe, manifest: Manifest, on_progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Check every byte of every chunk file and every line of the lists beside them.
+
+    Args:
+        directory: The cache.
+        recipe: What it was opened as.
+        manifest: What it was opened with.
+        on_progress: Told (chunks checked, chunks) after each.
+
+    Raises:
+        DataError: Naming everything that is damaged.
+    """
+    check_recipe(directory, read_recipe(directory), recipe)
+    now, planned = Manifest.read_log(directory), manifest.planned_units
+    now.check_recipe(directory, recipe.digest)
+    if not _contents(manifest) <= _contents(now):
+        raise DataError("the manifest changed since the cache was opened", where=str(directory), hint="verify again")
+    files, units = read_files(directory), read_units(directory)
+    if len(units) < planned:
+        raise DataError(
+            f"the manifest speaks of {planned:,} units, the list of units has {len(units):,}",
+            where=str(directory / UNITS_NAME), hint="restore the file from a copy, or build the cache again",
+        )  # fmt: skip
+    problems: list[DataError] = []
+    num_chunks = len(manifest.chunks)
+    for index in range(num_chunks):
+        try:
+            _verify_chunk(directory, recipe, manifest.chunk(index), units, files)
+        except DataError as error:
+            problems.append(error)
+        if on_progress is not None:
+            on_progress(index + 1, num_chunks)
+    if problems:
+        raise DataError(
+            f"{len(problems):,} of {num_chunks:,} chunks are damaged; the first: {problems[0].what}",
+            where=", ".join(problem.where for problem in problems[:10]), hint=REMEDY,
+        )  # fmt: skip
+    for unit, quarantined in manifest.units[["unit", "quarantined"]].tolist():
+        if quarantined:
+            verify_quarantine(directory, unit, quarantined)
+
+
+def _contents(manifest: Manifest) -> set[tuple[int, int, bytes]]:
+    return set(manifest.chunks[["unit", "part", "content"]].tolist())
+
+
+def _verify_chunk(
+    directory: Path, recipe: Recipe, record: ChunkRecord, units: Sequence[Unit], files: Sequence[SourceFile]
+) -> None:
+    path = chunk_path(directory, record.unit, record.part)
+    check_contained(directory, path)
+    chunk = Chunk.open(path)
+    content = chunk.verify()
+    found = chunk.record()
+    if found != record:
+        raise DataError(f"the manifest says {record}, the file is {found}", where=str(path), hint=REMEDY)
+    largest = int(content.tokens_RC.max())
+    if largest >= recipe.vocab_size:
+        raise DataError(f"token id {largest} in a cache of {recipe.vocab_size} tokens", where=str(path), hint=REMEDY)
+    unit = units[record.unit]
+    known = max(span.file_index for span in unit.spans) < len(files)
+    if not known or chunk.origin.source_set != source_set_digest(unit, files):
+        raise DataError(
+            f"the chunk was not built from what the lists of files and units say of unit {record.unit}",
+            where=str(path), hint="restore the lists from a copy, or `vorox data build --force-rebuild`",
+        )  # fmt: skip
+    if chunk.origin.recipe.hex() != recipe.digest:
+        raise DataError("the chunk was built by another recipe", where=str(path), hint=REMEDY)

@@ -1,0 +1,212 @@
+"""Who builds which unit at the moment: ``leases/u000001234``, a small file per unit that is under way.
+
+Builders meet through them without speaking to each other: a unit is taken by linking the builder's own file to its
+name, which only one of them can, and given back by removing that. So a lease says whose it is from its first instant,
+and renewing one renews all; where the disk knows no links, each lease is a file of its own. A lease is void when its
+process, on this host, is dead, or when it was not renewed for a minute by the clock of the disk that it lies on.
+Invariant: nothing but time depends on a lease; two builders of one unit do no harm, because what counts is decided
+under the manifest's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from vorox.core.atomic import make_directory, temporary_name
+from vorox.core.lock import FileLock
+from vorox.data.cache.manifest import LOCK_NAME
+
+DIRECTORY_NAME = "leases"
+STALE_SECONDS = 60.0
+HEARTBEAT_SECONDS = 10.0
+
+_LIVE_TOKENS: set[str] = set()
+"""Of the builders of this process that still exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease.
+
+    Attributes:
+        host: Its machine.
+        process_id: Its process there.
+        process_start: When that process began, to tell it from a later one of the same number.
+        token: Which builder of the process.
+    """
+
+    host: str
+    process_id: int
+    process_start: float
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} on {self.host}"
+
+    def is_dead(self) -> bool:
+        """Whether it is known not to work any more; processes of other hosts never are."""
+        if self.host != socket.gethostname():
+            return False
+        if self.process_id == os.getpid():
+            return self.token not in _LIVE_TOKENS
+        try:
+            process = psutil.Process(self.process_id)
+            return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.process_start) > 2
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            return False
+
+
+def lease_path(directory: Path, unit: int) -> Path:
+    return directory / DIRECTORY_NAME / f"u{unit:09d}"
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Who holds a lease; ``None`` if nobody does or it does not say."""
+    try:
+        value = json.loads(path.read_bytes())
+        return Holder(str(value["host"]), int(value["pid"]), float(value["started"]), str(value["token"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_void(path: Path, stale_seconds: float = STALE_SECONDS) -> bool:
+    """Whether a lease that lies there binds nobody any more."""
+    holder = read_holder(path)
+    if holder is not None and holder.is_dead():
+        return True
+    try:
+        return _disk_time(path.parent) - path.stat().st_mtime > stale_seconds
+    except FileNotFoundError:
+        return True
+
+
+def _disk_time(directory: Path) -> float:
+    """What the disk that the leases lie on takes for now: machines that share it need not agree about the time."""
+    probe = directory / f".now-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+class Leases:
+    """The leases of one builder. Enter it; leaving gives back whatever is still held.
+
+    Args:
+        directory: The cache.
+        stale_seconds: How old a lease may be before it is void.
+        heartbeat_seconds: How often those held are renewed.
+    """
+
+    def __init__(
+        self, directory: Path, *, stale_seconds: float = STALE_SECONDS, heartbeat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
+        self._directory = directory
+        self._stale_seconds = stale_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._token = uuid.uuid4().hex
+        self._held: set[int] = set()
+        self._changing = threading.Lock()
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
+        self._own = temporary_name(directory / DIRECTORY_NAME / "builder")
+        self._links = True
+        self._content = json.dumps(
+            {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": psutil.Process().create_time(),
+                "token": self._token,
+            }
+        ).encode()
+
+    def __enter__(self) -> Leases:
+        make_directory(self._own.parent)
+        _LIVE_TOKENS.add(self._token)
+        self._write(self._own)
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for unit in sorted(self._held):
+            with contextlib.suppress(OSError):
+                self.release(unit)
+        with contextlib.suppress(OSError):
+            self._own.unlink(missing_ok=True)
+        _LIVE_TOKENS.discard(self._token)
+        if self._heart.is_alive():
+            self._heart.join()
+
+    def take(self, unit: int) -> bool:
+        """Take a unit unless another builder has it."""
+        path = lease_path(self._directory, unit)
+        while not self._create(path):
+            if not is_void(path, self._stale_seconds):
+                return False
+            with FileLock(self._directory / LOCK_NAME):  # so that nobody removes the lease of who was faster
+                if is_void(path, self._stale_seconds):
+                    path.unlink(missing_ok=True)
+        with self._changing:
+            self._held.add(unit)
+        return True
+
+    def _create(self, path: Path) -> bool:
+        try:
+            if self._links:
+                try:
+                    os.link(self._own, path)
+                    return True
+                except FileExistsError:
+                    return False
+                except OSError:
+                    self._links = False  # exFAT and some network disks; or nobody may link here
+            self._write(path)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, path: Path) -> None:
+        file = path.open("xb", buffering=0)
+        try:
+            with file:
+                file.write(self._content)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+    def release(self, unit: int) -> None:
+        """Give a unit back."""
+        with self._changing:
+            self._held.discard(unit)
+        path = lease_path(self._directory, unit)
+        holder = read_holder(path)
+        if holder is not None and holder.token == self._token:
+            path.unlink(missing_ok=True)
+
+    def holder(self, unit: int) -> Holder | None:
+        """Who has a unit."""
+        return read_holder(lease_path(self._directory, unit))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_seconds):
+            with self._changing:
+                held = sorted(self._held)
+            for path in (self._own, *(lease_path(self._directory, unit) for unit in held if not self._links)):
+                with contextlib.suppress(OSError):  # taken from us while the machine slept: the commit will find out
+                    os.utime(path)

@@ -1,0 +1,112 @@
+"""The text behind a stretch of tokens: read again from its file if that still holds it, else decoded from the cache.
+
+In: a run's trail and a document in one of its rows. Out: the text of exactly those tokens, and where it is from. A
+file counts as unchanged if the record's text has the hash that was taken when it was packed, and its tokens are those
+of the row; for anything else the reason is said. Nothing here is needed to know where a row came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from vorox.core.errors import VoroxError
+from vorox.core.run_context import recorded_config
+from vorox.core.schema import SourceConfig
+from vorox.data.documents import BadRecord, TokenDocument
+from vorox.data.provenance import DocumentOrigin, RowOrigin, Trail
+from vorox.data.storage import StoredFile, list_files
+from vorox.data.text.formats import read_record
+from vorox.data.tokenizers.tokenizer import Tokenizer, load
+
+
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """A text and where it is from.
+
+    Attributes:
+        text: The text of the tokens that stand in the row.
+        origin: ``source``: read again from the file, the same that was trained on. ``cache``: decoded from the tokens.
+        why: Why it is not from the source; empty if it is.
+    """
+
+    text: str
+    origin: Literal["source", "cache"]
+    why: str = ""
+
+
+class TextFinder:
+    """Finds texts of one run; asks each file once what it is."""
+
+    def __init__(self, trail: Trail) -> None:
+        self._trail = trail
+        self._files: dict[str, StoredFile] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load(self._trail.directory / "tokenizer")
+
+    @cached_property
+    def _sources(self) -> dict[str, SourceConfig]:
+        return {source.name: source for source in recorded_config(self._trail.directory).data.sources}
+
+    def find(self, row: RowOrigin, document: DocumentOrigin) -> FoundText:
+        """The text of a document's tokens in a row.
+
+        Raises:
+            DataError: The row cannot be read, or the run's tokenizer is gone.
+        """
+        block = self._trail.readers[row.source_index].read_rows(np.array([row.row], np.int64))
+        tokens = block.tokens_NC[0][document.row_token : document.row_token + document.num_tokens].tolist()
+        try:
+            return FoundText(self._from_source(row, document, tokens), "source")
+        except _OtherNowError as error:
+            why = str(error)
+        except VoroxError as error:
+            why = error.what
+        return FoundText(self._decoded(document, tokens), "cache", why)
+
+    def _decoded(self, document: DocumentOrigin, tokens: list[int]) -> str:
+        """The text of tokens, without the end of text that the last of a document stands for."""
+        ends = document.first_token + document.num_tokens == document.document_tokens
+        return self._tokenizer.decode(tokens[:-1] if ends else tokens)
+
+    def _from_source(self, row: RowOrigin, document: DocumentOrigin, tokens: list[int]) -> str:
+        config = self._sources.get(row.source)
+        if config is None:
+            raise _OtherNowError("the run's configuration no longer has this source")
+        place = (document.ordinal, document.byte_offset, document.byte_length)
+        record = read_record(config, self._file(document), 0, *place)
+        if isinstance(record, BadRecord):
+            raise _OtherNowError(f"the file changed since it was packed: the record is {record.reason}")
+        if isinstance(record, TokenDocument):
+            ids, text = record.tokens.tolist(), None
+        else:
+            ids, text = [], record.text
+            if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
+                raise _OtherNowError("the file changed since it was packed, or a transform changed the text")
+            ids = self._tokenizer.encode(text).tolist()
+        ids.append(self._trail.readers[row.source_index].recipe.end_of_text_id)
+        first = document.first_token
+        if ids[first : first + document.num_tokens] != tokens:
+            raise _OtherNowError("a transform changed the tokens, or the file changed since it was packed")
+        whole = text is not None and document.num_tokens == document.document_tokens
+        return text if whole and text is not None else self._decoded(document, tokens)
+
+    def _file(self, document: DocumentOrigin) -> StoredFile:
+        """The file as it is now, or, where the store keeps versions, as it was."""
+        known = self._files.get(document.uri)
+        if known is None:
+            (known,) = list_files(document.uri, ())
+            if known.version is not None and known.version != document.version:
+                known = replace(known, version=document.version)
+            self._files[document.uri] = known
+        return known
+
+
+class _OtherNowError(Exception):
+    """The source does not hold what was packed; the message says why."""

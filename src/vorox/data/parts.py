@@ -1,0 +1,200 @@
+"""A source by difficulty: the chunks of a cache whose statistic lies in a range, read as if they were a cache.
+
+The bounds are measured once, when a run begins, and recorded in its plan; which part a chunk belongs to follows from
+its content alone, so that parts stay what they are while the cache grows. Together the parts of a source hold every
+row once.
+
+Legend: K chunks of the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.atomic import canonical_json
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.cache.recipe import Recipe
+from vorox.data.documents import SourceFile, Unit
+from vorox.data.plan_events import Part, PlanSource
+from vorox.data.records import GrowingReader, RowBlock
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class PartReader:
+    """Some chunks of an open cache. Rows are numbered in unit order among themselves.
+
+    Args:
+        base: The cache.
+        part: Which chunks.
+    """
+
+    def __init__(self, base: CacheReader, part: Part) -> None:
+        self.base, self.part = base, part
+        self.recipe: Recipe = base.recipe
+        chunks = base.manifest.chunks
+        self._chunks_K = np.flatnonzero(_within(base.manifest, part))
+        rows = chunks["rows"][self._chunks_K].astype(np.int64)
+        self._base_starts_K = base.manifest.chunk_row_starts[self._chunks_K]
+        self._starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        units = np.zeros(base.manifest.planned_units + 1, np.int64)
+        np.add.at(units, chunks["unit"][self._chunks_K].astype(np.int64) + 1, rows)
+        self.unit_row_starts: Int64Array = np.cumsum(units)
+
+    @property
+    def directory(self) -> Path:
+        return self.base.directory
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files of the source."""
+        return self.base.files
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The planned units."""
+        return self.base.units
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def row_tokens(self) -> int:
+        return self.base.row_tokens
+
+    def rows_in(self, unit_start: int, unit_end: int, /) -> int:
+        """Rows of the part in some units.
+
+        Raises:
+            DataError: One of them is missing.
+        """
+        self.base.rows_in(unit_start, unit_end)
+        return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
+
+    def content_digest(self, unit_start: int, unit_end: int, /) -> str:
+        """SHA-256 over the part's definition and the content of its chunks in some units."""
+        self.base.rows_in(unit_start, unit_end)
+        chunks = self.base.manifest.chunks[self._chunks_K]
+        low, high = np.searchsorted(chunks["unit"], [unit_start, unit_end])
+        bounds = [None if bound is None else str(bound) for bound in (self.part.low, self.part.high)]
+        definition = canonical_json([self.part.statistic, *bounds])
+        return hashlib.sha256(definition + chunks["content"][low:high].tobytes()).hexdigest()
+
+    def missing_units(self, unit_start: int, unit_end: int, /) -> Int64Array:
+        return self.base.missing_units(unit_start, unit_end)
+
+    def refreshed(self, *, awaited_units: int = 0) -> PartReader:
+        """A reader of what is committed by now."""
+        base = self.base.refreshed(awaited_units=awaited_units)
+        return self if base is self.base else PartReader(base, self.part)
+
+    def read_rows(self, rows: Int64Array, /) -> RowBlock:
+        return self.base.read_rows(self.base_rows(rows))
+
+    def documents_of(self, row: int) -> list[DocumentSpan]:
+        """Where the tokens of a row come from, segment by segment."""
+        return self.base.documents_of(int(self.base_rows(np.array([row]))[0]))
+
+    def rows_of_document(self, file_index: int, byte: int | None = None, ordinal: int | None = None) -> Int64Array:
+        """The part's rows that hold tokens of the documents of a file, as ``CacheReader`` says it."""
+        base = self.base.rows_of_document(file_index, byte, ordinal)
+        at = np.searchsorted(self._base_starts_K, base, side="right") - 1
+        offset = base - self._base_starts_K[np.maximum(at, 0)]
+        here = (at >= 0) & (offset < np.diff(self._starts)[np.maximum(at, 0)])
+        return self._starts[at[here]] + offset[here]
+
+    def base_rows(self, rows: Int64Array) -> Int64Array:
+        """The rows of the cache that are some rows of the part."""
+        if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
+        at = np.searchsorted(self._starts, rows, side="right") - 1
+        return self._base_starts_K[at] + rows - self._starts[at]
+
+
+def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader]) -> list[GrowingReader | None]:
+    """The readers of a plan's sources, in its order; ``None`` where the configuration no longer has the cache.
+
+    Args:
+        sources: ``Plan.sources``.
+        caches: The caches of the configuration's sources, by name.
+    """
+    readers: list[GrowingReader | None] = []
+    for source in sources:
+        cache = caches.get(source.name if source.part is None else source.part.of)
+        readers.append(cache if cache is None or source.part is None else PartReader(cache, source.part))
+    return readers
+
+
+def measure_parts(
+    cache: CacheReader, name: str, statistic: str, quantiles: Sequence[float], *, last_unit: int | None = None
+) -> list[tuple[Part, Fraction]]:
+    """The parts of a source, from the lowest statistic up, and the share of the rows that each has.
+
+    Args:
+        cache: Its cache.
+        name: Its name.
+        statistic: ``tokens_per_document`` or ``bytes_per_token``.
+        quantiles: Where the parts meet, as shares of the rows.
+        last_unit: Measure only the units before this one.
+
+    Raises:
+        ConfigError: The statistic does not tell the chunks apart where the parts should meet.
+        DataError: No chunk is built yet.
+    """
+    manifest = cache.manifest
+    measured = np.ones(len(manifest.chunks), np.bool_) if last_unit is None else manifest.chunks["unit"] < last_unit
+    above, below = (values[measured] for values in _statistic(manifest, statistic))
+    rows = manifest.chunks["rows"][measured].astype(np.int64)
+    if not rows.size:
+        raise DataError(f"source {name!r} has no chunk to measure {statistic} by", where=str(cache.directory))
+    order = np.argsort(above / below, kind="stable")
+    ends = np.cumsum(rows[order])
+    bounds: list[Fraction] = []
+    for quantile in quantiles:
+        at = order[int(np.searchsorted(ends, math.ceil(Fraction(str(quantile)) * int(ends[-1])), side="right"))]
+        bounds.append(Fraction(int(above[at]), int(below[at])))
+    parts = [Part(name, statistic, low, high) for low, high in zip([None, *bounds], [*bounds, None], strict=True)]
+    inside = [_between(above, below, part) for part in parts]
+    shares = [Fraction(int(rows[chosen].sum()), int(ends[-1])) for chosen in inside]
+    if 0 in shares:
+        raise ConfigError(
+            f"{statistic} does not divide source {name!r} at {', '.join(f'{q:g}' for q in quantiles)}: "
+            f"{len(rows):,} chunks, and a part would be empty",
+            where=f"data.sources: {name}.split_quantiles",
+            hint="make data.cache.unit_bytes or chunk_rows smaller, choose other quantiles, or do not split",
+        )
+    return list(zip(parts, shares, strict=True))
+
+
+def _statistic(manifest: Manifest, statistic: str) -> tuple[Int64Array, Int64Array]:
+    """Numerator and denominator of a statistic of every chunk."""
+    chunks = manifest.chunks
+    if statistic == "tokens_per_document":
+        return chunks["tokens"].astype(np.int64), np.maximum(chunks["documents"].astype(np.int64), 1)
+    if statistic == "bytes_per_token":
+        of_chunk = manifest.units[np.searchsorted(manifest.units["unit"], chunks["unit"])]
+        return of_chunk["text_bytes"].astype(np.int64), np.maximum(of_chunk["tokens"].astype(np.int64), 1)
+    raise DataError(f"the plan divides a source by {statistic!r}, which this version does not know")
+
+
+def _within(manifest: Manifest, part: Part) -> npt.NDArray[np.bool_]:
+    return _between(*_statistic(manifest, part.statistic), part)
+
+
+def _between(above: Int64Array, below: Int64Array, part: Part) -> npt.NDArray[np.bool_]:
+    inside = np.ones(above.shape, np.bool_)
+    if part.low is not None:
+        inside &= above * part.low.denominator >= part.low.numerator * below
+    if part.high is not None:
+        inside &= above * part.high.denominator < part.high.numerator * below
+    return inside

@@ -1,0 +1,260 @@
+"""The stages from a unit of text to the bytes of its chunks: read, filter, tokenize, augment, gather, pack.
+
+Units go in, ``Batch``es of documents travel through the first stages, a unit's documents are gathered again and packed
+at the end. Every stage is a pure function of what it is given, so threads may run it in any order; where the work is
+staged, ``run`` gives the same as where it is not. Invariant: batches never mix units, and the last of a unit says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import PipelineConfig
+from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, Encoder, document_row, encode, ended
+from vorox.data.cache.format import DOCUMENT
+from vorox.data.cache.recipe import Recipe
+from vorox.data.documents import BadRecord, Document, SourceFile, TokenDocument, Unit
+from vorox.data.pipeline.pipeline import Flow, Item, Stage
+from vorox.data.records import TokenArray
+from vorox.data.transforms.apply import Applier, Counts, Entry, IsDuplicate, add_counts
+
+Record = Document | TokenDocument | BadRecord
+ReadUnit = Callable[[Unit], Iterable[Record]]
+"""The records of a unit, in order. One that other processes can have: ``functools.partial(read_unit, source, ...)``."""
+DuplicatesOf = Callable[[Unit], Mapping[int, IsDuplicate]]
+"""For a unit, by the number of the transform: whether a text was there before."""
+
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 4096
+_TEXT_OVERHEAD_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some documents of one unit.
+
+    Attributes:
+        unit: The unit.
+        entries: The documents.
+        tokens: Their ids, once they have some; with ends of text once they are finished.
+        rows: Their ``DOCUMENT`` records, once they are finished.
+        bad_records: Records of this part of the unit that could not be read.
+        records_read: Records that the batch was made of, bad and removed ones included.
+        is_last: No other batch of the unit follows.
+        gave_up: Reading stopped because record after record was bad.
+        counts: What each transform did.
+        size_bytes: About what it takes in memory.
+    """
+
+    unit: Unit
+    entries: Sequence[Entry]
+    size_bytes: int
+    tokens: Sequence[npt.NDArray[Any]] = ()
+    rows: Sequence[tuple[int, ...]] = ()
+    bad_records: tuple[BadRecord, ...] = ()
+    records_read: int = 0
+    is_last: bool = False
+    gave_up: bool = False
+    counts: Counts = field(default_factory=dict[str, Any])
+
+    @property
+    def place(self) -> str:
+        if not self.entries:
+            return f"unit {self.unit.unit_id}"
+        first, last = self.entries[0].record, self.entries[-1].record
+        return (
+            f"unit {self.unit.unit_id}, record {first.ordinal + 1} of file {first.file_index} "
+            f"to record {last.ordinal + 1} of file {last.file_index}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredUnit:
+    """All documents of a unit as tokens."""
+
+    unit: Unit
+    tokens: TokenArray
+    documents_D: npt.NDArray[np.void]
+    bad_records: tuple[BadRecord, ...]
+    records_read: int
+    gave_up: bool
+    counts: Counts
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens.nbytes + self.documents_D.nbytes
+
+    @property
+    def place(self) -> str:
+        return f"unit {self.unit.unit_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Documents that were tokenised, on their way to whoever shows progress."""
+
+    documents: int
+    text_bytes: int
+    tokens: int
+    size_bytes: int = 0
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class UnitStages:
+    """What the stages are functions of.
+
+    Attributes:
+        files: The source's files.
+        read_unit: Gives the records of a unit.
+        tokenizer: Text to ids.
+        recipe: What the rows are a function of.
+        applier: The transforms.
+        duplicates_of: Which texts were there before.
+        pack: Makes what is kept of a gathered unit.
+    """
+
+    files: Sequence[SourceFile]
+    read_unit: ReadUnit
+    tokenizer: Encoder
+    recipe: Recipe
+    applier: Applier
+    duplicates_of: DuplicatesOf
+    pack: Callable[[GatheredUnit], Item]
+
+    def stages(self, config: PipelineConfig) -> tuple[Stage | Flow, ...]:
+        """The stages in order; those that would do nothing are left out."""
+        transforms = self.applier.transforms
+        stages: list[Stage | Flow] = [Flow("read", self.read)]
+        if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in transforms):
+            stages.append(Flow("filter", self.filter_in_order))  # what came before in the unit decides
+        elif any(transform.kind != "tokens" for transform in transforms):
+            stages.append(Stage("filter", self.filter, config.filter_threads))
+        stages.append(Stage("tokenize", self.tokenize, config.tokenize_threads))
+        if any(transform.kind == "tokens" for transform in transforms):
+            stages.append(Stage("augment", self.augment, config.augment_threads))
+        return (*stages, Flow("gather", self.gather), Stage("pack", self._packed, config.pack_threads))
+
+    def read(self, units: Iterator[Unit]) -> Iterator[Batch]:
+        for unit in units:
+            try:
+                yield from self._read(unit)
+            except OSError as error:
+                raise DataError(
+                    f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
+                    where=str(error.filename or self.files[unit.spans[0].file_index].uri),
+                    hint="check that the file is there and may be read, then run the same command again",
+                ) from error
+
+    def _read(self, unit: Unit) -> Iterator[Batch]:
+        entries: list[Entry] = []
+        bad_records: list[BadRecord] = []
+        size_bytes = bad_in_a_row = 0
+        for record in self.read_unit(unit):
+            if isinstance(record, BadRecord):
+                bad_records.append(record)
+                bad_in_a_row += 1
+                if bad_in_a_row == BAD_RECORDS_IN_A_ROW:
+                    break
+                continue
+            bad_in_a_row = 0
+            if size_bytes >= _BATCH_BYTES or len(entries) >= _BATCH_DOCUMENTS:
+                yield _batch(unit, entries, size_bytes, bad_records)
+                entries, bad_records, size_bytes = [], [], 0
+            if isinstance(record, TokenDocument):
+                entries.append(Entry(record, None))
+                size_bytes += record.tokens.nbytes + _TEXT_OVERHEAD_BYTES
+            else:
+                entries.append(Entry(record, record.text))
+                size_bytes += len(record.text) + _TEXT_OVERHEAD_BYTES
+        gave_up = bad_in_a_row == BAD_RECORDS_IN_A_ROW
+        yield replace(_batch(unit, entries, size_bytes, bad_records), is_last=True, gave_up=gave_up)
+
+    def filter(self, batch: Batch) -> Batch:
+        """Apply the transforms of text; duplicates are known beforehand."""
+        return self._filtered(batch, self.duplicates_of(batch.unit))
+
+    def filter_in_order(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same where some duplicates are those of the unit itself."""
+        duplicates: Mapping[int, IsDuplicate] = {}
+        is_first = True
+        for batch in batches:
+            if is_first:
+                duplicates = self.duplicates_of(batch.unit)
+            yield self._filtered(batch, duplicates)
+            is_first = batch.is_last
+
+    def _filtered(self, batch: Batch, duplicates: Mapping[int, IsDuplicate]) -> Batch:
+        counts: Counts = {}
+        entries = self.applier.texts(batch.entries, duplicates, counts)
+        size_bytes = sum(len(entry.text or "") + _TEXT_OVERHEAD_BYTES for entry in entries)
+        return replace(batch, entries=entries, counts=counts, size_bytes=size_bytes)
+
+    def tokenize(self, batch: Batch) -> Batch:
+        tokens = encode(batch.entries, self.files, self.tokenizer)
+        if any(transform.kind == "tokens" for transform in self.applier.transforms):
+            return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))
+        return self._finished(batch, batch.entries, tokens)
+
+    def augment(self, batch: Batch) -> Batch:
+        """Apply the transforms of tokens."""
+        counts = dict(batch.counts)
+        entries, tokens = self.applier.tokens(batch.entries, batch.tokens, counts)
+        return replace(self._finished(batch, entries, tokens), counts=counts)
+
+    def _finished(self, batch: Batch, entries: Sequence[Entry], tokens: Sequence[npt.NDArray[Any]]) -> Batch:
+        """The documents as they are stored; their texts are let go."""
+        arrays = [ended(entry, ids, self.files, self.recipe) for entry, ids in zip(entries, tokens, strict=True)]
+        rows = [document_row(entry, ids, self.files) for entry, ids in zip(entries, arrays, strict=True)]
+        size_bytes = sum(ids.nbytes + _TEXT_OVERHEAD_BYTES for ids in arrays)
+        return replace(batch, entries=(), tokens=arrays, rows=rows, size_bytes=size_bytes)
+
+    def gather(self, batches: Iterator[Batch]) -> Iterator[GatheredUnit | Told]:
+        """Whole units, and word of every batch on the way."""
+        parts: list[Batch] = []
+        for batch in batches:
+            parts.append(batch)
+            if batch.rows:
+                documents, tokens = len(batch.rows), sum(row[4] for row in batch.rows)
+                yield Told(documents, sum(row[5] for row in batch.rows), tokens)
+            if batch.is_last:
+                yield self._gathered(parts)
+                parts = []
+
+    def _gathered(self, parts: Sequence[Batch]) -> GatheredUnit:
+        counts: Counts = {}
+        for part in parts:
+            add_counts(counts, part.counts)
+        tokens = [ids for part in parts for ids in part.tokens]
+        return GatheredUnit(
+            unit=parts[0].unit,
+            tokens=cast("TokenArray", np.concatenate([*tokens, np.zeros(0, self.recipe.dtype)])),
+            documents_D=np.array([row for part in parts for row in part.rows], DOCUMENT),
+            bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
+            records_read=sum(part.records_read for part in parts),
+            gave_up=parts[-1].gave_up,
+            counts=counts,
+        )
+
+    def _packed(self, item: GatheredUnit | Told) -> Item:
+        return item if isinstance(item, Told) else self.pack(item)
+
+
+def _batch(unit: Unit, entries: Sequence[Entry], size_bytes: int, bad_records: Sequence[BadRecord]) -> Batch:
+    records_read = len(entries) + len(bad_records)
+    return Batch(unit, entries, size_bytes, bad_records=tuple(bad_records), records_read=records_read)
+
+
+def one_after_the_other(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Iterator[Any]:
+    """What a pipeline of the same stages gives, made in the calling thread."""
+    flow = iter(items)
+    for stage in stages:
+        flow = stage.work(flow) if isinstance(stage, Flow) else map(stage.work, flow)
+    return flow

@@ -1,0 +1,223 @@
+"""``s3://``: Amazon S3 and what speaks like it, with the client, credentials and endpoint of s3fs.
+
+In a bucket that keeps versions an object is pinned by its VersionId, and old bytes are read even after it was
+replaced; elsewhere by its ETag with ``If-Match``, and a replaced object is an error. Neither s3fs nor the client below
+it retries: that is done here, within the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.redaction import redact
+from vorox.data.storage import transport
+from vorox.data.storage.google import split_bucket
+from vorox.data.storage.locations import StoredFile
+from vorox.data.storage.remote import Asker, Keep
+from vorox.data.storage.retry import RetryPolicy, TransientError, retry_after_seconds
+from vorox.data.storage.transport import NotThere, Receive, content_range
+
+_CREDENTIALS_HINT = (
+    "give credentials that may read it by the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
+    "and AWS_SESSION_TOKEN; new ones if they expired"
+)
+_TRANSIENT_CODES = frozenset(
+    {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "InternalError",
+     "ServiceUnavailable", "OperationAborted"}
+)  # fmt: skip
+_CREDENTIAL_CODES = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId",
+     "SignatureDoesNotMatch", "AccessDenied", "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed", "401",
+     "403"}
+)  # fmt: skip
+_MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchVersion", "NoSuchBucket", "NotFound"})
+_UNTOLD_CODES = frozenset({"AccessDenied", "403", "NotImplemented", "MethodNotAllowed"})
+_READ_BYTES = 1 << 20
+
+
+class AmazonStore:
+    """Buckets of S3, or of the endpoint that ``AWS_ENDPOINT_URL_S3`` names."""
+
+    async def describe(self, uri: str, ask: Asker) -> StoredFile | None:
+        bucket, key = split_bucket(uri)
+        if not key:
+            return None
+
+        async def attempt() -> Mapping[str, Any] | None:
+            async with _client(uri, ask.policy) as client:
+                try:
+                    return await client.head_object(Bucket=bucket, Key=key)
+                except client.exceptions.ClientError as error:
+                    if error.response.get("Error", {}).get("Code") in {"400", "403"}:
+                        return None  # a HEAD does not say why; the search below does, or finds it
+                    raise
+
+        try:
+            head = await ask(attempt)
+        except NotThere:
+            return None
+        if head is None:
+            found = await self.search(uri, lambda found: found == uri, ask)
+            return found[0] if found else None
+        return _file(uri, head["ContentLength"], head["ETag"], head.get("VersionId"), head.get("LastModified"))
+
+    async def search(self, prefix: str, keep: Keep, ask: Asker) -> list[StoredFile]:
+        bucket, key = split_bucket(prefix)
+        versions = await self._has_versions(bucket, prefix, ask)
+        found: list[StoredFile] = []
+        after: dict[str, str] = {}
+        while True:
+
+            async def attempt(after: dict[str, str] = after) -> Mapping[str, Any]:
+                async with _client(prefix, ask.policy) as client:
+                    listing = client.list_object_versions if versions else client.list_objects_v2
+                    return await listing(Bucket=bucket, Prefix=key, **after)
+
+            try:
+                page: Mapping[str, Any] = await ask(attempt)
+            except NotThere:
+                raise DataError(
+                    f"there is no bucket {bucket!r}", where=prefix, hint="check the name, or create the bucket"
+                ) from None
+            for item in page.get("Versions" if versions else "Contents", []):
+                uri = f"s3://{bucket}/{item['Key']}"
+                if item.get("IsLatest", True) and not uri.endswith("/") and keep(uri):
+                    found.append(
+                        _file(uri, item["Size"], item["ETag"], item.get("VersionId"), item.get("LastModified"))
+                    )
+            if not page.get("IsTruncated"):
+                return found
+            if versions:
+                after = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page["NextVersionIdMarker"]}
+            else:
+                after = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def _has_versions(self, bucket: str, uri: str, ask: Asker) -> bool:
+        """Whether the bucket keeps versions; one that does not tell is pinned by ETags."""
+
+        async def attempt() -> bool:
+            async with _client(uri, ask.policy) as client:
+                try:
+                    answer = await client.get_bucket_versioning(Bucket=bucket)
+                except client.exceptions.ClientError as error:
+                    if error.response.get("Error", {}).get("Code") in _UNTOLD_CODES:
+                        return False
+                    raise
+                return answer.get("Status") in {"Enabled", "Suspended"}
+
+        try:
+            return await ask(attempt)
+        except NotThere:
+            raise DataError(
+                f"there is no bucket {bucket!r}", where=uri, hint="check the name, or create the bucket"
+            ) from None
+
+    async def send(
+        self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
+    ) -> None:
+        assert file.version is not None
+        bucket, key = split_bucket(file.uri)
+        kind, _, value = file.version.partition(":")
+        pin = {"VersionId": value} if kind == "version" else {"IfMatch": value}
+        async with _client(file.uri, policy) as client:
+            try:
+                answer = await client.get_object(
+                    Bucket=bucket, Key=key, Range=f"bytes={start_byte}-{end_byte - 1}", **pin
+                )
+            except client.exceptions.ClientError as error:
+                if error.response.get("Error", {}).get("Code") in {*_MISSING_CODES, "MethodNotAllowed", "405"}:
+                    transport.gone(file.uri)
+                raise
+            async with answer["Body"] as body:
+                part = content_range({"Content-Range": answer.get("ContentRange", "")})
+                if part != (start_byte, end_byte, file.size_bytes):
+                    transport.changed(file.uri, f"asked for bytes {start_byte:,}-{end_byte:,}, it gives {part}")
+                if kind == "etag" and answer["ETag"] != value:
+                    transport.changed(file.uri, f"its ETag {value} became {answer['ETag']}")
+                position = start_byte
+                while piece := await body.read(_READ_BYTES):
+                    receive(piece)
+                    position += len(piece)
+        if position != end_byte:
+            raise TransientError(f"the body ended {end_byte - position:,} bytes early")
+
+
+def _file(uri: str, size_bytes: int, etag: str, version: str | None, modified: Any) -> StoredFile:
+    pin = f"version:{version}" if version not in {None, "null"} else f"etag:{etag}"
+    nanoseconds = int(modified.timestamp()) * 1_000_000_000 if modified else 0
+    return StoredFile(uri, size_bytes, pin, nanoseconds, pin, f"etag:{etag}")
+
+
+@contextlib.asynccontextmanager
+async def _client(uri: str, policy: RetryPolicy) -> AsyncGenerator[Any]:
+    """The client of this process for one try, whose failures become ours."""
+    client = await transport.kept(f"s3 {policy.connect_seconds} {policy.stall_seconds}", lambda: _make(policy))
+    import aiohttp
+    from botocore import exceptions, parsers  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        yield client
+    except exceptions.ClientError as error:
+        _raise(cast("Mapping[str, Any]", error.response), uri)
+    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError):
+        raise DataError("there are no credentials for S3", where=uri, hint=_CREDENTIALS_HINT) from None
+    except (exceptions.TokenRetrievalError, exceptions.SSOError, exceptions.ProfileNotFound) as error:
+        raise DataError(
+            f"the credentials for S3 do not work ({type(error).__name__})", where=uri, hint=_CREDENTIALS_HINT
+        ) from None
+    except exceptions.ParamValidationError:
+        raise ConfigError("S3 allows no such name", where=uri, hint="check the names of bucket and object") from None
+    except (exceptions.ConnectTimeoutError, aiohttp.ConnectionTimeoutError):
+        raise TransientError(f"no connection within {policy.connect_seconds:g} s") from None
+    except (exceptions.ReadTimeoutError, aiohttp.SocketTimeoutError, TimeoutError):
+        raise TransientError(f"no byte for {policy.stall_seconds:g} s") from None
+    except exceptions.ConnectionError:
+        raise TransientError("no connection to the endpoint of S3") from None
+    except (exceptions.HTTPClientError, exceptions.IncompleteReadError, aiohttp.ClientPayloadError):
+        raise TransientError("the body or the connection broke off") from None
+    except (parsers.ResponseParserError, aiohttp.ClientError, OSError) as error:
+        raise TransientError(f"the connection broke ({type(error).__name__})") from None
+    except exceptions.BotoCoreError as error:
+        raise DataError(
+            f"S3 cannot be used: {type(error).__name__}: {redact(str(error))}", where=uri,
+            hint="check the AWS_ variables of the environment and ~/.aws",
+        ) from None  # fmt: skip
+
+
+def _raise(response: Mapping[str, Any], uri: str) -> None:
+    code = str(response.get("Error", {}).get("Code", ""))
+    metadata = response.get("ResponseMetadata", {})
+    status = int(metadata.get("HTTPStatusCode", 0))
+    if code in _CREDENTIAL_CODES:
+        raise DataError(f"the store refuses access: {code} (HTTP {status})", where=uri, hint=_CREDENTIALS_HINT)
+    if code in _MISSING_CODES:
+        raise NotThere(code)
+    headers = {name.title(): value for name, value in metadata.get("HTTPHeaders", {}).items()}
+    if code in _TRANSIENT_CODES:
+        raise TransientError(f"HTTP {status} ({code})", retry_after_seconds(headers.get("Retry-After")))
+    message = "" if code.isdigit() else code
+    transport.raise_for_status(status, headers, uri=uri, credentials_hint=_CREDENTIALS_HINT, message=message)
+    raise TransientError(f"an answer that makes no sense (HTTP {status} {code})")
+
+
+async def _make(policy: RetryPolicy) -> tuple[Any, Callable[[], Awaitable[None]]]:
+    try:
+        from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise ConfigError("reading s3:// needs s3fs, which is not installed", hint="pip install 'vorox[s3]'") from error
+    system: Any = S3FileSystem(
+        asynchronous=True,
+        loop=transport.event_loop(),
+        skip_instance_cache=True,
+        config_kwargs={
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": policy.connect_seconds,
+            "read_timeout": policy.stall_seconds,
+            "max_pool_connections": 32,
+        },
+    )
+    client: Any = await system.set_session()
+    return client, client.close

@@ -1,0 +1,189 @@
+"""Trying again: what failed for a moment is tried until its unit of work has used up its budget.
+
+An attempt (a coroutine) goes in; its result comes out, or the ``DataError`` that says how often it was tried and why
+it failed. Delays are full-jitter exponential, or what the server's Retry-After asks. Invariants: only what may pass by
+itself is tried again (never a refusal), every try has a deadline, and what was received stays received: an attempt
+that is repeated goes on behind the last byte it got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import email.utils
+import os
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from vorox.core.errors import DataError
+from vorox.core.redaction import redact
+from vorox.data.storage.waiting import may_wait
+
+T = TypeVar("T")
+
+_LONGEST_RETRY_AFTER_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How patient reading from stores is.
+
+    Attributes:
+        retries_per_unit: Failed tries that one unit of work may have in all; some 13 minutes of an outage.
+        first_backoff_seconds: The longest delay after the first failure; it doubles with each further one.
+        longest_backoff_seconds: Where that ends. The delay is drawn evenly between nothing and this bound.
+        connect_seconds: For a connection to stand.
+        stall_seconds: Without a byte until a try is given up; the next one goes on behind the last byte.
+        try_seconds: For one try in all.
+        late_seconds: Without an answer until the reader counts as waiting for data.
+        piece_bytes: Asked for at a time.
+    """
+
+    retries_per_unit: int = 60
+    first_backoff_seconds: float = 0.5
+    longest_backoff_seconds: float = 30.0
+    connect_seconds: float = 10.0
+    stall_seconds: float = 20.0
+    try_seconds: float = 300.0
+    late_seconds: float = 5.0
+    piece_bytes: int = 8 << 20
+
+
+class TransientError(Exception):
+    """What may pass by itself. Leaves this room only as the reason of a ``DataError``.
+
+    Args:
+        reason: For a person, without secrets: ``HTTP 503``.
+        retry_after_seconds: What the server asked to wait.
+    """
+
+    def __init__(self, reason: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RetryBudget:
+    """The failed tries that one unit of work has left, shared by all its readers and threads."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self.policy = policy
+        self._left = policy.retries_per_unit
+        self._lock = threading.Lock()
+
+    @property
+    def left(self) -> int:
+        return self._left
+
+    def spend(self, uri: str, reason: str) -> None:
+        """Take one, or raise the error that ends the unit."""
+        with self._lock:
+            self._left -= 1
+            if self._left >= 0:
+                return
+        raise DataError(
+            f"the store did not answer rightly in {self.policy.retries_per_unit + 1:,} tries; the last time: {reason}",
+            where=uri, hint="check the network and the store, then run the same command again; nothing is lost",
+        )  # fmt: skip
+
+
+_current: contextvars.ContextVar[RetryBudget | None] = contextvars.ContextVar("retry_budget", default=None)
+
+
+@contextlib.contextmanager
+def retry_budget(policy: RetryPolicy | None = None) -> Generator[RetryBudget]:
+    """Let everything that is read inside share one budget: a unit of work. Without it every reader has its own.
+
+    Args:
+        policy: How patient to be. ``None``: as outside, else as ``RetryPolicy`` says.
+    """
+    outside = _current.get()
+    budget = RetryBudget(policy or (outside.policy if outside is not None else RetryPolicy()))
+    token = _current.set(budget)
+    try:
+        yield budget
+    finally:
+        _current.reset(token)
+
+
+def current_budget() -> RetryBudget:
+    """The budget of the unit of work around the caller, else a new one."""
+    return _current.get() or RetryBudget(RetryPolicy())
+
+
+def backoff_seconds(policy: RetryPolicy, failures: int, jitter: random.Random) -> float:
+    """Delay after so many failures in a row: evenly drawn from nothing to the exponential bound ("full jitter")."""
+    bound = min(policy.longest_backoff_seconds, policy.first_backoff_seconds * 2.0 ** min(failures - 1, 60))
+    return jitter.random() * bound
+
+
+def retry_after_seconds(value: str | None, *, now_unix_seconds: float | None = None) -> float | None:
+    """What a Retry-After header asks for: a number of seconds or a date; ``None`` if there is none or it is neither."""
+    if value is None:
+        return None
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        then = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, then - (time.time() if now_unix_seconds is None else now_unix_seconds))
+
+
+def jitter_of(uri: str) -> random.Random:
+    """Where delays are drawn from: they decide no result, and must differ between processes that failed together."""
+    return random.Random(f"{os.getpid()} {uri}")
+
+
+async def with_retries(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    uri: str,
+    budget: RetryBudget,
+    jitter: random.Random | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    progress: Callable[[], int] = lambda: 0,
+) -> T:
+    """Repeat an attempt until it succeeds, is refused, or the budget is used up.
+
+    Args:
+        attempt: One try. It raises ``TransientError`` for what may pass, a ``DataError`` for what will not.
+        uri: What it is about, for messages.
+        budget: Of the unit of work.
+        jitter: Where delays are drawn from.
+        sleep: How to wait.
+        progress: Bytes received so far: a try that got further starts the delays anew.
+
+    Raises:
+        DataError: A refusal, or too many failures.
+    """
+    policy, jitter = budget.policy, jitter or jitter_of(uri)
+    failures, before = 0, progress()
+    with may_wait(uri) as wait:
+        while True:
+            try:
+                async with asyncio.timeout(policy.try_seconds):
+                    return await attempt()
+            except TimeoutError:
+                failure = TransientError(f"the try took longer than {policy.try_seconds:g} s")
+            except TransientError as error:
+                failure = error
+            if (now := progress()) > before:
+                failures, before = 0, now
+            failures += 1
+            reason = redact(failure.reason)
+            wait.because(reason)
+            budget.spend(uri, reason)
+            asked = failure.retry_after_seconds or 0.0
+            if asked > _LONGEST_RETRY_AFTER_SECONDS:
+                raise DataError(
+                    f"the store asks to come back in {asked:,.0f} s ({reason})", where=uri,
+                    hint="run the same command again then; nothing is lost",
+                )  # fmt: skip
+            await sleep(max(asked, backoff_seconds(policy, failures, jitter)))

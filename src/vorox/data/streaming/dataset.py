@@ -1,0 +1,234 @@
+"""``RemoteIterableDataset``: samples of a streamed corpus, in an order that can be taken up anywhere.
+
+A run's configuration, or a few arguments, go in; dictionaries of arrays come out, one per training row, in the order
+in which a run of that configuration would read them. The state is the number of the next sample: it is about 200
+bytes, restoring it skips nothing, and it means the same to any number of ranks and workers. Invariant: the sample at
+a position is a function of the configuration and the text alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import Corpus, PrepareProgress, prepare
+from vorox.data.growth import PlanGrower
+from vorox.data.plan import Plan, Positions
+from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
+from vorox.data.streaming.arguments import Sources, Transforms, configuration
+from vorox.data.streaming.samples import Sample, SampleReader, read_ahead
+
+if TYPE_CHECKING:
+    from vorox.data.streaming.torch_adapter import TorchStream
+
+_BLOCK_SAMPLES = 16
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which positions one reader of many takes: every ``count``-th turn, beginning with turn ``index``.
+
+    Attributes:
+        index: Its number.
+        count: Of how many.
+        turn: Samples that it takes at a time.
+        stride: Positions from one sample of a turn to the next.
+        skip: Samples of its own that it leaves out at the beginning.
+    """
+
+    index: int = 0
+    count: int = 1
+    turn: int = 1
+    stride: int = 1
+    skip: int = 0
+
+    def blocks(self, start: int) -> Iterator[Positions]:
+        """Its positions from ``start`` on, ascending, some at a time."""
+        for first in itertools.count(self.skip, _BLOCK_SAMPLES):
+            turns, offsets = np.divmod(np.arange(first, first + _BLOCK_SAMPLES), self.turn)
+            yield start + ((turns * self.count + self.index) * self.turn + offsets) * self.stride
+
+
+class RemoteIterableDataset:
+    """Iterate to read. Files and threads are opened by an iterator and closed with it; the dataset can be pickled.
+
+    Args:
+        data: A run's configuration; or where the text is: a location, several, or a mapping of source names to
+            locations or to settings as under ``data.sources``.
+        tokenizer: A ``tokenizer.json``, or ``byte``. None: that of the configuration.
+        sequence_length_tokens: Positions of a sample. None: those of the configuration, or 1,024.
+        weights: Share of each source by name, exact. None: those of the configuration, or equal ones.
+        transforms: Functions that filter or change documents, as under ``data.transforms``.
+        seed: Decides the order. None: that of the configuration.
+        shuffle: Whether rows are permuted. None: as the configuration says, or yes.
+        shuffle_buffer_rows: About how many rows are permuted together, in whole units. None: ``data.growth``.
+        prefetch_samples: Samples kept ready by a thread; 0 makes each when it is asked for.
+        metadata: Whether samples say where they come from.
+        epochs: End before a source would be passed over so often and once more. None: never end.
+        rank: Which share of the samples to give.
+        world_size: Of how many.
+        cache_directory: Where chunks and the record of units lie. None: as the configuration says.
+        retention_bytes: What chunks may take on disk. None: as the configuration says.
+        unit_bytes: Text that is built as a whole. None: as the configuration says, or 8 MiB.
+        on_progress: Told what is prepared.
+
+    Raises:
+        ConfigError: The arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        data: RunConfig | Sources,
+        *,
+        tokenizer: str | None = None,
+        sequence_length_tokens: int | None = None,
+        weights: Mapping[str, float | str] | None = None,
+        transforms: Transforms | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
+        shuffle_buffer_rows: int | None = None,
+        prefetch_samples: int = 64,
+        metadata: bool = False,
+        epochs: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        cache_directory: str | Path | None = None,
+        retention_bytes: int | None = None,
+        unit_bytes: int | None = None,
+        on_progress: PrepareProgress | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"there is no rank {rank} of {world_size}", where="rank, world_size")
+        if prefetch_samples < 0 or (epochs is not None and epochs < 1):
+            raise ConfigError(f"prefetch_samples={prefetch_samples} or epochs={epochs} is too small")
+        self.config = configuration(
+            data, tokenizer=tokenizer, sequence_length_tokens=sequence_length_tokens, weights=weights,
+            transforms=transforms, seed=seed, shuffle=shuffle, shuffle_buffer_rows=shuffle_buffer_rows,
+            cache_directory=cache_directory, retention_bytes=retention_bytes, unit_bytes=unit_bytes,
+        )  # fmt: skip
+        self.epochs, self.rank, self.world_size = epochs, rank, world_size
+        self._prefetch_samples, self._metadata, self._on_progress = prefetch_samples, metadata, on_progress
+        self._start = self._position = 0
+        self._order = ""
+        self._reader: SampleReader | None = None
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Samples from the state that was loaded last on, or from the first."""
+        self._position = start = self._start
+        for position, sample in self.samples(start, Share(self.rank, self.world_size)):
+            self._position = position - self.rank + self.world_size
+            yield sample
+
+    def samples(self, start: int, share: Share) -> Generator[tuple[int, Sample]]:
+        """The samples of a share of the positions from ``start`` on, each with its position.
+
+        Raises:
+            DataError: The text is no longer what the loaded state was made with, or cannot be read.
+        """
+        with self._opened() as reader:
+            self._check_order(reader)
+            depth = -(-self._prefetch_samples // _BLOCK_SAMPLES)
+            ready = read_ahead(reader.read, share.blocks(start), depth)
+            try:
+                for positions, samples in ready:
+                    yield from zip(positions.tolist(), samples, strict=False)
+            finally:
+                reader.closing.set()
+                ready.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iterator stands: all that it takes to go on from there, at any number of ranks.
+
+        Every rank must have taken as many samples as the others.
+        """
+        if self._position == self._start or self._reader is None:
+            return self.start_state
+        order = self._reader.order_before(self._position)
+        return {**self.start_state, "position": self._position, "order": order}
+
+    @property
+    def start_state(self) -> dict[str, Any]:
+        """The state that the next iterator begins from."""
+        return {"v": _STATE_VERSION, "position": self._start, "seed": self.config.run.seed, "order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterator go on from a state.
+
+        Raises:
+            DataError: It is not the state of such a dataset, or of one of another seed.
+        """
+        known = isinstance(state.get("position"), int) and isinstance(state.get("order"), str)
+        if state.get("v") != _STATE_VERSION or not known:
+            raise DataError(f"this is not the state of a RemoteIterableDataset: {dict(state)}")
+        if state.get("seed") != self.config.run.seed:
+            raise DataError(
+                f"the state was made with seed {state.get('seed')}, the dataset has {self.config.run.seed}",
+                hint="make the dataset with the seed that the state was made with",
+            )
+        self._start = self._position = int(state["position"])
+        self._order = str(state["order"])
+
+    def as_torch(self, *, batch_size: int = 1) -> TorchStream:
+        """The same as a ``torch.utils.data.IterableDataset`` of tensors.
+
+        Args:
+            batch_size: That of the ``DataLoader``: workers take turns of so many samples, so that batches come in one
+                order with any number of workers. 1 for a loader without batching, whose items are samples.
+        """
+        from vorox.data.streaming.torch_adapter import TorchStream
+
+        return TorchStream(self, batch_size=batch_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is open: another process opens its own."""
+        return {**self.__dict__, "_reader": None, "_on_progress": None}
+
+    def _check_order(self, reader: SampleReader) -> None:
+        """Make sure that the samples before a loaded state are those that it was made after."""
+        self._reader, position = reader, self._start
+        if not position or not self._order:
+            return
+        reader.grower.cover(position)
+        if reader.order_before(position) != self._order:
+            raise DataError(
+                f"the samples before position {position:,} are not those that the state was made after",
+                where=", ".join(source.name for source in self.config.data.sources),
+                hint="bring back the text and the settings that it was made with, or begin anew",
+            )
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[SampleReader]:
+        config = self.config
+        with (
+            contextlib.closing(prepare(config, on_progress=self._on_progress)) as corpus,
+            tempfile.TemporaryDirectory(prefix="vorox-stream-") as directory,
+        ):
+            readers = [source.train for source in corpus.sources]
+            plan = Plan.create(Path(directory) / "plan.jsonl", _plan_start(config, corpus), readers)
+            grower = PlanGrower(plan, readers, config.data.growth)
+            yield SampleReader(plan, grower, config.data.document_mask, self._metadata, self.epochs, threading.Event())
+
+
+def _plan_start(config: RunConfig, corpus: Corpus) -> PlanStart:
+    data = config.data
+    sources = [
+        PlanSource(
+            source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs,
+            section.on_exhausted,
+        )
+        for source, weight, section in zip(corpus.sources, corpus.weights, data.sources, strict=True)
+    ]  # fmt: skip
+    growth = data.growth
+    rule = GrowthRule(growth.mode, growth.first_segment_units, growth.max_segment_units, growth.later_passes)
+    return PlanStart(config.run.seed, data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)

@@ -1,0 +1,102 @@
+"""The streams of one corpus: one ring for all of its sources, and which units are read together.
+
+In: directories, the work of their units, the sections ``data.growth`` and ``data.streaming``. Out: readers. Invariant:
+the segments are those that the plan takes up, so that what is kept is what is read next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vorox.core.schema.data import DataConfig, GrowthConfig
+from vorox.data.cache.unit_work import UnitWork
+from vorox.data.documents import Unit
+from vorox.data.streaming.reader import StreamReader
+from vorox.data.streaming.retention import Ring
+from vorox.data.streaming.stream import Stream, open_directory
+from vorox.data.streaming.windows import Range
+
+DIRECTORY_NAME = "streams"
+"""Below the root of the caches: chunks there come and go."""
+
+_POLL_SECONDS = 0.02
+
+
+def segment_ranges(num_units: int, growth: GrowthConfig) -> list[Range]:
+    """The units of each segment of a pass."""
+    ranges: list[Range] = []
+    first, size = 0, growth.first_segment_units
+    while first < num_units:
+        last = min(first + min(size, growth.max_segment_units), num_units)
+        ranges.append((first, last))
+        first, size = last, 2 * size
+    return ranges
+
+
+class Streams:
+    """The streams of a corpus. Close it to end their threads.
+
+    Args:
+        data: The section ``data``.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self.ring = Ring(data.streaming.retention_bytes)
+        self.streams: list[Stream] = []
+
+    def open(
+        self, directory: Path, work: UnitWork, units: Sequence[Unit], *, bad_record_fraction: float
+    ) -> StreamReader:
+        """The rows of one split of a source, built while they are read.
+
+        Raises:
+            DataError: The directory is of another recipe or source, or holds a cache that is meant to stay.
+        """
+        open_directory(directory, work, units)
+        stream = Stream(
+            directory, work, units, segment_ranges(len(units), self._data.growth), self.ring,
+            prefetch_segments=self._data.streaming.prefetch_segments, bad_record_fraction=bad_record_fraction,
+        )  # fmt: skip
+        self.streams.append(stream)
+        return StreamReader(stream)
+
+    def wait_for_first_segments(
+        self, readers: Sequence[StreamReader], on_progress: Callable[[StreamReader, int, int], None]
+    ) -> list[StreamReader]:
+        """Readers that see the first segment of every source, built at once if it was not yet.
+
+        Args:
+            readers: One per source.
+            on_progress: Told (reader, bytes of text built, bytes of the first segment).
+
+        Raises:
+            DataError: A unit of a first segment cannot be built.
+        """
+        seen = list(readers)
+        while True:
+            waiting = False
+            for index, reader in enumerate(seen):
+                last = reader.stream.first_segment_units
+                if len(reader.missing_units(0, last)):
+                    reader = seen[index] = reader.refreshed(awaited_units=last)
+                missing: list[int] = reader.missing_units(0, last).tolist()
+                if missing:
+                    waiting = True
+                    sizes = [_size_bytes(unit) for unit in reader.units[:last]]
+                    on_progress(reader, sum(sizes) - sum(sizes[unit] for unit in missing), sum(sizes))
+            if not waiting:
+                return seen
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End what is being built. Repeatable."""
+        self.ring.close()
+        for stream in self.streams:
+            stream.close()
+
+
+def _size_bytes(unit: Unit) -> int:
+    return sum(span.end_byte - span.start_byte for span in unit.spans)

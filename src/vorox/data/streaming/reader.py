@@ -1,0 +1,67 @@
+"""Reading a stream: a cache whose chunks are built again where they were removed.
+
+It is read like any cache; a row whose chunk is not on disk waits until the stream has made it. Like a ``CacheReader``
+it sees what was recorded by the time it was made, and ``refreshed`` gives one that sees more. Invariant: the rows are
+those of a complete cache of the same recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.recipe import read_recipe
+from vorox.data.records import RowBlock
+from vorox.data.streaming.stream import Stream
+
+_MOST_OPEN_CHUNKS = 1024
+
+
+class StreamReader(CacheReader):
+    """The rows of a stream, as far as they are recorded."""
+
+    def __init__(self, stream: Stream, manifest: Manifest | None = None) -> None:
+        directory: Path = stream.directory
+        super().__init__(directory, read_recipe(directory), manifest or stream.manifest, _MOST_OPEN_CHUNKS)
+        self.stream = stream
+        stream.register(self)
+
+    def refreshed(self, *, awaited_units: int = 0) -> StreamReader:
+        """A reader of what is recorded by now.
+
+        Args:
+            awaited_units: The asker waits until all units below this are recorded.
+
+        Raises:
+            DataError: One of them cannot be built.
+        """
+        manifest = self.stream.grown(awaited_units=awaited_units)
+        return self if manifest is self.manifest else StreamReader(self.stream, manifest)
+
+    def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
+        units = np.unique(np.searchsorted(self.unit_row_starts, rows, side="right") - 1)
+        self.stream.touch(units.tolist())
+        return super().read_rows(rows)
+
+    def forget(self, unit: int, /) -> None:
+        """Let go of the chunk files of a unit; called by the stream."""
+        for index, chunk in list(self._open_chunks.items()):
+            if chunk.header.unit == unit:
+                self._open_chunks.pop(index, None)
+
+    def _open(self, index: int) -> Chunk:
+        unit = int(self.manifest.chunks["unit"][index])
+        while True:
+            self.stream.ensure(unit)
+            try:
+                return super()._open(index)
+            except DataError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                self.stream.lost(unit)  # removed between the two lines above

@@ -1,0 +1,90 @@
+"""``RemoteIterableDataset`` as a ``torch.utils.data.IterableDataset``. The only module of data/ that imports torch.
+
+Samples become dictionaries of int64 tensors, which the default collation stacks; ``metadata``, asked for, is a JSON
+text. The workers of a ``DataLoader`` take turns, so that its items come in one order whatever their number. Invariant:
+the items of a loader are those that the dataset itself gives, in that order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.streaming.dataset import RemoteIterableDataset, Share
+from vorox.data.streaming.samples import Sample
+
+_STATE_VERSION = 1
+
+if TYPE_CHECKING:
+    _Base = IterableDataset[dict[str, Any]]
+else:
+    _Base = IterableDataset
+
+
+class TorchStream(_Base):
+    """Made by ``RemoteIterableDataset.as_torch``.
+
+    It goes on from the state that the dataset has loaded. Inside a worker, ``state_dict`` is that of the worker, as a
+    stateful loader collects them; ``state_after`` is the state of all of them together, which any number of workers
+    can go on from.
+
+    Args:
+        dataset: What to read.
+        batch_size: Samples that a worker takes at a time.
+    """
+
+    def __init__(self, dataset: RemoteIterableDataset, *, batch_size: int = 1) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} is too small", where="as_torch")
+        self.dataset, self.batch_size = dataset, batch_size
+        self._taken, self._workers = 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self._taken and self._workers != workers:
+            raise ConfigError(
+                f"the state is that of one of {self._workers} workers, there are {workers}", where="DataLoader",
+                hint="keep their number, or go on from state_after, which fits any number",
+            )  # fmt: skip
+        self._workers = workers
+        dataset = self.dataset
+        start = int(dataset.start_state["position"]) + dataset.rank
+        share = Share(worker, workers, self.batch_size, dataset.world_size, self._taken)
+        for _, sample in dataset.samples(start, share):
+            self._taken += 1
+            yield _tensors(sample)
+        self._taken = 0
+
+    def state_after(self, num_samples: int) -> dict[str, Any]:
+        """The state for ``RemoteIterableDataset.load_state_dict`` when so many samples were taken from the loader."""
+        start = self.dataset.start_state
+        return {**start, "position": start["position"] + num_samples * self.dataset.world_size, "order": ""}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this process stands: the one worker that it is, or the whole without workers."""
+        return {"v": _STATE_VERSION, "taken": self._taken, "workers": self._workers, "start": self.dataset.start_state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterator go on from a state of ``state_dict``.
+
+        Raises:
+            DataError: It is not such a state.
+        """
+        start = state.get("start")
+        if state.get("v") != _STATE_VERSION or not isinstance(start, Mapping):
+            raise DataError(f"this is not the state of a TorchStream: {dict(state)}")
+        self.dataset.load_state_dict({str(key): value for key, value in start.items()})  # pyright: ignore
+        self._taken, self._workers = int(state["taken"]), int(state["workers"])
+
+
+def _tensors(sample: Sample) -> dict[str, Any]:
+    return {
+        name: json.dumps(value) if name == "metadata" else torch.as_tensor(value, dtype=torch.int64)
+        for name, value in sample.items()
+    }

@@ -1,0 +1,74 @@
+"""What the processes that share a stream's directory read at the moment, so that none removes what another needs.
+
+Each stream writes the units that it reads next into ``windows/``; others look there before they remove chunks.
+Invariant: nothing but time depends on it. A window that is missed costs a unit that is built once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from vorox.core.atomic import make_directory, remove_file, write_file
+
+DIRECTORY_NAME = "windows"
+_FORGOTTEN_SECONDS = 3600.0
+"""A process of another host that has said nothing for so long is taken for dead."""
+
+Range = tuple[int, int]
+
+
+class Window:
+    """What one stream reads, for others to see.
+
+    Args:
+        directory: The stream's directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / DIRECTORY_NAME
+        self._path = self._directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
+        self._said: list[Range] | None = None
+
+    def say(self, units: Sequence[Range]) -> None:
+        """These units are read now or next."""
+        if list(units) == self._said:
+            return
+        self._said = list(units)
+        make_directory(self._directory)
+        content = {"host": socket.gethostname(), "pid": os.getpid(), "units": [list(one) for one in units]}
+        write_file(self._path, json.dumps(content).encode())
+
+    def others(self) -> list[Range]:
+        """What streams of living processes read, but for this one."""
+        found: list[Range] = []
+        for path in sorted(self._directory.glob("*.json")):
+            if path == self._path:
+                continue
+            try:
+                value = json.loads(path.read_bytes())
+                is_here, process_id = value["host"] == socket.gethostname(), int(value["pid"])
+                alive = psutil.pid_exists(process_id) if is_here else _is_recent(path)
+                if alive:
+                    found += [(int(first), int(last)) for first, last in value["units"]]
+                elif is_here:
+                    remove_file(path)
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # it is being replaced, or was written by something else
+        return found
+
+    def close(self) -> None:
+        if self._said is not None:
+            self._path.unlink(missing_ok=True)
+            self._said = None
+
+
+def _is_recent(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime < _FORGOTTEN_SECONDS

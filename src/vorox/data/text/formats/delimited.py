@@ -1,0 +1,228 @@
+"""csv as in RFC 4180: the first record names the columns, quoted fields may hold delimiters, quotes and line ends.
+
+Spans that begin at a record go in, documents and bad records come out. Where a record ends depends on every quote
+before it, so a file is cut in one pass forward. Invariants: records are whole whatever the span, data rows are counted
+from 0 behind the header, and a row that has not as many fields as the header is put aside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data.documents import BadRecord, Document, UnitSpan
+from vorox.data.storage import StoredFile
+from vorox.data.text.content import Limits, open_content, refuse_foreign
+from vorox.data.text.formats.json_lines import UnreadableRecord
+from vorox.data.text.formats.lines import BYTE_ORDER_MARK
+from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, too_large
+
+_CHUNK_BYTES = 1 << 20
+_LARGEST_HEADER_BYTES = 1 << 20
+
+
+class RecordEnds:
+    """Finds where records end in a content that is given chunk by chunk from the start of a record."""
+
+    def __init__(self, delimiter: bytes) -> None:
+        self._delimiter = delimiter[0]
+        self._opening = delimiter + b'"'
+        self._state = "start"  # of a field; in a "plain" one; in a "quoted" one; behind a "quote" in it
+
+    def __call__(self, chunk: bytes) -> npt.NDArray[np.int64] | list[int]:
+        """Offsets in the chunk behind which records end."""
+        if self._state in {"start", "plain"} and b'"' not in chunk:
+            self._state = "start" if chunk[-1] in {self._delimiter, 0x0A} else "plain"
+            return np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + 1
+        return self._with_quotes(chunk)
+
+    def _with_quotes(self, chunk: bytes) -> list[int]:
+        ends: list[int] = []
+        at, size, state = 0, len(chunk), self._state
+        while at < size:
+            if state == "quoted":
+                quote = chunk.find(b'"', at)
+                state, at = ("quoted", size) if quote < 0 else ("quote", quote + 1)
+            elif state == "quote":  # doubled it stands for itself, else the field is over
+                state, at = ("quoted", at + 1) if chunk[at] == 0x22 else ("plain", at)
+            elif state == "start" and chunk[at] == 0x22:
+                state, at = "quoted", at + 1
+            else:
+                newline = chunk.find(b"\n", at)
+                opening = chunk.find(self._opening, at, newline if newline >= 0 else size)
+                if opening >= 0:
+                    state, at = "quoted", opening + 2
+                elif newline >= 0:
+                    ends.append(newline + 1)
+                    state, at = "start", newline + 1
+                else:
+                    state, at = "start" if chunk[-1] == self._delimiter else "plain", size
+        self._state = state
+        return ends
+
+
+def split_fields(record: bytes, delimiter: bytes) -> list[bytes]:
+    """The fields of one record, without quotes and line end.
+
+    Raises:
+        UnreadableRecord: A quote is never closed, or text follows behind a closing quote.
+    """
+    body = record[:-1] if record.endswith(b"\n") else record
+    body = body.removesuffix(b"\r")
+    if b'"' not in body:
+        return body.split(delimiter)
+    fields: list[bytes] = []
+    at = 0
+    while True:
+        if body[at : at + 1] == b'"':
+            close = _closing_quote(body, at + 1)
+            if close < 0:
+                raise UnreadableRecord(f"the quote at byte {at} of the record is never closed")
+            fields.append(body[at + 1 : close].replace(b'""', b'"'))
+            at = close + 1
+            if at < len(body) and body[at : at + 1] != delimiter:
+                raise UnreadableRecord(f"text follows behind the closing quote at byte {close} of the record")
+        else:
+            end = body.find(delimiter, at)
+            end = len(body) if end < 0 else end
+            fields.append(body[at:end])
+            at = end
+        if at >= len(body):
+            return fields
+        at += 1
+
+
+def _closing_quote(body: bytes, at: int) -> int:
+    while True:
+        quote = body.find(b'"', at)
+        if quote < 0 or body[quote + 1 : quote + 2] != b'"':
+            return quote
+        at = quote + 2
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str, ...], int]:
+    """The columns of a file and where its data begins.
+
+    Raises:
+        DataError: There is no header that can be read.
+    """
+    with open_content(file, 0, None, limits) as reader:
+        start = reader.read(_LARGEST_HEADER_BYTES)
+    refuse_foreign(file, start[:16])
+    if not start:
+        return (), 0
+    ends = RecordEnds(delimiter.encode())(start)
+    end = int(ends[0]) if len(ends) else len(start)
+    problem = ""
+    if not len(ends) and len(start) == _LARGEST_HEADER_BYTES:
+        problem = f"the first record has more than {_LARGEST_HEADER_BYTES:,} bytes"
+    try:
+        names = split_fields(start[:end].removeprefix(BYTE_ORDER_MARK), delimiter.encode())
+        columns = tuple(name.decode("utf-8").strip() for name in names)
+    except (UnreadableRecord, UnicodeDecodeError) as error:
+        columns, problem = (), problem or str(error)
+    if problem:
+        raise DataError(
+            f"the header of the csv cannot be read: {problem}", where=file.uri,
+            hint="the first record has to name the columns",
+        )  # fmt: skip
+    return columns, end
+
+
+def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
+    columns, _ = header(file, source.delimiter, Limits.of(source))
+    if columns.count(name) == 1:
+        return columns.index(name)
+    there = ", ".join(repr(column) for column in columns[:20]) or "no columns"
+    twice = f"names column {name!r} {columns.count(name)} times" if name in columns else f"has no column {name!r}"
+    raise DataError(
+        f"the csv {twice}; its header has {there}", where=file.uri,
+        hint="set the source's text_field, or its delimiter; a csv needs a header",
+    )  # fmt: skip
+
+
+def cut(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
+) -> Iterator[Piece]:
+    """Runs of whole records, behind the header."""
+    _, data_start = header(file, source.delimiter, Limits.of(source))
+    if data_start == 0:
+        return
+    _column(source, file, source.text_field)
+    yield from _cut(file, source.delimiter, max(start, data_start), end, piece_bytes, first_ordinal, Limits.of(source))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _cut(
+    file: StoredFile, delimiter: str, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
+) -> tuple[Piece, ...]:
+    """All pieces in one pass, remembered because both splits ask."""
+    with open_content(file, start, end, limits) as reader:
+        chunks = iter(lambda: reader.read(_CHUNK_BYTES), b"")
+        return tuple(cut_at_ends(_ends(chunks, start, RecordEnds(delimiter.encode())), start, piece_bytes,
+                                 first_ordinal))  # fmt: skip
+
+
+def _ends(chunks: Iterator[bytes], offset: int, find: RecordEnds) -> Iterator[EndsOfChunk]:
+    for chunk in chunks:
+        ends = np.asarray(find(chunk), dtype=np.int64) + offset
+        offset += len(chunk)
+        yield offset, ends
+
+
+def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    """Records in a range."""
+    find = RecordEnds(source.delimiter.encode())
+    with open_content(file, start, end, Limits.of(source)) as reader:
+        total, last = 0, start
+        for _, ends in _ends(iter(lambda: reader.read(_CHUNK_BYTES), b""), start, find):
+            total += len(ends)
+            last = int(ends[-1]) if len(ends) else last
+    return total + (last < end)
+
+
+def read_records(
+    source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
+) -> Iterator[Document | BadRecord]:
+    """The records in a span whose first byte ``accept`` takes."""
+    limits, delimiter = Limits.of(source), source.delimiter.encode()
+    columns, data_start = header(file, source.delimiter, limits)
+    wanted = [_column(source, file, name) for name in (source.text_field, *source.metadata_fields)]
+    start = max(span.start_byte, data_start)
+    with open_content(file, start, span.end_byte, limits) as reader:
+        find = RecordEnds(delimiter)
+        chunks = ((chunk, find(chunk)) for chunk in iter(lambda: reader.read(_CHUNK_BYTES), b""))
+        records = records_in(chunks, start, source.max_record_bytes)
+        for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
+            if not accept(offset) or (record is not None and not record.strip()):
+                continue  # a blank line is no record, but it keeps its ordinal
+            place = (span.file_index, ordinal, offset, length)
+            try:
+                if record is None:
+                    raise UnreadableRecord(too_large(length, source.max_record_bytes))
+                texts = _texts(split_fields(record, delimiter), columns, wanted)
+            except UnreadableRecord as error:
+                yield BadRecord(*place, None, str(error))
+                continue
+            metadata = dict(zip(source.metadata_fields, texts[1:], strict=True)) if source.metadata_fields else None
+            yield Document(*place, texts[0], metadata)
+
+
+def _texts(fields: Sequence[bytes], columns: Sequence[str], wanted: Sequence[int]) -> list[str]:
+    if len(fields) != len(columns):
+        raise UnreadableRecord(f"the record has {len(fields)} fields, the header has {len(columns)}")
+    texts: list[str] = []
+    for index in wanted:
+        try:
+            texts.append(fields[index].decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UnreadableRecord(
+                f"invalid UTF-8 at byte {error.start} of column {columns[index]!r}: {error.reason}"
+            ) from error
+    return texts

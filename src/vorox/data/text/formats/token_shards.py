@@ -1,0 +1,115 @@
+"""Token shards (.bin) as a source: a record is a document, the ids up to and with an end-of-text id.
+
+Spans of a shard go in, token documents come out. Writers that put the end of text in front of every document and
+those that put it behind give the same documents; what an end of text alone would be is no document but keeps its
+ordinal. A document that one shard ends and the next goes on with is two. Invariant: ids are given out as they are
+stored; whether they are in the vocabulary is for the builder to refuse.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.data import SourceConfig
+from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, parse_header
+from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
+from vorox.data.storage import StoredFile, open_range
+from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, too_large
+
+_CHUNK_BYTES = 1 << 20
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def header(file: StoredFile) -> ShardHeader:
+    """What a stored shard is.
+
+    Raises:
+        DataError: It is none, or does not agree with its header.
+    """
+    with open_range(file, 0, min(SHORT_HEADER_BYTES, file.size_bytes)) as reader:
+        return parse_header(reader.read(SHORT_HEADER_BYTES), file.size_bytes, file.uri)
+
+
+def _end_of_text(source: SourceConfig) -> int:
+    if source.end_of_text_id is None:
+        raise ConfigError(
+            f"the token shards of source {source.name!r} need an end-of-text id before the tokenizer is known",
+            where="data.sources", hint="set the source's end_of_text_id",
+        )  # fmt: skip
+    return source.end_of_text_id
+
+
+def _chunks(file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
+    """Whole tokens."""
+    size = header(file).token_bytes
+    with open_range(file, start, end) as reader:
+        rest = b""
+        while piece := reader.read(_CHUNK_BYTES):
+            piece = rest + piece
+            whole = len(piece) // size * size
+            rest = piece[whole:]
+            yield piece[:whole]
+
+
+def _ends(file: StoredFile, start: int, end: int | None, end_of_text_id: int) -> Iterator[EndsOfChunk]:
+    shard = header(file)
+    offset = start
+    for chunk in _chunks(file, start, end):
+        found = np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id)
+        yield offset + len(chunk), (found + 1).astype(np.int64) * shard.token_bytes + offset
+        offset += len(chunk)
+
+
+def cut(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
+) -> Iterator[Piece]:
+    """Runs of whole documents, behind the header."""
+    begin = max(start, header(file).header_bytes)
+    yield from _cut(file, begin, end, piece_bytes, first_ordinal, _end_of_text(source))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _cut(
+    file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, end_of_text_id: int
+) -> tuple[Piece, ...]:
+    """All pieces in one pass, remembered because both splits ask."""
+    return tuple(cut_at_ends(_ends(file, start, end, end_of_text_id), start, piece_bytes, first_ordinal))
+
+
+def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    """Records in a range."""
+    total, last = 0, max(start, header(file).header_bytes)
+    for _, ends in _ends(file, last, end, _end_of_text(source)):
+        total += len(ends)
+        last = int(ends[-1]) if len(ends) else last
+    return total + (last < end)
+
+
+def read_records(
+    source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
+) -> Iterator[TokenDocument | BadRecord]:
+    """The documents in a span whose first byte ``accept`` takes."""
+    shard, end_of_text_id = header(file), _end_of_text(source)
+    start = max(span.start_byte, shard.header_bytes)
+    chunks = (
+        (chunk, (np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id) + 1) * shard.token_bytes)
+        for chunk in _chunks(file, start, span.end_byte)
+    )
+    records = records_in(chunks, start, source.max_record_bytes)
+    for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
+        place = (span.file_index, ordinal, offset, length)
+        if not accept(offset):
+            continue
+        if record is None:
+            reason = f"{too_large(length, source.max_record_bytes)}; is {end_of_text_id} the end of text?"
+            yield BadRecord(*place, None, reason)
+            continue
+        tokens = np.frombuffer(record, shard.dtype)
+        if tokens[-1] == end_of_text_id:
+            tokens = tokens[:-1]
+        if len(tokens):
+            yield TokenDocument(*place, tokens)

@@ -1,0 +1,201 @@
+"""Datasets of the Hugging Face Hub by name: from ``hf://OWNER/NAME``, configuration and split to the files they are.
+
+A source goes in, locations inside the repository come out; nothing but the repository's card and its list of files is
+asked. The card's ``configs`` decide where they name files; else the names do, as on the hub: a folder for the
+configuration, the split as a word in folder or file name. Invariant: what is chosen depends on the repository at one
+revision and on the source alone, and a choice that would be a guess is refused with what there is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import yaml
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data import storage
+from vorox.data.storage import StoredFile, absolute
+
+_REPOSITORY = re.compile(r"hf://datasets/[^/@]+/[^/@]+(@(refs/[^/]+/[^/]+|[^/]+))?")
+_CARD_BYTES = 8 << 20
+_SPLIT_WORDS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HubFiles:
+    """The files of one configuration and split.
+
+    Attributes:
+        root: The repository, which their places are relative to.
+        locations: Files and patterns inside of it.
+    """
+
+    root: str
+    locations: tuple[str, ...]
+
+
+def at_revision(location: str, revision: str | None) -> str:
+    """The canonical location, at the source's revision where it names none itself."""
+    uri = absolute(location)
+    if revision is None or not uri.startswith("hf://"):
+        return uri
+    kind, owner, name, *path = uri.removeprefix("hf://").split("/")
+    if "@" not in name:
+        name = f"{name}@{revision.replace('/', '%2F')}"
+    return "hf://" + "/".join([kind, owner, name, *path])
+
+
+def names_a_dataset(location: str) -> bool:
+    """Whether a location is a whole dataset of the hub, not a path inside of one."""
+    return location.startswith("hf://") and _REPOSITORY.fullmatch(absolute(location)) is not None
+
+
+def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...]) -> HubFiles:
+    """The files of a dataset by name.
+
+    Args:
+        source: Says configuration, split and revision.
+        location: The dataset.
+        endings: Of files in the source's format, for datasets whose card names none.
+
+    Raises:
+        DataError: There is no such repository, configuration or split.
+    """
+    root = at_revision(location, source.revision)
+    split = source.hf_split or "train"
+    configurations = _configurations(_card(root))
+    if configurations:
+        chosen = _choose(root, configurations, source.hf_config)
+        paths = _paths_of(chosen, split)
+        if paths is None:
+            there = sorted(str(name) for name in _splits(chosen))
+            raise DataError(
+                f"configuration {chosen['config_name']!r} of the dataset has no split {split!r}; it has "
+                f"{', '.join(map(repr, there)) or 'none'}",
+                where=root, hint="set the source's hf_split to one of them",
+            )  # fmt: skip
+        if paths:
+            return HubFiles(root, tuple(f"{root}/{path.removeprefix('./')}" for path in paths))
+    files = storage.list_files(root, endings)
+    names = [file.uri.removeprefix(f"{root}/") for file in files]
+    folder = source.hf_config if not configurations or source.hf_config != "default" else None
+    return HubFiles(root, tuple(f"{root}/{name}" for name in _by_name(root, names, folder, split)))
+
+
+def _card(root: str) -> Mapping[str, Any]:
+    """The YAML at the start of the repository's README, empty if it has none."""
+    readme = next((file for file in _files_there(f"{root}/README.md")), None)
+    if readme is None:
+        return {}
+    with storage.open_range(readme, 0, min(readme.size_bytes, _CARD_BYTES)) as reader:
+        text = reader.read().decode("utf-8", "replace").removeprefix("\ufeff")
+    match = re.match(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
+    if match is None:
+        return {}
+    try:
+        card = yaml.safe_load(match[1])
+    except yaml.YAMLError as error:
+        raise DataError(
+            f"the dataset's card is not valid YAML: {' '.join(str(error).split())}", where=readme.uri,
+            hint="give the files as paths: hf://OWNER/NAME/data/*.parquet",
+        ) from error  # fmt: skip
+    return _mapping(card)
+
+
+def _files_there(location: str) -> list[StoredFile]:
+    """A file, or nothing if the repository has none of that name."""
+    folder, _, name = location.rpartition("/")
+    return [file for file in storage.list_files(f"{folder}/*", ()) if file.uri == f"{folder}/{name}"]
+
+
+def _configurations(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    listed = card.get("configs")
+    entries = [_mapping(entry) for entry in _as_list(listed)]
+    return [entry for entry in entries if isinstance(entry.get("config_name"), str)]
+
+
+def _choose(root: str, configurations: Sequence[Mapping[str, Any]], wanted: str | None) -> Mapping[str, Any]:
+    by_name = {str(entry["config_name"]): entry for entry in configurations}
+    if wanted is None:
+        marked = [entry for entry in configurations if entry.get("default") is True]
+        chosen = (*marked, by_name.get("default"), *(configurations if len(configurations) == 1 else ()))
+        found = next((entry for entry in chosen if entry is not None), None)
+    else:
+        found = by_name.get(wanted)
+    if found is None:
+        asked = "needs one of its configurations" if wanted is None else f"has no configuration {wanted!r}; it has"
+        raise DataError(
+            f"the dataset {asked} {', '.join(map(repr, sorted(by_name)[:20]))}", where=root,
+            hint="set the source's hf_config to one of them",
+        )  # fmt: skip
+    return found
+
+
+def _splits(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Paths by split; a configuration that names files without splits has train only."""
+    folder = str(configuration.get("data_dir") or "").strip("/")
+    listed: Any = configuration.get("data_files")
+    if isinstance(listed, dict):
+        listed = [{"split": split, "path": path} for split, path in cast("dict[str, Any]", listed).items()]
+    splits: dict[str, list[str]] = {}
+    for entry in _as_list(listed):
+        named = _mapping(entry)
+        split = str(named.get("split", "train"))
+        for path in _as_list(named.get("path") if named else entry):
+            splits.setdefault(split, []).append(f"{folder}/{path}" if folder else str(path))
+    return splits
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _paths_of(configuration: Mapping[str, Any], split: str) -> list[str] | None:
+    """The paths of a split; none if the card leaves them to the names, ``None`` if it has no such split."""
+    splits = _splits(configuration)
+    if splits:
+        return splits.get(split)
+    folder = str(configuration.get("data_dir") or "").strip("/")
+    return [f"{folder}/**"] if folder else []
+
+
+def _by_name(root: str, names: Sequence[str], configuration: str | None, split: str) -> list[str]:
+    """The files whose names say the configuration and the split."""
+    if configuration is not None:
+        inside = [name for name in names if configuration in name.split("/")[:-1]]
+        if not inside:
+            folders = sorted({name.split("/")[0] for name in names if "/" in name})
+            raise DataError(
+                f"the dataset has no folder for configuration {configuration!r}; its folders are "
+                f"{', '.join(map(repr, folders[:20])) or 'none'}",
+                where=root, hint="set the source's hf_config to one of them, or give the files as paths",
+            )  # fmt: skip
+        names = inside
+    chosen = [name for name in names if _says(name, split)]
+    others = [word for word in _SPLIT_WORDS if word != split and any(_says(name, word) for name in names)]
+    if not chosen and split == "train" and not others:
+        return list(names)  # files without splits are all for training
+    if not chosen:
+        raise DataError(
+            f"no file of the dataset is named after split {split!r}"
+            + (f"; there are files for {', '.join(others)}" if others else ""),
+            where=root, hint="set the source's hf_split, or give the files as paths",
+        )  # fmt: skip
+    return chosen
+
+
+def _says(name: str, split: str) -> bool:
+    words = re.split(r"[^A-Za-z0-9]+|(?<=[A-Za-z])(?=\d)", name.lower())
+    return any(word in words for word in _SPLIT_WORDS.get(split, (split.lower(),)))

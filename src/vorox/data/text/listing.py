@@ -1,0 +1,120 @@
+"""Which files a source is: its locations searched, its fallback where they are not there, duplicates and places.
+
+A ``SourceConfig`` goes in; its files, each with the name that the held-out split goes by, come out, sorted by uri.
+Invariant: what is not taken as it was asked for (a fallback in place of the paths) is told, never silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vorox.core.config.source_presets import source_presets
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data import storage
+from vorox.data.storage import STANDARD_LIBRARY, StoredFile, place_in
+from vorox.data.text.formats import suffixes
+from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dataset
+
+_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
+_FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
+_BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"})
+_BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
+_OF_FILES = (
+    "format", "paths", "hf_config", "hf_split", "revision", "text_field", "metadata_fields", "delimiter",
+    "tokenizer", "end_of_text_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something about a source that a person should know although nothing is wrong.
+
+    Attributes:
+        kind: ``fallback``, ``duplicates`` or ``empty_files``.
+        text: A sentence.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file of a source and its name relative to the location it was found under."""
+
+    stored: StoredFile
+    place: str
+
+
+def find_files(config: SourceConfig) -> tuple[SourceConfig, list[FoundFile], list[Note]]:
+    """The files of a source, those of its fallback if the paths are not there.
+
+    Returns:
+        The source as it is read (with the fallback's keys, if that is used), its files sorted by uri, and what there
+        is to tell.
+
+    Raises:
+        DataError: A location is missing, unreachable or holds nothing, and so is the fallback.
+    """
+    try:
+        return config, _find(config), []
+    except DataError as error:
+        if not config.fallback:
+            raise
+        instead = fallback_of(config)
+        try:
+            found = _find(instead)
+        except DataError as second:
+            raise DataError(
+                f"{error.what}; and the fallback {', '.join(config.fallback)} is not there either: {second.what}",
+                where=error.where, hint=error.hint,
+            ) from second  # fmt: skip
+        what = f"source {config.name!r} is read from its fallback {', '.join(config.fallback)}"
+        return instead, found, [Note("fallback", f"{what}, because of {error.where}: {error.what}")]
+
+
+def fallback_of(config: SourceConfig) -> SourceConfig:
+    """The source that stands in: a named one with everything that decides its documents, or other paths."""
+    names = config.fallback
+    preset = source_presets().get(names[0]) if len(names) == 1 else None
+    if preset is None:
+        return config.model_copy(update={"paths": names, "hf_config": None, "hf_split": None, "revision": None})
+    values: dict[str, Any] = {key: type(config).model_fields[key].default for key in _OF_FILES if key != "format"}
+    values |= {key: tuple(value) if isinstance(value, list) else value for key, value in preset.items()}
+    return config.model_copy(update=values)
+
+
+def _find(config: SourceConfig) -> list[FoundFile]:
+    endings = suffixes(config)
+    if config.format == "python_stdlib":
+        skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES
+        listed = storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
+        return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_portable(file.uri)]
+    found: dict[str, FoundFile] = {}
+    for path in config.paths:
+        if names_a_dataset(path):
+            dataset = dataset_files(config, path, endings)
+            locations, root = dataset.locations, dataset.root
+        else:
+            locations = (at_revision(path, config.revision),)
+            root = locations[0]
+        for location in locations:
+            for file in storage.list_files(location, endings):
+                found.setdefault(file.uri, _placed(file, root))
+    return [found[uri] for uri in sorted(found)]
+
+
+def _placed(file: StoredFile, root: str) -> FoundFile:
+    place = place_in(root, file.uri)
+    assert place is not None, f"{file.uri} does not lie under {root}"
+    return FoundFile(file, place)
+
+
+def _is_portable(uri: str) -> bool:
+    """Whether a file of the standard library is the same wherever the version of Python is."""
+    parts = uri.removeprefix(STANDARD_LIBRARY).split("/")
+    return parts[-1] not in _BUILD_SPECIFIC_FILES and not any(
+        part.startswith(_BUILD_SPECIFIC_PREFIXES) for part in parts
+    )

@@ -1,0 +1,235 @@
+"""A faster way to the same ids: words are looked up instead of being encoded again each time they occur.
+
+Text is cut into words as the tokenizer cuts it; the ids of a word are asked of the library once and remembered. The
+library's own way stays the reference: before the first use both are compared on text made to tell them apart and on a
+keyed sample of the first documents, and afterwards on a small keyed share of all documents. Invariant: what is returned
+never differs from what was compared; at the first difference the fast way is left for good, aloud, and ``changes``
+counts up, so that whoever was in the middle of a unit can encode it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from vorox.data.records import TokenArray
+from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, word_pattern
+
+_logger = logging.getLogger(__name__)
+
+_GROUP_CHARACTERS = 1 << 18
+_WINDOW_CHARACTERS = 1 << 20
+_OPEN_WORDS = 8
+"""Words at the end of a window that what follows might change."""
+_MOST_WORDS = 1 << 19
+_LONGEST_WORD = 64
+_MOST_LITERALS = 64
+_SAMPLE_CHARACTERS = 1 << 17
+_CHECKED_ONE_IN = 512
+_AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!<|>é中\u3000٣ſ😀\u0300\0"
+
+
+def adversarial_texts() -> list[str]:
+    """Every triple of characters that patterns tell apart, in a few long texts and alone."""
+    triples = ["".join(triple) for triple in itertools.product(_AWKWARD, repeat=3)]
+    together = ["".join(triples[start : start + 500]) for start in range(0, len(triples), 500)]
+    return [
+        *triples[::7],
+        *together,
+        "",
+        "it's IT'S we'll\u2019s  \n\n x\r\n\r\n",
+        "a" * 1000,
+        " " * 999 + "x",
+        "12345" * 99,
+    ]
+
+
+def cutting_pattern(value: dict[str, Any]) -> str | None:
+    """The regular expression by which a parsed tokenizer.json cuts text into words that are encoded apart."""
+    pre_tokenizer: dict[str, Any] = value["pre_tokenizer"] or {}
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        return None
+    uses_pattern = last.get("use_regex", True)
+    if len(steps) == 1:
+        return GPT2_PATTERN if uses_pattern else None
+    first = steps[0]
+    isolated = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if len(steps) != 2 or uses_pattern or not isolated:
+        return None
+    return first["pattern"].get("Regex")
+
+
+class FastPath:
+    """An ``Encoder``. Make one with ``fast_path``. Safe to use from several threads.
+
+    Attributes:
+        changes: How often the way of encoding changed because the two ways differed: 0, then 1 for ever.
+    """
+
+    def __init__(
+        self,
+        words: WordPattern,
+        word_library: Any,
+        dtype: TokenType,
+        reference: Encoder,
+        *,
+        literals: Sequence[str],
+        only_ascii: bool,
+    ) -> None:
+        self._pattern, self._word_library, self._dtype, self._reference = words, word_library, dtype, reference
+        self._literals, self._only_ascii = literals, only_ascii
+        self._known: dict[str, bytes] = {}
+        self._tested = False
+        self._testing = threading.Lock()
+        self.changes = 0
+
+    def __call__(self, texts: Sequence[str]) -> list[TokenArray]:
+        if not self._tested:
+            with self._testing:
+                if not self._tested:
+                    self._test(texts)
+                    self._tested = True
+        if self.changes:
+            return self._reference(texts)
+        found = self.encode_words(texts)
+        other = [index for index, ids in enumerate(found) if ids is None]
+        checked = [index for index, text in enumerate(texts) if found[index] is not None and _is_checked(text)]
+        for index, ids in zip(other, self._reference([texts[index] for index in other]), strict=True):
+            found[index] = ids
+        self._compare([texts[index] for index in checked], [found[index] for index in checked])
+        return self._reference(texts) if self.changes else cast("list[TokenArray]", found)
+
+    def _test(self, texts: Sequence[str]) -> None:
+        sample: list[str] = []
+        size = 0
+        for text in sorted(texts, key=_key):
+            if sample and size + len(text) > _SAMPLE_CHARACTERS:
+                continue
+            sample.append(text[:_SAMPLE_CHARACTERS])
+            size += len(sample[-1])
+        tried = [*adversarial_texts(), *sample]
+        self._compare(tried, self.encode_words(tried))
+
+    def _compare(self, texts: Sequence[str], found: Sequence[TokenArray | None]) -> None:
+        for text, ids, expected in zip(texts, found, self._reference(texts), strict=True):
+            if ids is not None and not np.array_equal(ids, expected):
+                self.changes = 1
+                _logger.warning(
+                    "the fast path of the tokenizer gave other ids than the tokenizer for a text of %d characters that "
+                    "begins with %r; it is not used any more", len(text), text[:40],
+                )  # fmt: skip
+                return
+
+    def encode_words(self, texts: Sequence[str]) -> list[TokenArray | None]:
+        """Ids by looking up words; None for texts that only the reference can encode."""
+        results: list[bytearray | None] = [bytearray() for _ in texts]
+        waiting: list[tuple[int, list[str]]] = []
+        size = 0
+        for index, text in enumerate(texts):
+            for words in self._windows(text):
+                if words is None:
+                    results[index] = None
+                    break
+                waiting.append((index, words))
+                size += sum(map(len, words))
+                if size >= _GROUP_CHARACTERS:
+                    self._look_up(waiting, results)
+                    waiting, size = [], 0
+        self._look_up(waiting, results)
+        return [
+            None if result is None else cast("TokenArray", np.frombuffer(result, self._dtype)) for result in results
+        ]
+
+    def _windows(self, text: str) -> Iterator[list[str] | None]:
+        """The words of a text in lists of bounded size; None when the text is not for this path."""
+        if not text.isascii():
+            if self._only_ascii:
+                yield None
+                return
+            text_bytes(text)  # says where half a surrogate pair is
+        if any(literal in text for literal in self._literals):
+            yield None
+            return
+        start = 0
+        while len(text) - start > _WINDOW_CHARACTERS:
+            words = self._pattern.words(text[start : start + _WINDOW_CHARACTERS])
+            if words is None or len(words) <= 2 * _OPEN_WORDS:
+                break
+            del words[-_OPEN_WORDS:]
+            yield words
+            start += sum(map(len, words))
+        yield self._pattern.words(text[start:] if start else text)
+
+    def _look_up(self, waiting: Sequence[tuple[int, list[str]]], results: list[bytearray | None]) -> None:
+        known = self._known
+        found = [list(map(known.get, words)) for _, words in waiting]
+        missing: set[str] = set()
+        for (_, words), ids in zip(waiting, found, strict=True):
+            if None in ids:
+                missing.update(word for word, known_ids in zip(words, ids, strict=True) if known_ids is None)
+        learned = self._learn(sorted(missing)) if missing else {}
+        for (index, words), ids in zip(waiting, found, strict=True):
+            result = results[index]
+            if result is None:
+                continue
+            if missing and None in ids:
+                ids = [learned[w] if known_ids is None else known_ids for w, known_ids in zip(words, ids, strict=True)]
+            result += b"".join(cast("list[bytes]", ids))
+
+    def _learn(self, words: Sequence[str]) -> dict[str, bytes]:
+        encodings = self._word_library.encode_batch_fast(words, add_special_tokens=False)
+        learned = {
+            word: np.array(encoding.ids, self._dtype).tobytes()
+            for word, encoding in zip(words, encodings, strict=True)
+        }  # fmt: skip
+        if len(self._known) + len(learned) > _MOST_WORDS:
+            self._known = {}
+        self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _LONGEST_WORD)
+        return learned
+
+
+def _key(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def _is_checked(text: str) -> bool:
+    return _key(text) % _CHECKED_ONE_IN == 0
+
+
+def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> FastPath | None:
+    """The fast way for a parsed tokenizer.json; None where there is none that is equal by construction.
+
+    Args:
+        value: The parsed tokenizer.
+        dtype: Of the ids.
+        reference: The way that decides.
+    """
+    normalizer: dict[str, Any] = value["normalizer"] or {}
+    pattern = cutting_pattern(value)
+    literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
+    known_normalizer = not normalizer or normalizer.get("type") in {"NFC", "NFKC"}
+    if pattern is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
+        return None
+    words = word_pattern(pattern)
+    if words is None:
+        return None
+    whole_words: dict[str, Any] = {
+        **value,
+        "normalizer": None,
+        "post_processor": None,
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    }
+    library: Any = LibraryTokenizer.from_str(json.dumps(whole_words))
+    return FastPath(words, library, dtype, reference, literals=literals, only_ascii=bool(normalizer))

@@ -1,0 +1,127 @@
+"""The tokenizer of a Hugging Face model: of a directory, or of a repository of the hub at a pinned revision.
+
+A path or name goes in, a ``Tokenizer`` comes out. A ``tokenizer.json`` is taken as it is; where there is none,
+transformers converts what there is. Code of a repository is never run. Invariant: a name is resolved to a commit first
+and everything is read at that commit, so that a push in between cannot mix two tokenizers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer
+
+_SPECIAL_NAME = "special_tokens_map.json"
+_WANTED = ("*.json", "*.model", "*.txt", "*.tiktoken")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def load_huggingface(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that ``tokenizer.kind: huggingface`` asks for.
+
+    Raises:
+        ConfigError: The path is neither a directory nor a name, a directory has no revision, or a package is missing.
+        DataError: There is no such repository or revision, it has no tokenizer, or it cannot be reached.
+    """
+    assert config.path is not None
+    directory = Path(config.path).expanduser()
+    if directory.is_dir():
+        if config.revision is not None:
+            raise ConfigError(
+                "a directory has no revisions", where="tokenizer.revision", hint="leave it out, or name a repository"
+            )
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
+        directory = _downloaded(config.path, config.revision)
+    else:
+        raise ConfigError(
+            f"{config.path!r} is neither a directory nor the name of a repository", where="tokenizer.path",
+            hint="give a directory with a tokenizer.json, or OWNER/NAME",
+        )  # fmt: skip
+    file = directory / TOKENIZER_NAME
+    text = file.read_text(encoding="utf-8") if file.is_file() else _converted(directory, config.path)
+    return Tokenizer(text, config.end_of_text or _end_of_text(directory), where=config.path)
+
+
+def _end_of_text(directory: Path) -> str:
+    """What the files beside a tokenizer call the end of a sequence."""
+    for name in (CONFIG_NAME, _SPECIAL_NAME):
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            value: Any = json.loads(file.read_bytes())
+            token: Any = value.get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DataError("not valid JSON", where=str(file)) from error
+        if isinstance(token, dict):
+            token = cast("dict[str, Any]", token).get("content")
+        if isinstance(token, str) and token:
+            return token
+    return END_OF_TEXT
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        errors: Any = importlib.import_module("huggingface_hub.errors")
+    except ImportError as error:
+        raise ConfigError(
+            f"the repository {name} needs huggingface_hub, which is not installed", where="tokenizer.path",
+            hint="pip install 'vorox[hf]'; and note that no directory has this name",
+        ) from error  # fmt: skip
+    endpoint = os.environ.get("HF_ENDPOINT")
+    place = f"{name}{f' at {revision}' if revision else ''}"
+    try:
+        if revision is None or not _COMMIT.fullmatch(revision):
+            revision = hub.HfApi(endpoint=endpoint).model_info(name, revision=revision).sha
+        folder = hub.snapshot_download(name, revision=revision, allow_patterns=list(_WANTED), endpoint=endpoint)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise DataError(
+            f"there is no such repository or revision on the hub, or no access to it: {_line(error)}", where=place,
+            hint="check tokenizer.path and tokenizer.revision; a private repository needs HF_TOKEN in the environment",
+        ) from error  # fmt: skip
+    except Exception as error:  # which library it asks through, with errors of its own, differs between versions
+        raise DataError(
+            f"the tokenizer cannot be fetched from the hub: {_line(error)}", where=place,
+            hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision, a copy fetched once is used "
+            "without the network",
+        ) from error  # fmt: skip
+    return Path(folder)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _converted(directory: Path, name: str) -> str:
+    """A tokenizer.json made by transformers of whatever files there are."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "there is no tokenizer.json, and converting what is there needs transformers, which is not installed",
+            where=name, hint="pip install 'vorox[hf]', or save the tokenizer with a tokenizer.json",
+        ) from error  # fmt: skip
+    try:
+        loaded: Any = transformers.AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers raises whatever its many converters meet
+        raise DataError(
+            f"there is no tokenizer.json, and transformers cannot make one of what is there: {_line(error)}",
+            where=name, hint="give a repository or directory with a tokenizer.json",
+        ) from error  # fmt: skip
+    backend: Any = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"the tokenizer ({type(loaded).__name__}) is a program of its own, which no tokenizer.json can stand for",
+            where=name, hint="byte-level models: take tokenizer.kind=byte; else a model with a tokenizer.json",
+        )  # fmt: skip
+    return backend.to_str()

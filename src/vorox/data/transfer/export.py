@@ -1,0 +1,165 @@
+"""The token data of a corpus for other trainers, with a manifest, all at once or not at all.
+
+A prepared corpus goes in; a directory with the files of the form asked for comes out, with the tokenizer beside them
+and ``MANIFEST.json``, which names every file with its hash and says what it was made of. Tokens are read through the
+cache reader, so every block is verified. Invariants: documents stay whole and in the order of their source, their
+number and that of their tokens are those of the cache, and the same cache gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vorox.core.atomic import StagedDirectory, make_directory
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.cache.reader import CacheReader
+from vorox.data.dataset import Corpus
+from vorox.data.records import TokenArray
+from vorox.data.text.splits import SPLITS, Split
+from vorox.data.transfer.forms import SHARD_TOKENS, WRITERS, Destination, Form, WrittenFile
+from vorox.data.transfer.whole_documents import whole_documents
+
+ExportProgress = Callable[[str, int, int], None]
+"""Called with (what is written, tokens done, tokens)."""
+
+_PARTS: dict[Split, str] = {"train": "train", "validation": "val"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        directory: Where it is.
+        files: All files with tokens, in the order of the sources.
+        documents: Documents in them.
+        tokens: Tokens in them, ends of text included.
+    """
+
+    directory: Path
+    files: tuple[WrittenFile, ...]
+    documents: int
+    tokens: int
+
+
+def export(
+    corpus: Corpus,
+    to: Form,
+    output: Path,
+    *,
+    splits: Sequence[Split] = SPLITS,
+    shard_tokens: int | None = None,
+    on_progress: ExportProgress | None = None,
+) -> ExportReport:
+    """Write the tokens of a corpus in the form of another trainer.
+
+    Args:
+        corpus: Its caches are complete.
+        to: ``bin``, ``mds`` or ``npy``.
+        output: A directory that does not exist yet.
+        splits: Which parts.
+        shard_tokens: The most tokens of a shard; None for what is usual. ``npy`` has no shards.
+        on_progress: Told while tokens are written.
+
+    Raises:
+        ConfigError: The directory exists, or the form has no shards.
+        DataError: A cache is damaged, nothing is held out, or the disk does not take the files.
+    """
+    if to == "npy" and shard_tokens is not None:
+        raise ConfigError("npy has no shards", where="--shard-tokens", hint="leave it out, or export to bin or mds")
+    output = output.expanduser().absolute()
+    if output.exists():
+        raise ConfigError(
+            "the directory is there already", where=str(output), hint="name one that is not, or remove it"
+        )
+    caches = list(_caches(corpus, splits))
+    if not caches:
+        raise DataError("nothing is held out, so there is no validation text to export", where="data.validation")
+    files: list[WrittenFile] = []
+    contents: list[dict[str, object]] = []
+    try:
+        make_directory(output.parent)
+        with StagedDirectory(output) as directory:
+            for name, split, reader in caches:
+                destination = _destination(directory, name, split, reader, to, shard_tokens)
+                documents = _tokens(reader, destination, on_progress or _silent)
+                written = WRITERS[to](documents, destination)
+                _check_complete(written, destination, reader)
+                files += written
+                contents.append(
+                    {
+                        "source": name,
+                        "split": split,
+                        "cache": reader.digest,
+                        "documents": destination.num_documents,
+                        "tokens": destination.num_tokens,
+                        "files": [asdict(file) for file in written],
+                    }
+                )
+            for file_name, content in corpus.tokenizer.files().items():
+                directory.write(f"tokenizer/{file_name}", content)
+            directory.commit(
+                {
+                    "kind": "vorox-export/1",
+                    "form": to,
+                    "dtype": str(corpus.tokenizer.dtype.__name__),
+                    "tokenizer": corpus.tokenizer.fingerprint,
+                    "vocab_size": corpus.tokenizer.vocab_size,
+                    "end_of_text_id": corpus.tokenizer.end_of_text_id,
+                    "contents": contents,
+                }
+            )
+    except OSError as error:
+        raise DataError(
+            f"the export cannot be written: {error.strerror or error}", where=str(error.filename or output),
+            hint="make room and give write permission, then run it again", saved="nothing was left behind",
+        ) from error  # fmt: skip
+    documents = sum(file.documents for file in files)
+    return ExportReport(output, tuple(files), documents, sum(file.tokens for file in files))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def _caches(corpus: Corpus, splits: Sequence[Split]) -> Iterator[tuple[str, Split, CacheReader]]:
+    for source in corpus.sources:
+        for split in splits:
+            reader = source.train if split == "train" else source.validation
+            if reader is not None:
+                yield source.name, split, reader
+
+
+def _destination(
+    directory: StagedDirectory, name: str, split: Split, reader: CacheReader, to: Form, shard_tokens: int | None
+) -> Destination:
+    units = reader.manifest.units
+    return Destination(
+        directory=directory,
+        source=name,
+        part=_PARTS[split],
+        dtype=f"uint{8 * reader.token_bytes}",
+        num_tokens=int(units["tokens"].sum(dtype="int64")),
+        num_documents=int(units["documents"].sum(dtype="int64")),
+        shard_tokens=shard_tokens or SHARD_TOKENS.get(to, 1),
+    )
+
+
+def _tokens(reader: CacheReader, to: Destination, report: ExportProgress) -> Iterator[TokenArray]:
+    done = 0
+    for document in whole_documents(reader):
+        yield document.tokens
+        done += len(document.tokens)
+        report(f"export {to.source} {to.part}", done, to.num_tokens)
+
+
+def _check_complete(written: Sequence[WrittenFile], to: Destination, reader: CacheReader) -> None:
+    found = (sum(file.documents for file in written), sum(file.tokens for file in written))
+    if found != (to.num_documents, to.num_tokens):
+        raise DataError(
+            f"the rows hold {found[0]:,} documents of {found[1]:,} tokens, the manifest says {to.num_documents:,} of "
+            f"{to.num_tokens:,}",
+            where=str(reader.directory), hint="run `vorox data verify` on the same configuration",
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What happens to documents between reading and packing: filters, removal of duplicates, augmentation."""

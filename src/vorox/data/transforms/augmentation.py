@@ -1,0 +1,162 @@
+"""Augmentation: documents that are changed on the way to the cache, reproducibly.
+
+Every draw comes from the generator that the caller gives. ``fill_in_the_middle`` and ``token_dropout`` change token
+ids; ``local_model`` is the example of a change of text by a language model: it may be slow, so give it threads
+(``data.pipeline.filter_threads``), and paraphrase, translate back or clean with whatever function you like instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge, Le
+
+from vorox.core.errors import ConfigError
+from vorox.data.transforms.identity import version
+
+Fraction = Annotated[float, Ge(0), Le(1)]
+Tokens = npt.NDArray[Any]
+
+
+class SpecialTokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, /) -> Tokens: ...
+    def special_id(self, token: str, /) -> int | None: ...
+
+
+def required_special_tokens(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The special tokens that a built-in transform with these arguments cannot do without."""
+    if name == "fill_in_the_middle":
+        return (args["prefix"], args["suffix"], args["middle"])
+    replacement = args.get("replacement") if name == "token_dropout" else None
+    return () if replacement is None else (replacement,)
+
+
+@version(1)
+def fill_in_the_middle(
+    tokens: Tokens,
+    rng: np.random.Generator,
+    *,
+    tokenizer: SpecialTokens,
+    text: str | None,
+    rate: Fraction = 0.5,
+    spm_rate: Fraction = 0.5,
+    level: Literal["character", "token"] = "character",
+    prefix: str = "<|fim_prefix|>",
+    suffix: str = "<|fim_suffix|>",
+    middle: str = "<|fim_middle|>",
+) -> Tokens:
+    """Turn a document into prefix, suffix and middle, so that a model learns to fill gaps.
+
+    After Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": two uniform cuts at
+    characters; PSM is ``<prefix>P<suffix>S<middle>M``, SPM in the variant that the paper trains is
+    ``<prefix><suffix>S<middle>PM``.
+
+    Args:
+        tokens: Ids of the document.
+        rng: The document's draws.
+        tokenizer: Has the three sentinels as special tokens.
+        text: The document.
+        rate: Share of documents that are turned.
+        spm_rate: Share of those that become SPM.
+        level: Cut between characters, or between tokens.
+        prefix: The sentinel before the prefix.
+        suffix: The sentinel before the suffix.
+        middle: The sentinel before the middle.
+    """
+    draw, order = rng.random(2)
+    if draw >= rate:
+        return tokens
+    if level == "character":
+        assert text is not None, "a source of tokens has no characters to cut between"
+        first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
+        parts = [tokenizer.encode(part) for part in (text[:first], text[first:second], text[second:])]
+    else:
+        first, second = sorted(rng.integers(0, len(tokens) + 1, 2).tolist())
+        parts = [tokens[:first], tokens[first:second], tokens[second:]]
+    before, gap, after = (part.astype(np.int64) for part in parts)
+    prefix_id, suffix_id, middle_id = (
+        np.array([tokenizer.special_id(token)], np.int64) for token in (prefix, suffix, middle)
+    )
+    if order < spm_rate:
+        return np.concatenate([prefix_id, suffix_id, after, middle_id, before, gap])
+    return np.concatenate([prefix_id, before, suffix_id, after, middle_id, gap])
+
+
+@version(1)
+def token_dropout(
+    tokens: Tokens,
+    rng: np.random.Generator,
+    *,
+    tokenizer: SpecialTokens,
+    fraction: Fraction,
+    replacement: str | None = None,
+) -> Tokens:
+    """Leave out each token with a probability, or put a special token in its place.
+
+    Args:
+        tokens: Ids of the document.
+        rng: The document's draws.
+        tokenizer: Has ``replacement`` as a special token.
+        fraction: The probability.
+        replacement: What stands there instead; None leaves a shorter document.
+    """
+    dropped = rng.random(len(tokens)) < fraction
+    if replacement is None:
+        return tokens[~dropped]
+    return np.where(dropped, np.int64(tokenizer.special_id(replacement) or 0), tokens.astype(np.int64))
+
+
+@version(1)
+def local_model(
+    text: str,
+    *,
+    path: str,
+    weights_version: str,
+    prompt: str = "Rewrite the following text in other words.\n\n{text}\n\nRewritten text:\n",
+    max_new_tokens: Annotated[int, Ge(1)] = 512,
+    keep_original: bool = True,
+) -> list[str]:
+    """Let a transformers model of this machine write another version of a text, greedily.
+
+    Greedy decoding draws nothing, but its last bits differ between devices: build such a cache on one kind of machine.
+
+    Args:
+        text: The document.
+        path: Directory of a causal language model with its tokenizer; nothing is downloaded.
+        weights_version: Which weights these are; part of the cache's identity, since the path says nothing of them.
+        prompt: What the model reads; ``{text}`` stands for the document.
+        max_new_tokens: The most that it writes.
+        keep_original: Give the original as well, before the new one.
+    """
+    del weights_version
+    written = _generate(path)(prompt.replace("{text}", text), max_new_tokens).strip()
+    return ([text] if keep_original else []) + ([written] if written else [])
+
+
+@functools.cache
+def _generate(path: str) -> Callable[[str, int], str]:
+    """A function from a prompt to what the model adds to it; loaded when the first document comes."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "the transform local_model needs transformers", where="data.transforms", hint="pip install 'vorox[hf]'"
+        ) from error
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
+
+    def generate(prompt: str, max_new_tokens: int) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return generate

@@ -1,0 +1,254 @@
+"""From the configuration's list of transforms to functions that can be called, or an error that says what is wrong.
+
+Names and arguments go in, ``Transform``s come out. A transform is a plain function, found by a short name or by its
+import path; its first parameter says what it works on:
+
+    def shout(text, *, marks=1):                   one text in; a text, None (removed) or a list of texts out
+    def swap(tokens, rng, *, fraction):            the ids of one document in; ids or None (removed) out
+
+A parameter ``rng`` is given the draws of this document, ``tokenizer`` the tokenizer and, to a function of tokens,
+``text`` the text that they came from (None where the source is tokens). All others are arguments, checked against the
+function's signature and annotations before anything is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from vorox.core.atomic import canonical_json
+from vorox.core.errors import ConfigError
+from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
+from vorox.data.transforms.augmentation import required_special_tokens
+from vorox.data.transforms.identity import identity_of
+
+Kind = Literal["text", "tokens", "duplicates"]
+
+BUILT_IN: Mapping[str, str] = {
+    "length": "vorox.data.transforms.filters:length",
+    "token_length": "vorox.data.transforms.filters:token_length",
+    "repetition": "vorox.data.transforms.filters:repetition",
+    "exact_duplicates": "vorox.data.transforms.signatures:exact_duplicates",
+    "near_duplicates": "vorox.data.transforms.signatures:near_duplicates",
+    "fill_in_the_middle": "vorox.data.transforms.augmentation:fill_in_the_middle",
+    "token_dropout": "vorox.data.transforms.augmentation:token_dropout",
+    "local_model": "vorox.data.transforms.augmentation:local_model",
+}
+_DUPLICATES = ("exact_duplicates", "near_duplicates")
+_GIVEN: Mapping[Kind, tuple[str, ...]] = {
+    "text": ("rng", "tokenizer"),
+    "tokens": ("rng", "tokenizer", "text"),
+    "duplicates": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One transform, ready to be called.
+
+    Attributes:
+        number: Its place in the list.
+        name: As configured.
+        kind: What it works on; ``duplicates`` for those whose result depends on the documents before.
+        function: To call.
+        args: What to call it with, besides what it is given.
+        given: Which of ``rng``, ``tokenizer`` and ``text`` it asks for.
+        identity: What stands for it in a recipe, JSON values only.
+    """
+
+    number: int
+    name: str
+    kind: Kind
+    function: Callable[..., Any]
+    args: Mapping[str, Any]
+    given: frozenset[str]
+    identity: Mapping[str, Any]
+
+    @property
+    def purpose(self) -> str:
+        """What its draws are for."""
+        return f"{self.number}/{self.name}"
+
+    @property
+    def scope(self) -> str:
+        """Where duplicates are looked for: ``corpus`` or ``unit``."""
+        return str(self.args.get("scope", "corpus"))
+
+
+def resolve_transforms(configs: Sequence[TransformConfig], split: str, key: str) -> tuple[Transform, ...]:
+    """The transforms of one split.
+
+    Args:
+        configs: As configured, in order.
+        split: ``train`` or ``validation``.
+        key: Where the list stands in the configuration, for messages.
+
+    Raises:
+        ConfigError: A function cannot be found or imported, or does not take these arguments; text after tokens.
+    """
+    found = [
+        _resolve(config, number, f"{key}.{number}") for number, config in enumerate(configs) if split in config.splits
+    ]
+    tokens_since: Transform | None = None
+    for transform in found:
+        if transform.kind != "tokens" and tokens_since is not None:
+            raise ConfigError(
+                f"{transform.name} works on text and comes after {tokens_since.name}, which works on tokens",
+                where=f"{key}.{transform.number}", hint="put all transforms of text first",
+            )  # fmt: skip
+        if transform.kind == "tokens":
+            if tokens_since is not None and transform.args.get("level") == "character":
+                raise ConfigError(
+                    f"{transform.name} cuts the text itself and would undo {tokens_since.name}, which comes before",
+                    where=f"{key}.{transform.number}", hint="put it first, or set its level: token",
+                )  # fmt: skip
+            tokens_since = transform
+    return tuple(found)
+
+
+def recipe_of(transforms: Sequence[Transform], seed: int) -> tuple[Mapping[str, Any], ...]:
+    """What stands for the transforms in a recipe; the seed only where something is drawn."""
+    return tuple(
+        {**transform.identity, **({"number": transform.number, "seed": seed} if "rng" in transform.given else {})}
+        for transform in transforms
+    )
+
+
+def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
+    path = BUILT_IN.get(config.name, config.name)
+    function = _import(config.name, path, where)
+    parameters = inspect.signature(function).parameters
+    first = next(iter(parameters), "")
+    if config.name not in _DUPLICATES and first not in ("text", "tokens"):
+        raise ConfigError(
+            f"the first parameter of {path} is called {first or 'nothing'!r}", where=f"{where}.name",
+            hint="call it text for a function of a text, tokens for a function of token ids",
+        )  # fmt: skip
+    kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
+    rest = {name: parameter for name, parameter in parameters.items() if name != first}
+    given = frozenset(name for name in _GIVEN[kind] if name in rest)
+    args = _checked(config, {name: rest[name] for name in rest if name not in given}, function, where)
+    return Transform(number, config.name, kind, function, args, given, identity_of(path, function, args, where))
+
+
+def _import(name: str, path: str, where: str) -> Callable[..., Any]:
+    module_name, colon, function_name = path.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, BUILT_IN, n=2)
+        raise ConfigError(
+            f"there is no transform {name!r}", where=f"{where}.name",
+            hint=f"did you mean {' or '.join(near)}?" if near else
+            f"one of {', '.join(BUILT_IN)}, or your own as my_package.my_module:function",
+        )  # fmt: skip
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # whatever a foreign module does while it is imported
+        raise ConfigError(
+            f"the transform {path} cannot be imported: {type(error).__name__}: {error}", where=f"{where}.name",
+            hint="install its package, or put its folder on PYTHONPATH",
+        ) from error  # fmt: skip
+    if not callable(function):
+        raise ConfigError(f"{path} is not a function", where=f"{where}.name")
+    return function
+
+
+def _checked(
+    config: TransformConfig, parameters: Mapping[str, inspect.Parameter], function: Callable[..., Any], where: str
+) -> dict[str, Any]:
+    """The arguments, defaults included, so that a change of a default is a change of the recipe."""
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+    for name in config.args:
+        if name not in named and not takes_any:
+            near = difflib.get_close_matches(name, named, n=2)
+            raise ConfigError(
+                f"{config.name} has no argument {name!r}", where=f"{where}.args.{name}",
+                hint=f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(named) or 'none'}",
+            )  # fmt: skip
+    missing = [name for name, parameter in named.items() if parameter.default is parameter.empty]
+    for name in missing:
+        if name not in config.args:
+            raise ConfigError(f"{config.name} needs the argument {name!r}", where=f"{where}.args")
+    hints = _hints(function)
+    defaults = {name: parameter.default for name, parameter in named.items() if name not in missing}
+    values = {name: _validated(config, name, value, hints, where) for name, value in config.args.items()}
+    return {**defaults, **values}
+
+
+def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except Exception:  # annotations that cannot be evaluated say nothing about the arguments
+        return {}
+
+
+def _validated(config: TransformConfig, name: str, value: Any, hints: Mapping[str, Any], where: str) -> Any:
+    if name not in hints:
+        return value
+    try:
+        return TypeAdapter(hints[name]).validate_json(canonical_json(value), strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].lower()
+        raise ConfigError(
+            f"{config.name}: {name}={value!r} is refused: {problem}", where=f"{where}.args.{name}"
+        ) from error  # fmt: skip
+
+
+def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key: str) -> tuple[Transform, ...]:
+    """The transforms of one split of a source: its own list, else that of all sources.
+
+    Raises:
+        ConfigError: As ``resolve_transforms``; or the source is tokens and a transform works on text.
+    """
+    own = source.transforms is not None
+    configs = source.transforms if source.transforms is not None else data.transforms
+    key = f"{source_key}.transforms" if own else "data.transforms"
+    found = resolve_transforms(configs, split, key)
+    if source.format == "bin":
+        for transform in found:
+            if transform.kind != "tokens" or transform.args.get("level") == "character":
+                raise ConfigError(
+                    f"{transform.name} works on text, and source {source.name!r} is tokens",
+                    where=f"{key}.{transform.number}",
+                    hint=f"give the source transforms of its own: {source_key}.transforms",
+                )
+    return found
+
+
+def check_transforms(data: DataConfig) -> None:
+    """Resolve everything that will be needed, so that a mistake is known before anything is read.
+
+    Raises:
+        ConfigError: As ``transforms_of``.
+    """
+    for index, source in enumerate(data.sources):
+        for split in ("train", "validation"):
+            transforms_of(data, source, split, f"data.sources.{index}")
+
+
+def check_special_tokens(transforms: Sequence[Transform], tokenizer: Any) -> None:
+    """Refuse transforms that put in special tokens which the tokenizer lacks.
+
+    Raises:
+        ConfigError: Naming the tokens.
+    """
+    for transform in transforms:
+        needed = required_special_tokens(transform.name, transform.args)
+        missing = [token for token in needed if tokenizer.special_id(token) is None]
+        if missing:
+            raise ConfigError(
+                f"{transform.name} needs the special token{'s' if len(missing) > 1 else ''} {', '.join(missing)}, "
+                "which the tokenizer lacks", where="data.transforms",
+                hint=f"set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
+            )  # fmt: skip

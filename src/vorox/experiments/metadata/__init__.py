@@ -1,0 +1,7 @@
+"""``MetadataCache``: what runs did with which data, as intervals, in SQLite or PostgreSQL; and its writer."""
+
+from vorox.experiments.metadata.cache import MetadataCache, QueryResult
+from vorox.experiments.metadata.tables import Row
+from vorox.experiments.metadata.writer import MetadataWriter
+
+__all__ = ["MetadataCache", "MetadataWriter", "QueryResult", "Row"]

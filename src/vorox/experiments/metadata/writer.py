@@ -1,0 +1,202 @@
+"""Writing metadata in the background of a run: the run never waits for a database, and loses nothing to one.
+
+In: rows, put by the run in constant time; and rows that the writer asks for itself every few seconds, so that a step
+need not say anything. Out: one transaction per round. While the database is away, what would have been written goes to
+the spool in the run directory, and so does what does not fit into memory; when it is back, the spool is drained before
+anything newer is written. Rows are keyed, so doing it twice changes nothing. Nothing here ever raises into the run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from vorox.core.redaction import redact
+from vorox.experiments.metadata.cache import MetadataCache
+from vorox.experiments.metadata.spool import Spool
+from vorox.experiments.metadata.tables import Row
+
+CLOSE_SECONDS = 5.0
+_LONGEST_RETRY_SECONDS = 30.0
+_MOST_PENDING = 10_000
+
+OnEvent = Callable[[str, str, Literal["info", "warning"]], None]
+"""Told (kind, sentence, level) when the database goes away or comes back."""
+
+
+class MetadataWriter:
+    """The background writer of one run. Make it, put rows, close it.
+
+    Args:
+        run_directory: Where the spool lies.
+        open_cache: Opens the database; may fail, and is asked again.
+        introduce: Called with every database that was opened, before anything else is written: what must be there
+            once. May raise what the database raises.
+        observe: Rows that tell how things stand; asked every round.
+        on_event: Where it is told how the database is.
+        interval_seconds: Time between two rounds.
+        most_pending: Keys that wait in memory at most; what comes on top goes to the spool.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        open_cache: Callable[[], MetadataCache],
+        *,
+        introduce: Callable[[MetadataCache], None],
+        observe: Callable[[], Iterable[Row]],
+        on_event: OnEvent,
+        interval_seconds: float = 5.0,
+        most_pending: int = _MOST_PENDING,
+    ) -> None:
+        self._open_cache, self._introduce, self._observe, self._on_event = open_cache, introduce, observe, on_event
+        self._interval_seconds, self._most_pending = interval_seconds, most_pending
+        self._spool = Spool(run_directory)
+        self._number = self._spool.read().last_number
+        self._pending: dict[tuple[Any, ...], tuple[int, Row]] = {}
+        self._in_flight: dict[tuple[Any, ...], tuple[int, Row]] = {}
+        self._written: dict[tuple[Any, ...], Row] = {}
+        self._lock = threading.Lock()
+        self._spool_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._cache: MetadataCache | None = None
+        self._failures = 0
+        self._complained = False
+        self._retry_at = 0.0
+        self._thread = threading.Thread(target=self._work, name="vorox-metadata", daemon=True)
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """Have a row written. Constant time; waits for no database."""
+        with self._lock:
+            self._number += 1
+            entry = (self._number, row)
+            fits = row.key in self._pending or len(self._pending) < self._most_pending
+            if fits:
+                self._pending[row.key] = entry
+        if not fits:
+            self._keep([entry], sync=False)
+
+    def wake(self) -> None:
+        """Begin a round now."""
+        self._wake.set()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what is left, or spool it if the database does not take it in time."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():  # hangs in the database; what it has taken may be written twice, or never
+            self._look()
+            self._spool_pending()
+            self._keep(list(self._in_flight.values()), sync=True)
+
+    def _work(self) -> None:
+        while True:
+            closing = self._closing
+            try:
+                self._round()
+            except Exception as error:  # whatever is wrong here, the training goes on
+                self._tell("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
+            if closing:
+                if self._cache is not None:
+                    self._cache.close()
+                return
+            self._wake.wait(self._interval_seconds)
+            self._wake.clear()
+
+    def _round(self) -> None:
+        self._look()
+        if not self._closing and time.monotonic() < self._retry_at:
+            self._spool_pending()
+            return
+        with self._lock:
+            taken, self._pending = self._pending, {}
+        self._in_flight = taken
+        try:
+            self._write(taken)
+        except Exception as error:
+            self._away(error, taken)
+            return
+        self._in_flight = {}
+        if self._failures:
+            self._tell("metadata_back", "The metadata database is back; nothing was lost", "info")
+        self._failures = 0
+
+    def _look(self) -> None:
+        for row in self._observe():
+            if self._written.get(row.key) != row:
+                self.put(row)
+                self._written[row.key] = row
+
+    def _write(self, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
+        if self._cache is None:
+            cache = self._open_cache()
+            try:
+                self._introduce(cache)
+            except BaseException:
+                cache.close()
+                raise
+            self._cache = cache
+        self._drain(self._cache)
+        if taken:
+            self._cache.write(row for _, row in sorted(taken.values(), key=lambda entry: entry[0]))
+
+    def _drain(self, cache: MetadataCache) -> None:
+        """Write what the spool holds. Its lock is not held meanwhile: whoever spools must not wait for a database."""
+        with self._spool_lock:
+            size_bytes = self._spool.size_bytes
+            spooled = self._spool.read() if size_bytes else None
+        if spooled is None:
+            return
+        if spooled.damaged_lines:
+            text = f"{spooled.damaged_lines} lines of {self._spool.path.name} are damaged and left out"
+            self._tell("metadata_spool_damaged", text, "warning")
+        cache.write(spooled.rows)
+        with self._spool_lock:
+            if self._spool.size_bytes == size_bytes:
+                self._spool.clear()  # else it is drained again with what was added, which changes nothing
+
+    def _away(self, error: Exception, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            try:
+                cache.close()
+            except Exception as closing:  # it is broken already
+                del closing
+        self._failures += 1
+        self._retry_at = time.monotonic() + min(_LONGEST_RETRY_SECONDS, self._interval_seconds * self._failures)
+        self._keep(taken.values(), sync=True)
+        self._in_flight = {}
+        if self._failures == 1:
+            text = f"The metadata database is away ({type(error).__name__}: {error}); what it misses is kept in "
+            self._tell("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
+
+    def _spool_pending(self) -> None:
+        with self._lock:
+            taken, self._pending = self._pending, {}
+        self._keep(taken.values(), sync=True)
+
+    def _keep(self, entries: Collection[tuple[int, Row]], *, sync: bool) -> None:
+        """Spool rows; if the disk does not take them, they wait in memory as far as there is room."""
+        try:
+            with self._spool_lock:
+                self._spool.append(entries, sync=sync)
+        except OSError as error:
+            with self._lock:
+                for entry in entries:
+                    if len(self._pending) < self._most_pending:
+                        self._pending.setdefault(entry[1].key, entry)
+            if not self._complained:
+                self._complained = True
+                text = f"{self._spool.path.name} cannot be written, what it misses waits in memory: {error.strerror}"
+                self._tell("metadata_spool_failed", text, "warning")
+
+    def _tell(self, kind: str, text: str, level: Literal["info", "warning"]) -> None:
+        self._on_event(kind, redact(text), level)

@@ -1,0 +1,86 @@
+"""The metadata database of a run, opened from outside of it: for questions, and to write what it lacks.
+
+In: a run directory. Out: where its database is, and the database brought up to what the run directory, the plan and the
+caches say, with samples and the inventory of the caches on request. What a living run writes at the same time are the
+same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.redaction import redact
+from vorox.core.run_context import recorded_config
+from vorox.data.provenance import RowOrigin, Trail, open_trail, rows_at
+from vorox.experiments.metadata import MetadataCache
+from vorox.experiments.metadata.cache import DATABASE_NAME
+from vorox.training.metadata_rows import inventory_rows, sample_rows
+from vorox.training.provenance import Projection, metadata_target
+
+_WINDOW_POSITIONS = 4096
+
+
+def existing_target(run_directory: Path) -> Path | str:
+    """Where a run's metadata is, for ``MetadataCache.query``.
+
+    Raises:
+        ConfigError: There is none, or the connection string is not in the environment.
+    """
+    target = metadata_target(run_directory, recorded_config(run_directory).log)
+    target = run_directory / DATABASE_NAME if target is None else target
+    if isinstance(target, Path) and not target.exists():
+        raise ConfigError(
+            "the run has no metadata database", where=str(target),
+            hint="add --refresh to write one from the run directory and the caches",
+        )  # fmt: skip
+    return target
+
+
+def refresh_database(
+    run_directory: Path, *, inventory: bool = False, sample_steps: tuple[int, int] | None = None
+) -> None:
+    """Write what the run directory says into its database; make one if there is none.
+
+    Args:
+        run_directory: The run.
+        inventory: Also the units and chunks of its caches.
+        sample_steps: Also the rows of these steps, first and last, into the table ``sample``.
+
+    Raises:
+        ConfigError: The run has no such steps, or the database cannot be opened as it is asked for.
+        DataError: A cache is gone, or the database cannot be had.
+    """
+    target = metadata_target(run_directory, recorded_config(run_directory).log)
+    trail = open_trail(run_directory)
+    span = None if sample_steps is None else _span(trail, *sample_steps)
+    projection = Projection(run_directory, trail.plan, trail.readers)
+    away: tuple[type[Exception], ...] = MetadataCache.errors(target)
+    try:
+        with MetadataCache(run_directory / DATABASE_NAME if target is None else target) as cache:
+            projection.introduce(cache)
+            cache.write(projection.observe())
+            if inventory:
+                for reader in trail.readers:
+                    cache.write(inventory_rows(reader))
+            if span is not None:
+                rows = sample_rows(projection.run_id, _origins(trail, *span))
+                cache.materialise(projection.run_id, *span, rows)
+    except away as error:
+        where = str(target) if isinstance(target, Path) else "PostgreSQL"
+        raise DataError(
+            f"the metadata database cannot be had: {redact(str(error))}", where=where, hint="try again when it is back"
+        ) from error
+
+
+def _span(trail: Trail, first_step: int, last_step: int) -> tuple[int, int]:
+    """Positions of consecutive steps."""
+    return trail.positions_of_step(first_step).start, trail.positions_of_step(last_step).stop
+
+
+def _origins(trail: Trail, first_position: int, end_position: int) -> Iterator[RowOrigin]:
+    for start in range(first_position, end_position, _WINDOW_POSITIONS):
+        yield from rows_at(trail, np.arange(start, min(start + _WINDOW_POSITIONS, end_position)))

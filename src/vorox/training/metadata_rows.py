@@ -1,0 +1,167 @@
+"""A run as rows of the metadata database: its plan, its attempts, its caches, and samples on request.
+
+In: the plan, the caches and the record of attempts, which are the truth. Out: rows with natural keys, the same
+whoever makes them and however often: the background writer of the run, or ``vorox data sql --refresh`` years later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from vorox.core.atomic import canonical_json
+from vorox.core.attempts import Attempt, lineage
+from vorox.core.chained_log import HashChainedLog
+from vorox.core.run_lookup import run_attempts
+from vorox.data.cache.reader import CacheReader
+from vorox.data.plan import Plan
+from vorox.data.provenance import RowOrigin
+from vorox.experiments.metadata import Row
+
+
+def run_identity(run_directory: Path) -> str:
+    """What a run is called in a database that others write to as well: its id and when it was first begun."""
+    attempts = run_attempts(run_directory)
+    began = str(attempts[0].get("started_at", "")) if attempts else ""
+    return f"{run_directory.resolve().name}:{hashlib.sha256(began.encode()).hexdigest()[:6]}"
+
+
+def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[CacheReader]) -> Iterator[Row]:
+    """The run and the caches that it reads."""
+    yield Row(
+        "run",
+        {
+            "run_id": run_id,
+            "directory": str(run_directory.resolve()),
+            "seed": plan.start.seed,
+            "global_batch_sequences": plan.start.global_batch_sequences,
+            "plan_digest": plan.digest,
+        },
+    )
+    for index, (source, reader) in enumerate(zip(plan.sources, readers, strict=True)):
+        yield Row(
+            "run_source",
+            {"run_id": run_id, "source_index": index, "name": source.name, "cache": reader.directory.name},
+        )
+
+
+def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
+    """The plan's events as they were written."""
+    for number, event in enumerate(HashChainedLog(plan.path).read()[0], start=1):
+        yield Row(
+            "plan_event",
+            {
+                "run_id": run_id,
+                "number": number,
+                "kind": event["kind"],
+                "start_position": event.get("start_position"),
+                "payload": canonical_json(event).decode(),
+                "digest": plan.digest_at(number) or "",
+            },
+        )
+
+
+def segment_rows(run_id: str, plan: Plan) -> Iterator[Row]:
+    """The segments that the plan comes to: which passes over how many rows."""
+    for source_index, segments in enumerate(plan.segments):
+        for number, segment in enumerate(segments):
+            yield Row(
+                "segment",
+                {
+                    "run_id": run_id,
+                    "source_index": source_index,
+                    "number": number,
+                    "first_epoch": segment.epoch,
+                    "num_epochs": segment.num_epochs,
+                    "num_rows": segment.num_rows,
+                    "start_draw": segment.start_draw,
+                },
+            )
+
+
+def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable[[int], int]) -> Iterator[Row]:
+    """What each attempt consumed, and what became of it.
+
+    Args:
+        run_id: The run.
+        attempts: Its attempts so far.
+        position_of: Position in the data behind a step.
+    """
+    for line in lineage(attempts):
+        attempt = line.attempt
+        yield Row(
+            "attempt",
+            {
+                "run_id": run_id,
+                "attempt": attempt.number,
+                "parent": line.parent,
+                "first_state": attempt.first_state,
+                "first_position": attempt.first_position,
+                "kept_until": line.kept_until,
+                "kept_position": position_of(line.kept_until),
+                "last_step": attempt.last_step,
+                "last_position": position_of(attempt.last_step),
+                "is_newest": int(line.is_newest),
+            },
+        )
+
+
+def file_rows(reader: CacheReader) -> Iterator[Row]:
+    """The files that a cache was built from."""
+    for index, file in enumerate(reader.files):
+        values = {"cache": reader.directory.name, "file_index": index, "uri": file.uri}
+        yield Row("source_file", {**values, "version": file.version, "size_bytes": file.size_bytes})
+
+
+def inventory_rows(reader: CacheReader) -> Iterator[Row]:
+    """The units and chunks of a cache: about one of each per eight million tokens, so only on request."""
+    manifest, cache = reader.manifest, reader.directory.name
+    starts = manifest.unit_row_starts
+    for record in manifest.units:
+        unit, documents, text_bytes, tokens, quarantined = record.item()
+        counts = {"documents": documents, "text_bytes": text_bytes, "tokens": tokens, "quarantined": quarantined}
+        rows = {"first_row": int(starts[unit]), "num_rows": int(starts[unit + 1] - starts[unit])}
+        yield Row("unit", {"cache": cache, "unit": unit, **counts, **rows})
+    for index in range(len(manifest.chunks)):
+        chunk = manifest.chunk(index)
+        yield Row(
+            "chunk",
+            {
+                "cache": cache,
+                "unit": chunk.unit,
+                "part": chunk.part,
+                "num_rows": chunk.rows,
+                "tokens": chunk.tokens,
+                "padding_tokens": chunk.padding_tokens,
+                "documents": chunk.documents,
+                "size_bytes": chunk.size_bytes,
+                "content": chunk.content,
+            },
+        )
+
+
+def sample_rows(run_id: str, origins: Iterable[RowOrigin]) -> Iterator[Row]:
+    """A row per stretch of a document in a row of data."""
+    for origin in origins:
+        for part, document in enumerate(origin.documents):
+            yield Row(
+                "sample",
+                {
+                    "run_id": run_id,
+                    "position": origin.position,
+                    "part": part,
+                    "step": origin.step,
+                    "slot": origin.slot,
+                    "source": origin.source,
+                    "epoch": origin.epoch,
+                    "cache_row": origin.row,
+                    "uri": document.uri,
+                    "ordinal": document.ordinal,
+                    "byte_offset": document.byte_offset,
+                    "byte_length": document.byte_length,
+                    "first_token": document.first_token,
+                    "num_tokens": document.num_tokens,
+                    "row_token": document.row_token,
+                },
+            )

@@ -1,0 +1,266 @@
+"""Streams: the rows of a cache out of a bounded ring, exact or loudly impossible, and no thread left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
+from vorox.core.errors import DataError
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.unit_work import UnitWork
+from vorox.data.streaming.reader import StreamReader
+from vorox.data.streaming.retention import MARKER_NAME, Ring
+from vorox.data.streaming.stream import Stream, open_directory
+
+TOKENIZER = ByteTokenizer()
+PAIRS = [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
+
+
+def corpus() -> Corpus:
+    return small_corpus(num_files=2, lines_per_file=60, lines_per_unit=15)
+
+
+def work_of(text: Corpus, read_unit=None) -> UnitWork:
+    return UnitWork(text.files, read_unit or text.read_unit, TOKENIZER, recipe_for(TOKENIZER))
+
+
+class Opened:
+    """A stream over a corpus, with its ring."""
+
+    def __init__(self, directory: Path, text: Corpus, limit_bytes: int = 1 << 30, segments=PAIRS, **options) -> None:
+        self.work = options.pop("work", None) or work_of(text)
+        open_directory(directory, self.work, text.units)
+        self.ring = Ring(limit_bytes)
+        self.stream = Stream(directory, self.work, text.units, segments, self.ring, **options)
+        self.reader = StreamReader(self.stream)
+
+    def grown_to(self, units: int) -> StreamReader:
+        """What the plan's grower does: ask until the units are there."""
+        end = time.monotonic() + 10
+        while len(self.reader.manifest.missing_units(0, units)):
+            assert time.monotonic() < end, "the stream does not grow"
+            self.reader = self.reader.refreshed(awaited_units=units)
+            time.sleep(0.005)
+        return self.reader
+
+    def close(self) -> None:
+        self.ring.close()
+        self.stream.close()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        self.close()
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> CacheReader:
+    build_corpus(tmp_path / "cached", corpus())
+    return CacheReader.open(tmp_path / "cached")
+
+
+def chunk_bytes(directory: Path) -> int:
+    total = 0
+    for path in (directory / "chunks").rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def unit_bytes(reader: CacheReader) -> list[int]:
+    sizes = [0] * reader.manifest.planned_units
+    for chunk in reader.manifest.chunks:
+        sizes[int(chunk["unit"])] += int(chunk["size_bytes"])
+    return sizes
+
+
+def in_strict_order(reader: CacheReader, segments=PAIRS, epochs: int = 1) -> Iterator[np.ndarray]:
+    """Batches of three rows, shuffled within a segment."""
+    generator = np.random.default_rng(3)
+    for _ in range(epochs):
+        for first, last in segments:
+            starts = reader.unit_row_starts
+            rows = generator.permutation(np.arange(starts[first], starts[last]))
+            yield from (rows[at : at + 3] for at in range(0, len(rows), 3))
+
+
+def assert_same_rows(one, other, rows: np.ndarray) -> None:
+    left, right = one.read_rows(rows), other.read_rows(rows)
+    assert np.array_equal(left.tokens_NC, right.tokens_NC)
+    assert np.array_equal(left.segment_lengths, right.segment_lengths)
+    assert np.array_equal(left.row_ptr, right.row_ptr)
+
+
+def test_a_stream_gives_the_rows_of_a_cache_whatever_the_room(tmp_path, cached):
+    sizes = unit_bytes(cached)
+    two_segments = max(sum(sizes[one[0] : next_one[1]]) for one, next_one in itertools.pairwise(PAIRS))
+    limit = two_segments + max(sizes)
+    assert limit < sum(sizes) * 0.75, "the corpus must not fit"
+    peak = 0
+    watching = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not watching.is_set():
+            peak = max(peak, chunk_bytes(tmp_path / "stream"))
+            time.sleep(0.0005)
+
+    with Opened(tmp_path / "stream", corpus(), limit) as opened:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for rows in in_strict_order(cached, epochs=2):
+                last = int(np.searchsorted(cached.unit_row_starts, rows.max(), side="right"))
+                assert_same_rows(cached, opened.grown_to(last), rows)
+        finally:
+            watching.set()
+            watcher.join()
+        assert opened.reader.digest == cached.digest
+        assert opened.reader.unit_row_starts.tolist() == cached.unit_row_starts.tolist()
+        statistics = opened.stream.statistics
+    assert 0 < peak <= limit
+    assert statistics.units_built == 8
+    assert statistics.evicted_units > 0 < statistics.units_rebuilt
+    assert (tmp_path / "stream" / MARKER_NAME).exists()
+
+
+def test_what_was_removed_comes_back_as_it_was_or_not_at_all(tmp_path, cached):
+    text = corpus()
+    changed = corpus_with_one_letter_changed(text)
+    with Opened(tmp_path, text) as opened:
+        opened.grown_to(8)
+    for path in (tmp_path / "chunks").rglob("*.psc"):
+        path.unlink()
+    with Opened(tmp_path, text) as opened:
+        assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
+        assert (opened.stream.statistics.units_built, opened.stream.statistics.units_rebuilt) == (0, 8)
+    for path in (tmp_path / "chunks").rglob("*.psc"):
+        path.unlink()
+    with Opened(tmp_path, text, work=work_of(text, changed.read_unit)) as opened:
+        good = opened.reader.unit_row_starts[7] - 1
+        assert_same_rows(cached, opened.reader, np.array([good]))
+        with pytest.raises(DataError, match="unit 7 was built again and is not what was recorded"):
+            opened.reader.read_rows(np.array([good + 1]))
+
+
+def corpus_with_one_letter_changed(text: Corpus) -> Corpus:
+    """The same but for the last unit."""
+    last = text.contents[-1]
+    place = max(index for index, byte in enumerate(last) if byte != ord("\n"))
+    letter = b"z" if last[place : place + 1] != b"z" else b"y"
+    contents = (*text.contents[:-1], last[:place] + letter + last[place + 1 :])
+    return Corpus(contents, text.files, text.units)
+
+
+def test_an_interrupted_stream_goes_on_without_reading_what_lies_before(tmp_path, cached):
+    read: list[int] = []
+    text = corpus()
+
+    def reading(unit):
+        read.append(unit.unit_id)
+        return text.read_unit(unit)
+
+    with Opened(tmp_path, text, work=work_of(text, reading)) as opened:
+        opened.grown_to(5)
+    for path in (tmp_path / "chunks").rglob("*.psc"):
+        path.unlink()
+    read.clear()
+    rows = np.arange(cached.unit_row_starts[3], cached.unit_row_starts[4])
+    with Opened(tmp_path, text, work=work_of(text, reading), prefetch_segments=0) as opened:
+        assert_same_rows(cached, opened.reader, rows)
+    assert set(read) <= {3, 4}, "only the units of the segment that is read"
+
+
+@pytest.mark.parametrize("prefetch_segments", [0, 1])
+def test_a_failing_network_delays_a_unit_and_drops_none(tmp_path, cached, prefetch_segments):
+    text = corpus()
+    failures = {2: 1, 5: 1}
+
+    def reading(unit):
+        if failures.get(unit.unit_id, 0):
+            failures[unit.unit_id] -= 1
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return text.read_unit(unit)
+
+    errors = []
+    with Opened(tmp_path, text, work=work_of(text, reading), prefetch_segments=prefetch_segments) as opened:
+        for units in (3, 3, 8, 8):  # who waits is told; who asks again, as a run that is resumed does, has it retried
+            try:
+                opened.grown_to(units)
+            except DataError as error:
+                errors.append(error.what)
+        assert opened.reader.digest == cached.digest
+    assert len(errors) == 2 if prefetch_segments == 0 else len(errors) <= 2  # built ahead, it is tried again in time
+    assert all("cannot be read" in error for error in errors)
+    assert failures == {2: 0, 5: 0}
+
+
+def test_room_for_less_than_is_read_at_once_is_refused_with_what_it_takes(tmp_path):
+    with (
+        Opened(tmp_path, corpus(), 500, segments=[(0, 8)]) as opened,
+        pytest.raises(DataError, match="retention_bytes is 500, and the segments") as caught,
+    ):
+        opened.grown_to(8)
+    assert "max_segment_units" in (caught.value.hint or "")
+
+
+def test_a_cache_that_is_meant_to_stay_is_never_touched(tmp_path):
+    text = corpus()
+    build_corpus(tmp_path, text)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.psc"))
+    with pytest.raises(DataError, match="a cache that is meant to stay"):
+        Opened(tmp_path, text)
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.psc")) == before
+    assert not (tmp_path / MARKER_NAME).exists()
+
+
+def test_closing_leaves_no_thread_and_ends_those_who_wait(tmp_path):
+    before = set(threading.enumerate())
+    text, started, go_on = corpus(), threading.Event(), threading.Event()
+
+    def reading(unit):
+        started.set()
+        assert go_on.wait(10)
+        return text.read_unit(unit)
+
+    opened = Opened(tmp_path, text, work=work_of(text, reading))
+    failed: list[BaseException] = []
+
+    def waiting() -> None:
+        try:
+            opened.stream.ensure(6)
+        except RuntimeError as error:
+            failed.append(error)
+
+    waiter = threading.Thread(target=waiting)
+    waiter.start()
+    assert started.wait(10)
+    opened.ring.close()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert [str(error) for error in failed] == ["the stream was closed while a chunk was waited for"]
+    go_on.set()
+    opened.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_two_streams_of_one_directory_share_the_work(tmp_path, cached):
+    """As two processes of a run do: leases tell them apart, the disk tells them what is there."""
+    text = corpus()
+    with Opened(tmp_path, text) as one, Opened(tmp_path, text) as other:
+        for rows in in_strict_order(cached):
+            last = int(np.searchsorted(cached.unit_row_starts, rows.max(), side="right"))
+            assert_same_rows(cached, one.grown_to(last), rows)
+            assert_same_rows(cached, other.grown_to(last), rows)
+        built = one.stream.statistics.units_built + other.stream.statistics.units_built
+    assert built == 8
+    assert one.stream.statistics.units_rebuilt + other.stream.statistics.units_rebuilt <= 2

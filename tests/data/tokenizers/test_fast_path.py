@@ -1,0 +1,274 @@
+"""The fast path gives the library's ids on any text, and is left at the first difference."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.data.storage import local_path
+from vorox.data.tokenizers import fast_path as module
+from vorox.data.tokenizers.encoders import byte_alphabet
+from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, word_pattern
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3, "o200k": O200K}
+AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!é中\u3000٣\u017f\u212a\u2028😀\u0300\x00\u01c5LlT"
+TEXTS = [local_path(f"stdlib:{name}").read_text() for name in ("json/decoder.py", "textwrap.py", "tokenize.py")]
+ANY_TEXT = st.text(st.characters(codec="utf-8")) | st.text(AWKWARD) | st.text("ab \n<|endoftext|>é😀\0's")
+
+
+def library_with(pattern: str, *, size: int = 600, special: bool = True, normalizer: Any = None) -> Any:
+    library: Any = LibraryTokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        library.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|endoftext|>"], initial_alphabet=sorted(byte_alphabet()), show_progress=False
+    )
+    library.train_from_iterator([*TEXTS, "".join(map(chr, range(0xA0, 0x800)))], trainer)
+    if not special:
+        library.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return library
+
+
+def tokenizer_with(pattern: str, **options: Any) -> Tokenizer:
+    text = library_with(pattern, **options).to_str()
+    return Tokenizer(text, "<|endoftext|>", where="test", fast=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    trained = train(TokenizerConfig(vocab_size=700), TEXTS).with_fast_path()
+    return {"trained": trained, **{name: tokenizer_with(pattern) for name, pattern in PATTERNS.items()}}
+
+
+def library_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The oracle: the library, given the file, all at once."""
+    library = LibraryTokenizer.from_str(tokenizer.files()["tokenizer.json"].decode())
+    library.encode_special_tokens = True
+    return library.encode(text, add_special_tokens=False).ids
+
+
+class TestPattern:
+    @pytest.mark.parametrize("name", PATTERNS)
+    def test_cuts_where_the_library_cuts(self, name: str) -> None:
+        words = word_pattern(PATTERNS[name])
+        assert words is not None
+        library = pre_tokenizers.Split(Regex(PATTERNS[name]), behavior="isolated")
+        refused = 0
+        for triple in itertools.product(AWKWARD, repeat=3):
+            text = "".join(triple)
+            found = words.words(text)
+            refused += found is None
+            assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(text)]
+        folded = sum("\u017f" in triple or "\u212a" in triple for triple in itertools.product(AWKWARD, repeat=3))
+        assert refused == (folded if name != "gpt2" else 0)
+
+    @settings(max_examples=200, deadline=None)
+    @given(text=ANY_TEXT)
+    def test_cuts_any_text_alike(self, text: str) -> None:
+        for pattern in PATTERNS.values():
+            words = word_pattern(pattern)
+            assert words is not None
+            library = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+            found = words.words(text)
+            assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(text)]
+
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            r"^a", r"a$", r".", r"(a)", r"(?<=a)b", r"[[:alpha:]]", r"[a-z&&[b]]", r"\X", r"\b", r"a{1,3}+", r"é",
+            r"\h", r"[a", r"(?x: a)", r"\p{Nonsense}", r"(?:a", r"\1",
+        ],
+    )  # fmt: skip
+    def test_what_python_might_read_otherwise_is_refused(self, pattern: str) -> None:
+        assert word_pattern(pattern) is None
+
+    def test_text_that_the_pattern_leaves_out_is_not_lost(self) -> None:
+        words = word_pattern(r"\p{L}+")
+        assert words is not None
+        assert words.words("ab1") is None
+        assert words.words("ab") == ["ab"]
+        assert words.words("ä1") is None
+
+
+class TestIds:
+    @settings(max_examples=150, deadline=None)
+    @given(text=ANY_TEXT)
+    @pytest.mark.parametrize("name", ["trained", *PATTERNS])
+    def test_are_those_of_the_library(self, tokenizers: dict[str, Tokenizer], name: str, text: str) -> None:
+        tokenizer = tokenizers[name]
+        assert tokenizer.encode_batch(["x", text])[1].tolist() == library_ids(tokenizer, text)
+        assert tokenizer.is_fast
+
+    def test_of_whole_files(self, tokenizers: dict[str, Tokenizer]) -> None:
+        for tokenizer in tokenizers.values():
+            found = tokenizer.encode_batch(TEXTS)
+            for text, ids in zip(TEXTS, found, strict=True):
+                assert ids.tolist() == library_ids(tokenizer, text)
+                assert ids.dtype == tokenizer.dtype
+                assert ids.flags.writeable
+            assert tokenizer.is_fast
+
+    def test_most_words_are_asked_of_the_library_once(
+        self, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer = tokenizers["trained"].with_fast_path()
+        asked: list[str] = []
+        path = tokenizer._fast
+        assert path is not None
+        learn = path._learn
+        monkeypatch.setattr(path, "_learn", lambda words: [asked.extend(words), learn(words)][1])
+        first = tokenizer.encode_batch(TEXTS)
+        asked.clear()
+        again = tokenizer.encode_batch(TEXTS)
+        assert asked == [word for word in sorted(asked) if len(word) > 64]
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_a_memory_that_overflows_changes_nothing(
+        self, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_MOST_WORDS", 50)
+        monkeypatch.setattr(module, "_GROUP_CHARACTERS", 300)
+        tokenizer = tokenizers["trained"].with_fast_path()
+        assert tokenizer.encode(TEXTS[0]).tolist() == library_ids(tokenizer, TEXTS[0])
+        path = tokenizer._fast
+        assert path is not None
+        assert len(path._known) < 200
+
+    @pytest.mark.parametrize("window", [20, 57, 400])
+    @pytest.mark.parametrize("name", ["trained", "llama3"])
+    def test_windows_never_show(
+        self, tokenizers: dict[str, Tokenizer], name: str, window: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_WINDOW_CHARACTERS", window)
+        tokenizer = tokenizers[name]
+        text = TEXTS[1][:6000] + "\n\n   \n" * 50 + "é's ſ" * 20 + "a" * 500 + " " * 300
+        assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+        assert tokenizer.is_fast
+
+    def test_special_tokens_stay_text_and_other_added_tokens_go_to_the_library(self) -> None:
+        tokenizer = tokenizer_with(LLAMA3, special=False)
+        text = "a<|endoftext|>b <tool> c"
+        ids = tokenizer.encode(text).tolist()
+        assert ids == library_ids(tokenizer, text)
+        assert tokenizer.end_of_text_id not in ids
+        assert 600 in ids  # the added token, which is not special, is one even in text
+
+    def test_normalised_text_goes_to_the_library_unless_it_is_ascii(self) -> None:
+        tokenizer = tokenizer_with(LLAMA3, normalizer=normalizers.NFC())
+        for text in ("plain", "e\u0301 e\u0301tude", "é"):
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+        assert tokenizer.is_fast
+
+    def test_half_surrogates_are_refused_as_ever(self, tokenizers: dict[str, Tokenizer]) -> None:
+        for tokenizer in tokenizers.values():
+            with pytest.raises(DataError, match="half a surrogate pair at character 4"):
+                tokenizer.encode_batch(["fine", "abc\ud83d"])
+
+    def test_travels_to_other_processes(self, tokenizers: dict[str, Tokenizer]) -> None:
+        again = pickle.loads(pickle.dumps(tokenizers["llama3"]))
+        assert again.is_fast
+        assert again.fingerprint == tokenizers["llama3"].fingerprint
+        assert not pickle.loads(pickle.dumps(tokenizers["llama3"].reference())).is_fast
+
+
+class TestWhereThereIsNone:
+    @pytest.mark.parametrize("kind", ["byte", "char"])
+    def test_tables_are_faster_still(self, kind: Any) -> None:
+        assert not train(TokenizerConfig(kind=kind), TEXTS).with_fast_path().is_fast
+
+    def test_other_pre_tokenizers(self, tmp_path: Path) -> None:
+        for change in (
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+            {"type": "Sequence", "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            ]},
+            None,
+        ):  # fmt: skip
+            value = json.loads(library_with(GPT2_PATTERN).to_str())
+            value["pre_tokenizer"] = change
+            (tmp_path / "t.json").write_text(json.dumps(value))
+            tokenizer = load(tmp_path / "t.json", end_of_text="<|endoftext|>").with_fast_path()
+            assert not tokenizer.is_fast
+            assert tokenizer.encode(TEXTS[0]).tolist() == library_ids(tokenizer, TEXTS[0])
+
+
+class _Wrong:
+    """A pattern that cuts some texts otherwise: before every ``q``."""
+
+    def __init__(self, right: Any, marks: Sequence[str]) -> None:
+        self._right, self._marks = right, marks
+
+    def words(self, text: str) -> list[str] | None:
+        if not any(mark in text for mark in self._marks):
+            return self._right.words(text)
+        return [part for word in self._right.words(text) for part in word.replace("the", "t\0he").split("\0")]
+
+
+class TestDifference:
+    def wrong(self, *marks: str) -> Tokenizer:
+        tokenizer = train(TokenizerConfig(vocab_size=700), TEXTS).with_fast_path()
+        assert tokenizer._fast is not None
+        tokenizer._fast._pattern = _Wrong(tokenizer._fast._pattern, marks)  # type: ignore[assignment]
+        return tokenizer
+
+    def test_at_start_is_told_and_ends_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        tokenizer = self.wrong("the")
+        with caplog.at_level(logging.WARNING):
+            found = tokenizer.encode_batch(TEXTS)
+        assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in TEXTS]
+        assert not tokenizer.is_fast
+        assert tokenizer.path_changes == 1
+        assert "not used any more" in caplog.text
+
+    def test_later_is_noticed_in_the_share_that_is_checked(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer = self.wrong("MARK")
+        texts = [f"the {number}" for number in range(50)]
+        for _ in range(3):
+            assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [library_ids(tokenizer, t) for t in texts]
+        assert tokenizer.is_fast
+        monkeypatch.setattr(module, "_CHECKED_ONE_IN", 8)
+        marked = [f"MARK the {number}" for number in range(200)]
+        found = tokenizer.encode_batch(marked)
+        assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in marked]
+        assert not tokenizer.is_fast
+        assert tokenizer.path_changes == 1
+        assert "not used any more" in caplog.text
+
+    def test_share_that_is_checked_is_small_and_depends_on_the_text_alone(self) -> None:
+        texts = [f"text {number}" for number in range(20_000)]
+        checked = [text for text in texts if module._is_checked(text)]
+        assert 10 < len(checked) < 80
+        assert checked == [text for text in texts if module._is_checked(text)]

@@ -1,0 +1,282 @@
+"""The background writer: it costs a step nothing, loses nothing, and never raises into the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from postgres_server import Postgres
+from vorox.core import atomic
+from vorox.core.atomic import FileOperation
+from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
+from vorox.experiments.metadata.spool import Spool
+
+WAIT_SECONDS = 20.0
+
+
+def row(attempt: int, last_step: int) -> Row:
+    steps = {"first_state": 0, "kept_until": last_step, "last_step": last_step}
+    places = {"first_position": 0, "kept_position": last_step, "last_position": last_step}
+    return Row("attempt", {"run_id": "r", "attempt": attempt, "parent": None, "is_newest": 1, **steps, **places})
+
+
+class Away(Exception):
+    pass
+
+
+class Database:
+    """Stands in for ``MetadataCache``: can be away, and can hang."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.rows: dict[tuple[Any, ...], Row] = {}
+        self.batches: list[list[Row]] = []
+        self.opened = 0
+
+    def open(self) -> Any:
+        self.opened += 1
+        if self.is_away:
+            raise Away("nobody answers")
+        return self
+
+    def write(self, rows: Iterable[Row]) -> None:
+        found = list(rows)
+        self.gate.wait(WAIT_SECONDS)
+        if self.is_away:
+            raise Away("went away")
+        self.batches.append(found)
+        self.rows.update((entry.key, entry) for entry in found)
+
+    def close(self) -> None:
+        pass
+
+    def steps(self) -> dict[int, int]:
+        return {entry.values["attempt"]: entry.values["last_step"] for entry in self.rows.values()}
+
+
+class Observed:
+    """Rows that the writer asks for, and what it told."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.events: list[tuple[str, str, str]] = []
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _, _ in self.events]
+
+
+def start(directory: Path, database: Any, observed: Observed, **options: Any) -> MetadataWriter:
+    return MetadataWriter(
+        directory, database.open, introduce=options.pop("introduce", lambda cache: None),
+        observe=lambda: list(observed.rows), on_event=lambda *event: observed.events.append(event),
+        **{"interval_seconds": 0.01, **options},
+    )  # fmt: skip
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_rows_arrive_in_batches_and_what_is_observed_only_when_it_changes(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+    observed.rows = [row(1, 0)]
+    writer = start(tmp_path, database, observed)
+    until(lambda: database.steps() == {1: 0})
+    time.sleep(0.1)
+    assert len(database.batches) == 1, "nothing changed, nothing is written"
+    observed.rows = [row(1, 5)]
+    for number in range(2, 50):
+        writer.put(row(number, number))
+    writer.close()
+    writer.close()
+    assert database.steps() == {1: 5, **{number: number for number in range(2, 50)}}
+    assert not (tmp_path / "metadata.spool").exists()
+    assert observed.events == []
+
+
+def test_putting_is_quick_while_the_database_hangs_and_what_does_not_fit_is_spooled(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+    database.gate.clear()
+    writer = start(tmp_path, database, observed, most_pending=10)
+    writer.put(row(1, 1))
+    until(lambda: database.opened == 1)
+    began = time.perf_counter()
+    for number in range(2, 101):
+        writer.put(row(number, number))
+    assert time.perf_counter() - began < 2.0
+    assert Spool(tmp_path).size_bytes > 0
+    database.gate.set()
+    until(lambda: len(database.rows) == 100)
+    writer.close()
+    assert database.steps() == {number: number for number in range(1, 101)}
+    assert Spool(tmp_path).size_bytes == 0
+
+
+def test_closing_does_not_wait_for_a_database_that_hangs(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+    database.gate.clear()
+    writer = start(tmp_path, database, observed)
+    observed.rows = [row(1, 1)]
+    until(lambda: len(writer._in_flight) == 1)
+    observed.rows = [row(1, 9)]
+    writer.put(row(2, 2))
+    began = time.perf_counter()
+    writer.close(timeout_seconds=0.2)
+    assert time.perf_counter() - began < 2.0
+    assert {entry.values["attempt"]: entry.values["last_step"] for entry in Spool(tmp_path).read().rows} == {1: 9, 2: 2}
+    database.gate.set()
+    writer._thread.join(WAIT_SECONDS)
+    second = Database()
+    start(tmp_path, second, Observed()).close()
+    assert {**database.steps(), **second.steps()} == {1: 9, 2: 2}
+
+
+def test_nothing_is_lost_while_the_database_comes_and_goes(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+    writer = start(tmp_path, database, observed)
+    for number in range(1, 401):
+        if number % 50 == 0:
+            database.is_away = not database.is_away
+        observed.rows = [row(0, number)]
+        writer.put(row(number, number))
+        time.sleep(0.001)
+    database.is_away = False
+    until(lambda: len(database.rows) == 401 and Spool(tmp_path).size_bytes == 0)
+    writer.close()
+    assert database.steps() == {0: 400, **{number: number for number in range(1, 401)}}
+    assert "metadata_away" in observed.kinds()
+    assert "metadata_back" in observed.kinds()
+    assert observed.kinds().count("metadata_away") == observed.kinds().count("metadata_back")
+
+
+def test_older_rows_never_take_the_place_of_newer_ones(tmp_path: Path) -> None:
+    """What was spooled is drained before anything newer, also by the next process."""
+    database = Database()
+    database.is_away = True
+    for life in range(3):
+        observed = Observed()
+        writer = start(tmp_path, database, observed)
+        for step in range(life * 10, life * 10 + 10):
+            observed.rows = [row(1, step)]
+            writer.wake()
+            time.sleep(0.02)
+        database.is_away = life < 1
+        writer.close()
+    assert database.steps() == {1: 29}
+    steps = [entry.values["last_step"] for batch in database.batches for entry in batch]
+    assert steps == sorted(steps)
+
+
+def test_the_next_process_drains_what_a_killed_one_left(tmp_path: Path) -> None:
+    Spool(tmp_path).append([(5, row(1, 7)), (6, row(2, 8))], sync=True)
+    database, observed = Database(), Observed()
+    start(tmp_path, database, observed).close()
+    assert database.steps() == {1: 7, 2: 8}
+    assert Spool(tmp_path).size_bytes == 0
+
+
+def test_killed_between_the_commit_and_the_removal_of_the_spool(tmp_path: Path) -> None:
+    """Draining twice is the same as draining once."""
+    Spool(tmp_path).append([(1, row(1, 7))], sync=True)
+    content = (tmp_path / "metadata.spool").read_bytes()
+    path = tmp_path / "metadata.sqlite"
+
+    class Real:
+        def open(self) -> MetadataCache:
+            return MetadataCache(path)
+
+    for _ in range(2):
+        (tmp_path / "metadata.spool").write_bytes(content)
+        start(tmp_path, Real(), Observed()).close()
+    assert MetadataCache.query(path, "SELECT attempt, last_step FROM attempt").rows == [(1, 7)]
+
+
+def test_a_full_disk_under_the_spool_loses_nothing_that_fits_into_memory(tmp_path: Path) -> None:
+    def no_room(operation: FileOperation) -> None:
+        if operation.path.name == "metadata.spool":
+            raise OSError(28, "No space left on device", str(operation.path))
+
+    database, observed = Database(), Observed()
+    database.is_away = True
+    with atomic.observe(no_room):
+        writer = start(tmp_path, database, observed)
+        for number in range(100):
+            writer.put(row(number, number))
+        until(lambda: "metadata_spool_failed" in observed.kinds())
+        database.is_away = False
+        until(lambda: len(database.rows) == 100)
+        writer.close()
+    assert observed.kinds().count("metadata_spool_failed") == 1
+
+
+def test_a_damaged_spool_is_said(tmp_path: Path) -> None:
+    Spool(tmp_path).append([(1, row(1, 7)), (2, row(2, 8))], sync=True)
+    path = tmp_path / "metadata.spool"
+    path.write_bytes(path.read_bytes().replace(b'"last_step":7', b'"last_step":9'))
+    database, observed = Database(), Observed()
+    start(tmp_path, database, observed).close()
+    assert database.steps() == {2: 8}
+    assert observed.kinds() == ["metadata_spool_damaged"]
+
+
+def test_whatever_observing_raises_stays_inside(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+
+    def broken() -> list[Row]:
+        raise RuntimeError("a bug")
+
+    writer = MetadataWriter(
+        tmp_path, database.open, introduce=lambda cache: None, observe=broken,
+        on_event=lambda *event: observed.events.append(event), interval_seconds=0.01,
+    )  # fmt: skip
+    writer.put(row(1, 1))
+    until(lambda: len(observed.events) > 0)
+    writer.close()
+    assert set(observed.kinds()) == {"metadata_failed"}
+
+
+def test_a_put_takes_microseconds(tmp_path: Path) -> None:
+    database = Database()
+    writer = start(tmp_path, database, Observed(), interval_seconds=5.0)
+    began = time.thread_time()
+    for number in range(20_000):
+        writer.put(row(1, number))
+    assert (time.thread_time() - began) / 20_000 < 100e-6
+    writer.close()
+    assert database.steps() == {1: 19_999}
+
+
+def test_postgres_stopped_and_started_again(tmp_path: Path, postgres: Postgres) -> None:
+    dsn = postgres.new_database()
+
+    class Real:
+        def open(self) -> MetadataCache:
+            return MetadataCache(dsn)
+
+    observed = Observed()
+    writer = start(tmp_path, Real(), observed, interval_seconds=0.05)
+    writer.put(row(1, 1))
+    until(lambda: MetadataCache.query(dsn, "SELECT to_regclass('vorox.attempt') IS NOT NULL").rows == [(True,)])
+    postgres.stop()
+    try:
+        for number in range(2, 20):
+            writer.put(row(number, number))
+        until(lambda: "metadata_away" in observed.kinds())
+    finally:
+        postgres.start()
+    for number in range(20, 30):
+        writer.put(row(number, number))
+    until(lambda: "metadata_back" in observed.kinds())
+    writer.close()
+    found = MetadataCache.query(dsn, "SELECT attempt, last_step FROM attempt ORDER BY attempt").rows
+    assert found == [(number, number) for number in range(1, 30)]
+    assert not any("hunter2secret" in text for _, text, _ in observed.events)
+    assert Spool(tmp_path).size_bytes == 0
