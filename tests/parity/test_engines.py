@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.torch_engine.small_models import MODELS, POSITIONS, VOCAB, configuration, random_rows
+from small_configurations import MODELS, POSITIONS, VOCAB, configuration, random_rows
 from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine

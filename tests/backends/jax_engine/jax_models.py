@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.torch_engine.small_models import LLAMA, POSITIONS, VOCAB, configuration
+from small_configurations import LLAMA, POSITIONS, VOCAB, configuration
 from vorox.backends.jax_engine.engine import JaxEngine, create
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig

@@ -77,8 +77,10 @@ def test_dropout_is_drawn_by_its_key_and_keeps_the_mean(name: str) -> None:
     assert float(np.mean(draws)) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.torch
 def test_rotary_tables_are_those_of_the_torch_engine() -> None:
-    torch_attention = pytest.importorskip("vorox.backends.torch_engine.attention")
+    from vorox.backends.torch_engine import attention as torch_attention
+
     for ours, theirs in zip(
         attention.rotary_table(16, 4096, 10_000.0), torch_attention.rotary_table(16, 4096, 10_000.0), strict=True
     ):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backends.jax_engine.jax_models import jax_configuration, make
-from backends.torch_engine.small_models import GPT2, LLAMA, QWEN3, batch_of, random_rows
+from small_configurations import GPT2, LLAMA, QWEN3, batch_of, random_rows
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.core.atomic import StagedDirectory
 from vorox.core.errors import ConfigError

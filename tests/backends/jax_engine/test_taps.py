@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from backends.jax_engine.jax_models import make
-from backends.torch_engine.small_models import GPT2, batch_of, random_rows
-from backends.torch_engine.small_models import make as make_torch
+from small_configurations import GPT2, batch_of, random_rows
 from vorox.backends.jax_engine.taps import POINTS
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
@@ -21,6 +20,8 @@ SCANNED = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled",
 @pytest.mark.torch
 @SCANNED
 def test_statistics_are_those_of_the_torch_engine(scan_layers: bool) -> None:
+    from backends.torch_engine.small_models import make as make_torch
+
     wanted = make_torch(GPT2, log__activation_statistics=True)
     engine = make(GPT2, log__activation_statistics=True, runtime__scan_layers=scan_layers)
     engine.import_weights((name, array * 3) for name, array in wanted.export_weights())
