@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,3 +76,49 @@ class FakeRows:
             segment_lengths=lengths,
             segment_document_offsets=np.zeros_like(lengths),
         )
+
+
+class GrowingRows(FakeRows):
+    """A cache of which some units are built: rows are numbered over those, their content is of (unit, row in unit).
+
+    Args:
+        name: Decides the content.
+        unit_rows: Rows of each planned unit; shared, so that more may be planned.
+        built: Units that are built; shared, and seen when ``refreshed`` is called.
+    """
+
+    def __init__(self, name: str, unit_rows: list[int], built: set[int], **options: Any) -> None:
+        self._plan, self._built, self._options = unit_rows, built, options
+        self.seen = frozenset(built)
+        super().__init__(name, [rows if unit in self.seen else 0 for unit, rows in enumerate(unit_rows)], **options)
+
+    def missing_units(self, unit_start: int, unit_end: int) -> npt.NDArray[np.int64]:
+        return np.array([unit for unit in range(unit_start, unit_end) if unit not in self.seen], np.int64)
+
+    def refreshed(self, *, awaited_units: int = 0) -> GrowingRows:
+        del awaited_units
+        return GrowingRows(self.name, self._plan, self._built, **self._options)
+
+    def rows_in(self, unit_start: int, unit_end: int) -> int:
+        assert not len(self.missing_units(unit_start, unit_end)), "nobody asks for units that are not built"
+        return super().rows_in(unit_start, unit_end)
+
+    def content_digest(self, unit_start: int, unit_end: int) -> str:
+        assert not len(self.missing_units(unit_start, unit_end)), "nobody asks for units that are not built"
+        return super().content_digest(unit_start, unit_end)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Unit and row in it."""
+        unit = int(np.searchsorted(self.unit_row_starts, row, side="right")) - 1
+        return unit, row - int(self.unit_row_starts[unit])
+
+    def tokens(self, row: int) -> list[int]:
+        return super().tokens(self._number(row))
+
+    def segments(self, row: int) -> list[int]:
+        return super().segments(self._number(row))
+
+    def _number(self, row: int) -> int:
+        """The number of a row in the complete cache."""
+        unit, offset = self.place(row)
+        return sum(self._plan[:unit]) + offset

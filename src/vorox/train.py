@@ -6,6 +6,7 @@ can be replayed, whatever happened on the way. The command line calls ``train`` 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +72,11 @@ def train(
     with StopRequest() as stop:
         if minutes is not None:
             config = _fit(config, budget.check_minutes(minutes), display, on_progress)
-        with _open_run(config, resume_from, argv, dist) as run, open_log(run, display, dist) as log:
-            setting = make_setting(config, dist, log, on_progress)
+        with (
+            _open_run(config, resume_from, argv, dist) as run,
+            open_log(run, display, dist) as log,
+            contextlib.closing(make_setting(config, dist, log, on_progress)) as setting,
+        ):
             state, plan = begin(setting, run, _checkpoint(resume_from))
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
@@ -116,8 +120,9 @@ def _checkpoint(resume_from: str | Path) -> Path | None:
 def _fit(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
     """The configuration with the number of steps that a throwaway engine says fit into some seconds from now."""
     began, log = time.perf_counter(), RunLog(None, echo=display.message)
-    setting = make_setting(budget.with_num_steps(config, 1), DistributedContext(), log, on_progress)
-    costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
+    short = budget.with_num_steps(config, 1)
+    with contextlib.closing(make_setting(short, DistributedContext(), log, on_progress)) as setting:
+        costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
     num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
     log.info(f"{num_steps:,} steps fit into what is left of {seconds / 60:g} minutes ({costs})")
     return budget.with_num_steps(config, num_steps)

@@ -8,6 +8,17 @@ import pytest
 
 from vorox.cli.preparation import PreparationDisplay
 
+RATES = {
+    "text_mb_per_second": 3.21,
+    "tokens_per_second": 1e6,
+    "documents_per_second": 1234,
+    "chunks": 12,
+    "utilisation_fraction": 0.99876,
+    "ratio_to_uint32": 0.3555,
+    "ratio_to_uint16": 0.711,
+}
+FIGURES = "1.23k documents/s, 3.2 MB/s, 1.00M tokens/s, 12 chunks, 99.88% full, size 36% of uint32, 71% of uint16"
+
 
 class Clock:
     def __init__(self) -> None:
@@ -28,7 +39,7 @@ def drive(stream: io.StringIO) -> None:
     display("list stdlib", 1, 1, {})
     for second in range(31):
         clock.now = float(second)
-        display("build stdlib train", second, 30, {"text_mb_per_second": 3.21, "tokens_per_second": 1e6})
+        display("build stdlib train", second, 30, RATES)
     display("build stdlib validation", 1, 1, {})
     display.close()
     display.close()
@@ -38,10 +49,10 @@ def test_plain_lines_are_few() -> None:
     stream = io.StringIO()
     drive(stream)
     assert stream.getvalue().splitlines() == [
-        "packing stdlib train   3% (3.2 MB/s, 1.00M tokens/s)",
-        "packing stdlib train  37% (3.2 MB/s, 1.00M tokens/s)",
-        "packing stdlib train  70% (3.2 MB/s, 1.00M tokens/s)",
-        "packing stdlib train 100% (3.2 MB/s, 1.00M tokens/s), 30 s",
+        f"packing stdlib train   3% ({FIGURES}, 00:29m left)",
+        f"packing stdlib train  37% ({FIGURES}, 00:19m left)",
+        f"packing stdlib train  70% ({FIGURES}, 00:09m left)",
+        f"packing stdlib train 100% ({FIGURES}), 30 s",
     ]
 
 
@@ -52,7 +63,17 @@ def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = stream.getvalue().split("\n")
     assert len(lines) == 2
     assert lines[0].count("\r") > 20
-    assert lines[0].endswith("packing stdlib train 100% (3.2 MB/s, 1.00M tokens/s), 30 s\x1b[K")
+    assert lines[0].endswith(f"packing stdlib train 100% ({FIGURES}), 30 s\x1b[K")
+
+
+def test_only_what_is_known_is_shown() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = PreparationDisplay(stream, clock)
+    for second in range(3):
+        clock.now = float(second)
+        display("wait stdlib train", 5, 30, {"text_mb_per_second": 0.0})
+    display.close()
+    assert stream.getvalue().splitlines()[0] == "waiting for stdlib train  17%"
 
 
 def test_what_is_over_in_an_instant_shows_nothing() -> None:

@@ -25,8 +25,10 @@ from vorox.core.schema import RunConfig
 from vorox.data import inspection
 from vorox.data.baseline import compress
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import Corpus, cache_root, prepare
+from vorox.data.cache_places import cache_root
+from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 WORDS = (
     "alpha",
@@ -501,11 +503,13 @@ class TestInspection:
             assert found.report.documents == len(documents)
             assert found.report.text_bytes == text_bytes
             assert found.report.tokens == num_tokens + len(documents)
-            assert found.largest_token_id == max(counts)
-            assert found.distinct_tokens == len(counts)
-            assert found.unknown_fraction == 0
+            assert found.tokens.largest_token_id == max(counts)
+            assert found.tokens.distinct_tokens == len(counts)
+            assert found.tokens.unknown_fraction == 0
             assert found.rows_counted == reader.num_rows
-            assert found.bytes_per_token == pytest.approx(text_bytes / num_tokens, rel=0.02)  # overlaps count twice
+            assert found.tokens.bytes_per_token == pytest.approx(
+                text_bytes / num_tokens, rel=0.02
+            )  # overlaps count twice
             assert found.utilisation_fraction == pytest.approx(found.report.utilisation_fraction)
 
     def test_unknown_tokens_are_counted(self, tmp_path: Path) -> None:
@@ -522,7 +526,10 @@ class TestInspection:
             data={"validation": {"split": "document", "held_out_fraction": 0}, "sequence_length_tokens": 999},
         )  # fmt: skip
         (found,) = stats(prepare(config))
-        assert found.unknown_fraction == 0.5
+        assert found.tokens.unknown_fraction == 0.5
+        assert found.tokens.entropy_bits == pytest.approx(1)  # two kinds of token, half and half
+        assert "50.00% of the tokens are the unknown token" in found.warnings[0]
+        assert "bits per byte are not reported" in found.warnings[1]
 
     def test_verify_passes_and_tells_how_far_it_is(self, texts: RunConfig) -> None:
         corpus = prepare(texts)
@@ -556,8 +563,8 @@ class TestInspection:
         self, texts: RunConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         corpus = prepare(texts)
-        encode = corpus.tokenizer.encode
-        monkeypatch.setattr(corpus.tokenizer, "encode", lambda text: encode(text.replace("alpha", "alphb")))
+        encode = Tokenizer.encode
+        monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encode(self, text.replace("alpha", "alphb")))
         with pytest.raises(DataError, match="does not hold the tokens of this document"):
             verify(corpus)
 

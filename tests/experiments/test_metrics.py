@@ -38,6 +38,8 @@ NEEDED = [
     "checkpoint_seconds",
     "activation/3/mlp/std",
     "activation/11/block_input/absmax",
+    "pipeline/tokenize/busy_seconds",
+    "pipeline/read_to_filter/held_bytes",
 ]
 
 

@@ -54,6 +54,13 @@ def test_by_hand() -> None:
     assert found.accuracy == pytest.approx(2 / 6)
 
 
+def test_no_bits_per_byte_where_they_would_not_be_exact() -> None:
+    found = evaluate(Fixed(), BATCHES, None)  # type: ignore[arg-type]
+    assert found.loss == 0.25
+    assert found.bits_per_byte is None
+    assert found.num_target_bytes == 0
+
+
 def test_nothing_to_predict() -> None:
     with pytest.raises(DataError, match="no token to predict"):
         evaluate(Fixed(), [batch([IGNORED_LABEL] * 4)], BYTES)  # type: ignore[arg-type]

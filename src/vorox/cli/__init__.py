@@ -6,6 +6,7 @@ but typer until a command runs, so that ``vorox --help`` is there in a blink and
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -56,8 +57,25 @@ app.command()(export)
 app.add_typer(config.app)
 
 
+_MOST_OPEN_FILES = 65_536
+
+
+def _allow_open_files() -> None:
+    """Raise this process's own limit of open files as far as it may: every chunk of a cache that is read is one."""
+    try:
+        import resource
+    except ImportError:  # not on Windows, where there is no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
+    _allow_open_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app(args=words, prog_name="vorox")

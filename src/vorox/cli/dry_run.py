@@ -97,7 +97,8 @@ def _look_at_text(config: RunConfig) -> _Text:
     from vorox.cli.preparation import PreparationDisplay
     from vorox.core.atomic import canonical_json
     from vorox.core.errors import DataError
-    from vorox.data.dataset import cache_root, exact_weights
+    from vorox.data.cache_places import cache_root
+    from vorox.data.dataset import exact_weights
     from vorox.data.storage import ContentVersions
     from vorox.data.text.sources import list_source
     from vorox.data.tokenizers.store import tokenizer_for
@@ -169,12 +170,13 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
     """Rows of a cache that is complete; ``None`` if it is still to be built."""
     from vorox.data.cache.reader import CacheReader
     from vorox.data.cache.recipe import RECIPE_NAME
-    from vorox.data.dataset import cache_directory, recipe_for
+    from vorox.data.cache_places import find_place
+    from vorox.data.preparation import recipe_for
 
     if tokenizer is None:
         return None
     recipe = recipe_for(config.data, source, split, tokenizer)
-    directory = cache_directory(root, source, split, recipe)
+    directory = find_place(root, source, split, recipe, grow=config.data.cache.grow).directory
     if not (directory / RECIPE_NAME).exists():
         return None
     from vorox.data.cache.manifest import Manifest

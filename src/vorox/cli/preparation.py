@@ -13,12 +13,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from vorox.cli.quantities import count, duration
+from vorox.cli.quantities import count, duration, eta, percent
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
 _REDRAW_EVERY_SECONDS = 0.1
-_WORDS = {"list": "reading", "build": "packing", "wait": "waiting for", "tokenizer": "training the tokenizer"}
+_WORDS = {
+    "list": "reading",
+    "build": "packing",
+    "wait": "waiting for",
+    "check": "checking",
+    "tokenizer": "training the tokenizer",
+}
 
 
 class PreparationDisplay:
@@ -36,19 +42,30 @@ class PreparationDisplay:
         self._phase = ""
         self._began = self._shown_at = 0.0
         self._last = ""
+        self._done_at_first: int | None = None
 
     def __call__(self, phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
         now = self._clock()
         if phase != self._phase:
             self._finish_phase(now)
             self._phase, self._began, self._shown_at, self._last = phase, now, 0.0, ""
+            self._done_at_first = done
         if now - self._began < _QUIET_SECONDS:
             return
         every = _REDRAW_EVERY_SECONDS if self._live else _LINE_EVERY_SECONDS
-        self._last = _line(phase, done, total, rates)
+        if self._done_at_first is None or done < self._done_at_first:
+            self._done_at_first = done
+        self._last = _line(phase, done, total, rates, self._eta_seconds(done, total, now) if rates else None)
         if not self._shown_at or now - self._shown_at >= every:
             self._shown_at = now
             self._write(self._last, "\r" if self._live else "")
+
+    def _eta_seconds(self, done: int, total: int, now: float) -> float | None:
+        """Time for the rest at the pace so far of this phase; ``None`` while that says nothing, and at the end."""
+        made = done - (self._done_at_first or 0)
+        if made <= 0 or done >= total:
+            return None
+        return (total - done) * (now - self._began) / made
 
     def step(self, what: str, done: int, total: int) -> None:
         """The same for jobs that only count."""
@@ -76,13 +93,22 @@ class PreparationDisplay:
             pass  # nobody is looking
 
 
-def _line(phase: str, done: int, total: int, rates: Mapping[str, float]) -> str:
+def _line(phase: str, done: int, total: int, rates: Mapping[str, float], eta_seconds: float | None) -> str:
     verb, _, rest = phase.partition(" ")
     words = " ".join([_WORDS.get(verb, verb), rest]).strip()
     share = f" {100 * done / total:3.0f}%" if total else ""
-    fields = []
+    fields: list[str] = []
+    if rates.get("documents_per_second"):
+        fields.append(f"{count(rates['documents_per_second'])} documents/s")
     if rates.get("text_mb_per_second"):
         fields.append(f"{rates['text_mb_per_second']:.1f} MB/s")
     if rates.get("tokens_per_second"):
         fields.append(f"{count(rates['tokens_per_second'])} tokens/s")
+    if rates.get("chunks"):
+        fields.append(f"{rates['chunks']:,.0f} chunks")
+        fields.append(f"{percent(rates['utilisation_fraction'], 2)} full")
+        smaller = (percent(rates[f"ratio_to_{name}"]) for name in ("uint32", "uint16"))
+        fields.append("size {} of uint32, {} of uint16".format(*smaller))
+    if eta_seconds is not None:
+        fields.append(f"{eta(eta_seconds)} left")
     return f"{words}{share}" + (f" ({', '.join(fields)})" if fields else "")

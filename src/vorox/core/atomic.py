@@ -157,8 +157,7 @@ def sweep_temporary(directory: Path) -> list[Path]:
     """Remove what dead writers of this host left in ``directory``; returns what was removed."""
     removed: list[Path] = []
     for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None or match["host"] != socket.gethostname() or _alive(int(match["pid"])):
+        if not is_temporary_of_the_dead(path):
             continue
         if path.is_dir():
             _perform("remove", path, lambda path=path: shutil.rmtree(path, ignore_errors=True))
@@ -166,6 +165,12 @@ def sweep_temporary(directory: Path) -> list[Path]:
             remove_file(path)
         removed.append(path)
     return removed
+
+
+def is_temporary_of_the_dead(path: Path) -> bool:
+    """Whether a path is the temporary one of a process of this host that is no more."""
+    match = _TEMPORARY.fullmatch(path.name)
+    return match is not None and match["host"] == socket.gethostname() and not _alive(int(match["pid"]))
 
 
 def _alive(process_id: int) -> bool:

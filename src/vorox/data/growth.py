@@ -109,7 +109,7 @@ class PlanGrower:
         with may_wait(str(self._plan.path)) as wait:
             while self._plan.num_positions < ahead:
                 required = self._plan.num_positions < position
-                if self._step(required, ahead):
+                if self._step(required):
                     continue
                 if not required:
                     break
@@ -119,13 +119,13 @@ class PlanGrower:
                 wait.because(self._reason(), failed=False)
                 time.sleep(_POLL_SECONDS)
 
-    def _step(self, required: bool, ahead: int) -> bool:
+    def _step(self, required: bool) -> bool:
         """Cover some more, if that is possible now."""
         if not self._decides:
             return self._follow()
         tables, self._is_waiting = self._plan.tables, required
         index = tables.first_missing()[1]
-        events = self._next(tables, index, required, ahead)
+        events = self._next(tables, index, required)
         self._plan.add(events)
         for event in events:
             if isinstance(event, Segment):
@@ -148,7 +148,7 @@ class PlanGrower:
                     self._readers[index] = reader.refreshed(awaited_units=last)
         return self._plan.num_events > before
 
-    def _next(self, tables: PlanTables, index: int, required: bool, ahead: int) -> list[Event]:
+    def _next(self, tables: PlanTables, index: int, required: bool) -> list[Event]:
         """What gives the source with the first missing draw more rows; nothing if its units are not there."""
         reader, group = self._readers[index], tables.segments[index]
         if reader is None:
@@ -165,7 +165,7 @@ class PlanGrower:
             segment = segment_of(self._readers[index] or reader, index, tables.end_draw(index), epoch, 1, units)
             if segment is not None:
                 return [segment]
-        return self._next_pass(tables, index, required, ahead)
+        return self._next_pass(tables, index, required)
 
     def _strict_units(self, index: int, taken: UnitRanges) -> UnitRanges | None:
         """The next range of units of this pass: empty at its end, ``None`` while it is not built."""
@@ -213,7 +213,7 @@ class PlanGrower:
             return units
         return None if num_units == 0 or len(missing) else []
 
-    def _next_pass(self, tables: PlanTables, index: int, required: bool, ahead: int) -> list[Event]:
+    def _next_pass(self, tables: PlanTables, index: int, required: bool) -> list[Event]:
         """Another pass over everything that is planned by now."""
         group, source = tables.segments[index], tables.sources[index]
         reader = self._seeing(index, 0, len(self._units_of(index)) - 1)
@@ -230,7 +230,8 @@ class PlanGrower:
             units = self._strict_units(index, []) or []
             segment = segment_of(reader, index, tables.end_draw(index), epoch, 1, units)
             return [] if segment is None else [segment]
-        wanted = tables.mixture.counts(ahead)[index] - tables.end_draw(index)
+        ahead = tables.num_positions + self._growth.horizon_steps * self._plan.start.global_batch_sequences
+        wanted = tables.mixture.counts(ahead)[index] - tables.end_draw(index)  # by the plan alone, whoever asks
         num_epochs = max(1, -(-wanted // num_rows)) if group else 1
         num_epochs = num_epochs if left is None else min(left, num_epochs)
         segment = segment_of(reader, index, tables.end_draw(index), epoch, num_epochs, [(0, num_units)])

@@ -22,9 +22,11 @@ from vorox.data.records import TokenArray
 from vorox.data.storage import content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.splits import SPLITS, Split
+from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
 
 _BLOCK_ROWS = 1024
 _TRACED_ROWS = 8
+_SAMPLE_TOKENS = 48
 
 VerifyProgress = Callable[[str, int, int], None]
 """Called with (what is being checked, done, total)."""
@@ -74,10 +76,9 @@ class CacheStatistics:
         report: Sizes, as committed.
         rows_counted: Rows that the figures below were counted over, evenly spread.
         utilisation_fraction: Share of their positions that holds a token.
-        bytes_per_token: UTF-8 bytes of text per token of text.
-        largest_token_id: Highest id that occurs.
-        distinct_tokens: Ids that occur.
-        unknown_fraction: Share of tokens that stand for text the vocabulary lacks.
+        tokens: What was counted of the tokens.
+        sample: The beginning of one row's text, decoded.
+        warnings: What a person should know before training on it.
     """
 
     source: str
@@ -85,10 +86,9 @@ class CacheStatistics:
     report: BuildReport
     rows_counted: int
     utilisation_fraction: float
-    bytes_per_token: float
-    largest_token_id: int
-    distinct_tokens: int
-    unknown_fraction: float
+    tokens: TokenFigures
+    sample: str
+    warnings: tuple[str, ...]
 
 
 def _caches(corpus: Corpus) -> Iterator[tuple[CorpusSource, Split, CacheReader, BuildReport]]:
@@ -159,20 +159,17 @@ def _count(
         kept = block.tokens_NC[np.arange(block.row_tokens)[None, :] < real_N[:, None]]
         counts += np.bincount(kept, minlength=len(counts))
     stored = int(counts.sum())
-    of_text = stored - int(counts[tokenizer.end_of_text_id])
-    lengths = np.zeros(len(counts), np.int64)
-    lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
-    unknown = 0 if tokenizer.unknown_id is None else int(counts[tokenizer.unknown_id])
+    figures = token_figures(counts, tokenizer)
+    sample, _ = _segments(reader, int(_spread(reader, 1)[0]))
     return CacheStatistics(
         source=source.name,
         split=split,
         report=report,
         rows_counted=len(rows),
         utilisation_fraction=stored / (len(rows) * reader.row_tokens),
-        bytes_per_token=int(counts @ lengths) / max(of_text, 1),
-        largest_token_id=int(np.flatnonzero(counts).max(initial=0)),
-        distinct_tokens=int(np.count_nonzero(counts)),
-        unknown_fraction=unknown / max(of_text, 1),
+        tokens=figures,
+        sample=tokenizer.decode(sample[:_SAMPLE_TOKENS]),
+        warnings=tuple(warnings_of(figures, tokenizer, stored)),
     )
 
 
@@ -226,6 +223,7 @@ def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
 
 
 def _trace(corpus: Corpus, source: CorpusSource, reader: CacheReader) -> None:
+    tokenizer = corpus.tokenizer.reference()  # not the way by which the cache was built
     by_uri = {stored.uri: stored for stored in source.source.stored}
     for row in _spread(reader, _TRACED_ROWS).tolist():
         tokens, places = _segments(reader, row)
@@ -235,7 +233,7 @@ def _trace(corpus: Corpus, source: CorpusSource, reader: CacheReader) -> None:
             place = f"{document.uri}, record {document.ordinal + 1:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
-            own = record.tokens if isinstance(record, TokenDocument) else corpus.tokenizer.encode(record.text)
+            own = record.tokens if isinstance(record, TokenDocument) else tokenizer.encode(record.text)
             ids = [*own.tolist(), corpus.tokenizer.end_of_text_id]
             first = document.document_token_offset
             if ids[first : first + document.length] != tokens[start:end].tolist():

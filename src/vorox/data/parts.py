@@ -25,7 +25,7 @@ from vorox.data.cache.reader import CacheReader, DocumentSpan
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.plan_events import Part, PlanSource
-from vorox.data.records import GrowingReader, RowBlock
+from vorox.data.records import RowBlock
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -121,18 +121,34 @@ class PartReader:
         return self._base_starts_K[at] + rows - self._starts[at]
 
 
-def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader]) -> list[GrowingReader | None]:
+SourceReader = CacheReader | PartReader
+"""The rows of one source of a plan."""
+
+
+def cache_name(source: PlanSource) -> str:
+    """The name under which the cache of a plan's source is known."""
+    return source.name if source.part is None else source.part.of
+
+
+def reader_of(source: PlanSource, cache: CacheReader) -> SourceReader:
+    """The rows of a plan's source in its cache."""
+    return cache if source.part is None else PartReader(cache, source.part)
+
+
+def cache_of(reader: SourceReader) -> CacheReader:
+    """The cache that a source is read from."""
+    return reader.base if isinstance(reader, PartReader) else reader
+
+
+def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader]) -> list[SourceReader | None]:
     """The readers of a plan's sources, in its order; ``None`` where the configuration no longer has the cache.
 
     Args:
         sources: ``Plan.sources``.
         caches: The caches of the configuration's sources, by name.
     """
-    readers: list[GrowingReader | None] = []
-    for source in sources:
-        cache = caches.get(source.name if source.part is None else source.part.of)
-        readers.append(cache if cache is None or source.part is None else PartReader(cache, source.part))
-    return readers
+    found = [(source, caches.get(cache_name(source))) for source in sources]
+    return [None if cache is None else reader_of(source, cache) for source, cache in found]
 
 
 def measure_parts(

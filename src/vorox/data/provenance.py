@@ -22,6 +22,7 @@ from vorox.core.attempts import StepInterval, intervals, read_attempts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
+from vorox.data.parts import SourceReader, cache_name, reader_of
 from vorox.data.plan import Plan
 from vorox.data.storage import absolute
 
@@ -125,7 +126,7 @@ class Trail:
 
     directory: Path
     plan: Plan
-    readers: tuple[CacheReader, ...]
+    readers: tuple[SourceReader, ...]
 
     @property
     def num_steps(self) -> int:
@@ -162,7 +163,8 @@ def open_trail(run_directory: Path) -> Trail:
     failure: DataError | None = None
     for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
         try:
-            readers = tuple(CacheReader.open(directory, complete=False) for directory in directories)
+            caches = [CacheReader.open(directory, complete=False) for directory in directories]
+            readers = tuple(reader_of(source, cache) for source, cache in zip(plan.sources, caches, strict=True))
             plan.check(readers)
             return Trail(run_directory, plan, readers)
         except DataError as error:
@@ -174,16 +176,17 @@ def open_trail(run_directory: Path) -> Trail:
 def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
     """Cache directories that may be a source's: as its attempts noted, else by name below today's root of caches."""
     source = plan.sources[source_index]
+    name = cache_name(source)
     noted = [
-        path for caches in _noted(run_directory, "caches") if (path := cast("dict[str, str]", caches)[source.name])
+        path for caches in _noted(run_directory, "caches") if (path := cast("dict[str, str]", caches).get(name, ""))
     ]
     found = [Path(path) for path in noted if Path(path).is_dir()]
     if not found:
         from vorox.core.run_context import recorded_config
-        from vorox.data.dataset import cache_root
+        from vorox.data.cache_places import cache_root
 
         root = cache_root(recorded_config(run_directory).data)
-        found = sorted(root.glob(f"{source.name}-train-{source.recipe_digest[:12]}-*"))
+        found = sorted(root.glob(f"{name}-train-{source.recipe_digest[:12]}-*"))
     if not found:
         raise DataError(
             f"the cache of source {source.name!r} is not there", where=(noted or [source.name])[0],
@@ -241,7 +244,7 @@ def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
         )
 
 
-def _documents(reader: CacheReader, row: int) -> tuple[DocumentOrigin, ...]:
+def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
     documents: list[DocumentOrigin] = []
     row_token = 0
     for span in reader.documents_of(row):

@@ -112,7 +112,42 @@ _METRICS = (
     Metric("memory/device_reserved_bytes", "bytes", "max", "Memory that the framework holds on the device.", "lower"),
 )
 
+_STAGE = r"pipeline/[a-z]+"
+_QUEUE = r"pipeline/[a-z]+_to_[a-z]+"
+
 _FAMILIES = (
+    Family(
+        re.compile(rf"{_STAGE}/items"),
+        Metric("pipeline/<stage>/items", "items", "last", "What a stage of building a cache gave out so far."),
+    ),
+    Family(
+        re.compile(rf"{_STAGE}/bytes"),
+        Metric("pipeline/<stage>/bytes", "bytes", "last", "Bytes that a stage of building a cache gave out so far."),
+    ),
+    Family(
+        re.compile(rf"{_STAGE}/busy_seconds"),
+        Metric("pipeline/<stage>/busy_seconds", "s", "last", "Time that the threads of a stage worked so far."),
+    ),
+    Family(
+        re.compile(rf"{_STAGE}/wait_seconds"),
+        Metric("pipeline/<stage>/wait_seconds", "s", "last", "Time that the threads of a stage waited so far."),
+    ),
+    Family(
+        re.compile(rf"{_QUEUE}/depth"),
+        Metric("pipeline/<queue>/depth", "items", "last", "Items that wait between two stages of building a cache."),
+    ),
+    Family(
+        re.compile(rf"{_QUEUE}/held_bytes"),
+        Metric("pipeline/<queue>/held_bytes", "bytes", "max", "Bytes that are held between two stages."),
+    ),
+    Family(
+        re.compile(rf"{_QUEUE}/producer_wait_seconds"),
+        Metric("pipeline/<queue>/producer_wait_seconds", "s", "last", "Time that makers waited for room so far."),
+    ),
+    Family(
+        re.compile(rf"{_QUEUE}/consumer_wait_seconds"),
+        Metric("pipeline/<queue>/consumer_wait_seconds", "s", "last", "Time that takers waited for items so far."),
+    ),
     Family(
         re.compile(r"activation/\d+/[a-z][a-z0-9_]*/mean"),
         Metric("activation/<layer>/<point>/mean", "1", "mean", "Mean of the activations at a tap."),

@@ -34,10 +34,11 @@ class Evaluation:
         loss: Mean cross entropy in nats over all target tokens.
         perplexity: ``exp(loss)``.
         bits_per_byte: Cross entropy in bits over the UTF-8 bytes that the target tokens stand for: comparable between
-            tokenizers and with compressors. ``None`` where the targets stand for no text.
+            tokenizers and with compressors. ``None`` where the targets stand for no text, and where ids do not
+            determine the bytes of the text, so that the number would not be exact.
         accuracy: Share of targets that had the highest logit.
         num_target_tokens: Tokens in the sums.
-        num_target_bytes: Bytes of text that they stand for.
+        num_target_bytes: Bytes of text that they stand for; 0 where that is not known.
     """
 
     loss: float
@@ -48,13 +49,13 @@ class Evaluation:
     num_target_bytes: int
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.NDArray[np.int32]) -> Evaluation:
+def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.NDArray[np.int32] | None) -> Evaluation:
     """Sum the loss of some batches.
 
     Args:
         engine: In whatever state; it is not changed.
         batches: The validation rows.
-        token_byte_lengths: UTF-8 bytes that each token id stands for.
+        token_byte_lengths: UTF-8 bytes that each token id stands for; ``None`` where the tokenizer loses text.
 
     Raises:
         DataError: The batches hold no target.
@@ -67,7 +68,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.N
         num_tokens += values.num_target_tokens
         num_correct += values.num_correct
         targets = batch.labels_ABT[batch.labels_ABT != IGNORED_LABEL]
-        num_bytes += int(token_byte_lengths[targets].sum(dtype=np.int64))
+        if token_byte_lengths is not None:
+            num_bytes += int(token_byte_lengths[targets].sum(dtype=np.int64))
     if num_tokens == 0:
         raise DataError(
             "the validation set has no token to predict",
@@ -109,7 +111,7 @@ class Evaluations:
         progress: Progress,
         *,
         batches: Callable[[], Iterable[Batch]] | None,
-        token_byte_lengths: npt.NDArray[np.int32],
+        token_byte_lengths: npt.NDArray[np.int32] | None,
     ) -> None:
         path = run_directory / EVALUATIONS_NAME
         self._config, self._total_steps = config, total_steps

@@ -22,12 +22,11 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
 from vorox.data.growth import PlanGrower, Tell
 from vorox.data.loader import BatchStream, open_batches, validation_batches
-from vorox.data.parts import measure_parts, readers_of
+from vorox.data.parts import SourceReader, measure_parts, readers_of
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import WantedStage, declare, take_grown
 from vorox.data.plan_events import GrowthRule, Part, PlanSource, PlanStart, StageEvent
 from vorox.data.plan_tables import Event
-from vorox.data.records import GrowingReader
 
 
 def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
@@ -93,7 +92,7 @@ def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
     return stages
 
 
-def plan_readers(plan: Plan, corpus: Corpus) -> list[GrowingReader | None]:
+def plan_readers(plan: Plan, corpus: Corpus) -> list[SourceReader | None]:
     """The caches of a plan's sources, in its order; ``None`` for one that the configuration no longer has."""
     return readers_of(plan.sources, {source.name: source.train for source in corpus.sources})
 

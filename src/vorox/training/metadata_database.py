@@ -15,6 +15,7 @@ import numpy as np
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.core.run_context import recorded_config
+from vorox.data.parts import cache_of
 from vorox.data.provenance import RowOrigin, Trail, open_trail, rows_at
 from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.cache import DATABASE_NAME
@@ -47,7 +48,7 @@ def refresh_database(
 
     Args:
         run_directory: The run.
-        inventory: Also the units and chunks of its caches.
+        inventory: Also the files, units and chunks of its caches.
         sample_steps: Also the rows of these steps, first and last, into the table ``sample``.
 
     Raises:
@@ -64,7 +65,7 @@ def refresh_database(
             projection.introduce(cache)
             cache.write(projection.observe())
             if inventory:
-                for reader in trail.readers:
+                for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
                     cache.write(inventory_rows(reader))
             if span is not None:
                 rows = sample_rows(projection.run_id, _origins(trail, *span))

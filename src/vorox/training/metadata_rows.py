@@ -15,6 +15,7 @@ from vorox.core.attempts import Attempt, lineage
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
+from vorox.data.parts import SourceReader
 from vorox.data.plan import Plan
 from vorox.data.provenance import RowOrigin
 from vorox.experiments.metadata import Row
@@ -23,11 +24,11 @@ from vorox.experiments.metadata import Row
 def run_identity(run_directory: Path) -> str:
     """What a run is called in a database that others write to as well: its id and when it was first begun."""
     attempts = run_attempts(run_directory)
-    began = str(attempts[0].get("started_at", "")) if attempts else ""
-    return f"{run_directory.resolve().name}:{hashlib.sha256(began.encode()).hexdigest()[:6]}"
+    began = [attempts[0].get(name) for name in ("started_at", "pid")] if attempts else []
+    return f"{run_directory.resolve().name}:{hashlib.sha256(canonical_json(began)).hexdigest()[:6]}"
 
 
-def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[CacheReader]) -> Iterator[Row]:
+def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
     """The run and the caches that it reads."""
     yield Row(
         "run",
@@ -40,6 +41,8 @@ def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[Cac
         },
     )
     for index, (source, reader) in enumerate(zip(plan.sources, readers, strict=True)):
+        if reader is None:
+            continue  # an earlier attempt has written it
         yield Row(
             "run_source",
             {"run_id": run_id, "source_index": index, "name": source.name, "cache": reader.directory.name},
@@ -107,16 +110,12 @@ def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable
         )
 
 
-def file_rows(reader: CacheReader) -> Iterator[Row]:
-    """The files that a cache was built from."""
-    for index, file in enumerate(reader.files):
-        values = {"cache": reader.directory.name, "file_index": index, "uri": file.uri}
-        yield Row("source_file", {**values, "version": file.version, "size_bytes": file.size_bytes})
-
-
 def inventory_rows(reader: CacheReader) -> Iterator[Row]:
-    """The units and chunks of a cache: about one of each per eight million tokens, so only on request."""
+    """The files, units and chunks of a cache: what it is, not what a run did with it, and much more, so on request."""
     manifest, cache = reader.manifest, reader.directory.name
+    for index, file in enumerate(reader.files):
+        values = {"cache": cache, "file_index": index, "uri": file.uri}
+        yield Row("source_file", {**values, "version": file.version, "size_bytes": file.size_bytes})
     starts = manifest.unit_row_starts
     for record in manifest.units:
         unit, documents, text_bytes, tokens, quarantined = record.item()

@@ -20,12 +20,15 @@ from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig
-from vorox.data.cache.reader import CacheReader
+from vorox.data.parts import SourceReader
 from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
 from vorox.experiments.metadata.cache import DATABASE_NAME
 from vorox.experiments.metadata.databases import require_psycopg
-from vorox.training.metadata_rows import attempt_rows, file_rows, plan_rows, run_identity, run_rows, segment_rows
+from vorox.training.metadata_rows import attempt_rows, plan_rows, run_identity, run_rows, segment_rows
+
+INTERVAL_SECONDS = 5.0
+"""Time between two looks at how the run stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,12 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
 
 @contextlib.contextmanager
 def open_provenance(
-    run: RunContext, config: LogConfig, progress: Progress, plan: Plan, readers: Sequence[CacheReader], log: RunLog
+    run: RunContext,
+    config: LogConfig,
+    progress: Progress,
+    plan: Plan,
+    readers: Sequence[SourceReader | None],
+    log: RunLog,
 ) -> Generator[Provenance]:
     """Begin the record of this attempt, which goes on from ``progress``, and the writer of its metadata.
 
@@ -99,6 +107,7 @@ def open_provenance(
                 introduce=projection.introduce,
                 observe=projection.observe,
                 on_event=lambda kind, text, level: log.event(kind, text, level=level),
+                interval_seconds=INTERVAL_SECONDS,
             )
         try:
             yield Provenance(attempt, projection.run_id, plan.start.global_batch_sequences, writer)
@@ -113,10 +122,10 @@ class Projection:
     Args:
         run_directory: The run.
         plan: Its plan; what it grows by is seen.
-        readers: Its caches.
+        readers: Its caches; ``None`` for a source that the configuration no longer has.
     """
 
-    def __init__(self, run_directory: Path, plan: Plan, readers: tuple[CacheReader, ...]) -> None:
+    def __init__(self, run_directory: Path, plan: Plan, readers: tuple[SourceReader | None, ...]) -> None:
         self.run_id = run_identity(run_directory)
         self._directory, self._plan, self._readers = run_directory, plan, readers
         self._num_events = plan.num_events
@@ -129,8 +138,6 @@ class Projection:
         cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
         self._segments = {row.key: row for row in segment_rows(self.run_id, self._plan)}
         cache.replace("segment", self.run_id, self._segments.values())
-        for reader in self._readers:
-            cache.introduce_files(reader.directory.name, len(reader.files), file_rows(reader))
 
     def observe(self) -> Iterator[Row]:
         """How the run stands now: its attempts, and the plan's events if there are new ones."""

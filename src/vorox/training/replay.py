@@ -119,8 +119,10 @@ def replay(
             where=str(run_directory / "config.yaml"),
             hint="restore the run's config.yaml from a copy, or start from a later state",
         )
-    setting = make_setting(config)
-    with tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch:
+    with (
+        contextlib.closing(make_setting(config)) as setting,
+        tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch,
+    ):
         plan = _copy_of_plan(run_directory, Path(scratch), setting)
         state = _start(run_directory, setting, plan, checkpoint)
         return _compare(run_directory, setting, plan, state, last_step, recorded, on_step or _silent)

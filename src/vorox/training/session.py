@@ -65,6 +65,10 @@ class Setting:
     engine: Engine
     log: RunLog
 
+    def close(self) -> None:
+        """End what is built in the background."""
+        self.corpus.close()
+
 
 def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[RunState, Plan]:
     """Where the run stands, with the engine standing there too, and the plan of its data.
@@ -194,7 +198,7 @@ def open_session(
     config, corpus, engine = setting.config, setting.corpus, setting.engine
     progress, total_steps = state.progress, state.horizon.total_steps
     validation = feed.validation_set(config, corpus)
-    byte_lengths = corpus.tokenizer.token_byte_lengths()
+    byte_lengths = corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation, token_byte_lengths=byte_lengths
     )
@@ -222,7 +226,7 @@ def open_session(
     tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
     with (
         contextlib.closing(tracker),
-        open_provenance(run, config.log, progress, plan, corpus.train, setting.log) as provenance,
+        open_provenance(run, config.log, progress, plan, feed.plan_readers(plan, corpus), setting.log) as provenance,
         feed.training_batches(
             config,
             corpus,

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from cache_corpus import corpus_of, recipe_for
 from vorox.core.errors import DataError
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.data import PipelineConfig, TokenizerConfig
+from vorox.data.cache.unit_work import UnitWork
 from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module
 from vorox.data.tokenizers.encoders import byte_alphabet
@@ -266,6 +268,30 @@ class TestDifference:
         assert not tokenizer.is_fast
         assert tokenizer.path_changes == 1
         assert "not used any more" in caplog.text
+
+    @pytest.mark.parametrize("staged", [True, False])
+    def test_a_unit_in_which_it_is_noticed_is_wholly_of_the_library(
+        self, staged: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = [[f"the plain line {number}" for number in range(40)] for _ in range(2)]
+        lines[1] = [line.replace("plain", "MARK") for line in lines[1]]
+        corpus = corpus_of(lines, 40)
+        monkeypatch.setattr("vorox.data.pipeline.stages._BATCH_DOCUMENTS", 8)
+        # Nothing is checked but the last line, when the others of its unit have long been encoded, wrongly.
+        monkeypatch.setattr(module, "_is_checked", lambda text: text == "the MARK line 39")
+
+        def built(tokenizer: Tokenizer) -> list[Any]:
+            recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
+            pipeline = PipelineConfig(staged=staged)
+            work = UnitWork(corpus.files, corpus.read_unit, tokenizer, recipe, pipeline=pipeline)
+            return [[record.content for _, record in unit.chunks] for unit in work.run(corpus.units)]
+
+        tokenizer = self.wrong("MARK")
+        found = built(tokenizer)
+        assert tokenizer.path_changes == 1
+        assert found == built(tokenizer.reference())
+        monkeypatch.setattr(module, "_is_checked", lambda text: False)
+        assert built(self.wrong("MARK")) != found  # so it would have been wrong
 
     def test_share_that_is_checked_is_small_and_depends_on_the_text_alone(self) -> None:
         texts = [f"text {number}" for number in range(20_000)]

@@ -172,21 +172,6 @@ def test_replace_and_remove_touch_one_run_only(target: Path | str) -> None:
     }  # fmt: skip
 
 
-def test_files_are_introduced_once(target: Path | str) -> None:
-    files = [row for row in everything() if row.table == "source_file"]
-    asked: list[int] = []
-
-    def rows():
-        asked.append(1)
-        yield from files
-
-    with MetadataCache(target) as cache:
-        for _ in range(3):
-            cache.introduce_files("s-train-1", len(files), rows())
-        assert list(cache.rows_of("source_file")) == files
-    assert len(asked) == 1
-
-
 # Versions
 
 

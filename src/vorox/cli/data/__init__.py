@@ -8,16 +8,18 @@ from __future__ import annotations
 import typer
 
 from vorox.cli.arguments import OVERRIDES_CONTEXT
-from vorox.cli.data.build import build
+from vorox.cli.data.build import build, fill, grow, repair
 from vorox.cli.data.inspect import peek, stats, verify
 from vorox.cli.data.provenance import sql, when, where
+from vorox.cli.data.transfer import download, export
+from vorox.cli.data.upkeep import gc
 
 app = typer.Typer(
     name="data", help="Build, verify, count and look at token caches.", no_args_is_help=True, add_completion=False
 )
 
-for _command in (build, verify, stats, peek):
+for _command in (build, fill, grow, repair, verify, stats, peek, export, gc):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
 
-for _command in (where, when, sql):
+for _command in (where, when, sql, download):
     app.command()(_command)

@@ -52,7 +52,8 @@ def stats(
         print_json({"vocab_size": vocabulary, "weights": weights, "caches": caches, "xz_bits_per_byte": baseline})
         return
     vocab_size = corpus.tokenizer.vocab_size
-    typer.echo(f"tokenizer  {config.tokenizer.kind}, {vocab_size:,} tokens")
+    path = ", looked up by words" if corpus.tokenizer.is_fast else ""
+    typer.echo(f"tokenizer  {config.tokenizer.kind}, {vocab_size:,} tokens{path}")
     for name, weight in zip(corpus.names, corpus.weights, strict=True):
         typer.echo(f"source     {name}, weight {weight} ({quantities.percent(float(weight), 1)})")
     rows = [
@@ -62,15 +63,32 @@ def stats(
             quantities.count(entry.report.tokens),
             f"{entry.report.rows:,}",
             quantities.percent(entry.utilisation_fraction, 2),
-            f"{entry.bytes_per_token:.3f}",
-            quantities.percent(entry.distinct_tokens / vocab_size, 1),
-            quantities.percent(entry.unknown_fraction, 3),
+            f"{entry.tokens.bytes_per_token:.3f}",
+            f"{entry.tokens.entropy_bits:.2f}",
+            f"{entry.tokens.largest_token_id:,}",
+            quantities.percent(entry.tokens.distinct_tokens / vocab_size, 1),
+            quantities.percent(entry.tokens.unknown_fraction, 3),
         ]
         for entry in found
     ]
-    titles = ["CACHE", "DOCUMENTS", "TOKENS", "ROWS", "FULL", "BYTES/TOKEN", "VOCABULARY", "UNKNOWN"]
+    titles = [
+        "CACHE",
+        "DOCUMENTS",
+        "TOKENS",
+        "ROWS",
+        "FULL",
+        "BYTES/TOKEN",
+        "BITS/TOKEN",
+        "MAX-ID",
+        "VOCABULARY",
+        "UNKNOWN",
+    ]
     typer.echo("")
     print_table(titles, rows, right=" ".join(titles[1:]))
+    for entry in found:
+        typer.echo(f"\n{entry.source} {entry.split}: {quantities.printable(entry.sample)!r}")
+        for warning in entry.warnings:
+            typer.echo(f"warning: {warning}")
     if baseline is not None:
         typer.echo(f"\nxz needs {baseline:.3f} bits per byte for the validation text")
 

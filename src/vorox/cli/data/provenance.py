@@ -156,7 +156,7 @@ def sql(
         ),
     ] = None,
     inventory: Annotated[
-        bool, typer.Option("--inventory", help="First write the units and chunks of the run's caches.")
+        bool, typer.Option("--inventory", help="First write the files, units and chunks of the run's caches.")
     ] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="First write what the run directory says, if the database lacks it.")

@@ -65,6 +65,7 @@ CONDITIONS: tuple[Condition, ...] = (
             "queue_bytes",
         )
     ),
+    Condition("data.cache.grow", "data.mode", _is("cached"), "data.mode cached"),
     Condition("data.streaming.retention_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
     Condition("data.streaming.prefetch_segments", "data.mode", _is("streaming"), "data.mode streaming"),
     Condition("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),

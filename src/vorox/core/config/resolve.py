@@ -36,6 +36,8 @@ NOT_IN_DIGEST = (
     "data.sources.*.metadata_fields",
     "data.sources.*.max_decompressed_bytes",
     "data.sources.*.max_decompression_ratio",
+    "data.sources.*.max_retries_per_unit",
+    "data.sources.*.stall_seconds",
     "data.cache.directory",
     "data.growth.build",
     "data.loader",

@@ -120,6 +120,17 @@ class SourceConfig(Section):
     bad_record_fraction: float = Field(
         default=0.001, ge=0, le=1, description="Unreadable records that are put aside before the build stops."
     )
+    max_retries_per_unit: int = Field(
+        default=60,
+        ge=0,
+        description="Failed tries at a store (S3, GCS, hub, web) that one unit of work may have before building "
+        "stops; 60 are some 13 minutes of an outage.",
+    )
+    stall_seconds: float = Field(
+        default=20.0,
+        gt=0,
+        description="Without a byte from a store until a try is given up; the next goes on behind the last byte.",
+    )
 
 
 class ValidationConfig(Section):
@@ -152,6 +163,11 @@ class CacheConfig(Section):
         default=None,
         ge=1,
         description="Rows compressed together. None: 1 from 1,024 tokens a row on, more for shorter rows.",
+    )
+    grow: bool = Field(
+        default=False,
+        description="Take up files that are new into the cache that was begun with the others, instead of building "
+        "another one. Every file that it was built from must still be there unchanged.",
     )
 
 

@@ -75,7 +75,8 @@ def document_row(
 ) -> tuple[int, ...]:  # fmt: skip
     """The ``DOCUMENT`` record of one document.
 
-    Its text is what was tokenised, its place that of the record; tokens that had no text are hashed themselves.
+    Its size is that of the text that was tokenised; its place and its hash are those of the record, whatever transforms
+    made of it, so that provenance can tell whether the source still has it. Tokens without a text are hashed.
 
     Raises:
         DataError: It is too long for a cache.
@@ -87,7 +88,10 @@ def document_row(
             f"a document of {record.byte_length:,} bytes and {len(tokens):,} tokens is too long for a cache",
             where=place_of(record, files), hint="cut it into several records of less than 2 GiB",
         )  # fmt: skip
-    content = text if entry.text is not None else np.ascontiguousarray(tokens).view(np.uint8).data
+    if isinstance(record, TokenDocument):
+        content = np.ascontiguousarray(record.tokens).view(np.uint8).data
+    else:
+        content = text if record.text is entry.text else record.text.encode()
     place = (record.file_index, record.ordinal, record.byte_offset, record.byte_length)
     return (*place, len(tokens), len(text), xxhash.xxh3_64_intdigest(content))
 

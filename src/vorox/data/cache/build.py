@@ -78,8 +78,8 @@ def build(
             from vorox.data.cache.ray_workers import run_on_ray
 
             run_on_ray(builder, workers)
-        elif workers > 1:
-            run_processes(builder, workers)
+        elif workers > 1 and len(manifest.missing_units(0, last_unit)) + len(damaged) > 1:
+            run_processes(builder, min(workers, len(manifest.missing_units(0, last_unit)) + len(damaged)))
         else:
             builder.run()
         manifest = builder.manifest
@@ -96,6 +96,8 @@ def build(
         units_adopted=builder.units_adopted,
         built_text_bytes=builder.progress.text_bytes,
         seconds=time.perf_counter() - started,
+        stages=builder.progress.stages,
+        transforms=builder.transforms,
     )
 
 

@@ -32,6 +32,8 @@ from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe, writ
 from vorox.data.cache.report import BuildProgress, committed
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
+from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.transforms.apply import Counts, add_counts
 
 SNAPSHOT_FROM_ENTRIES = 256
 """A shorter log opens quickly enough without a snapshot."""
@@ -39,6 +41,8 @@ SNAPSHOT_FROM_ENTRIES = 256
 _FIRST_GUESS_CACHE_PER_TEXT_BYTE = 0.4
 _SHORTEST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
+"""Small units are read ahead by number, so that other builders find some; large ones by the pipeline's bytes."""
 
 Mode = Literal["forward", "inverse", "gaps"]
 OnProgress = Callable[[BuildProgress], None]
@@ -91,6 +95,7 @@ def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) ->
         if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
             entry = planned_entry(len(units), work.recipe.digest, len(work.files))
             manifest = manifest.appended(directory, [entry])
+    work.at(directory).find_duplicates(units)
     return manifest
 
 
@@ -110,6 +115,7 @@ class Builder:
         progress: How far it is, and what this builder did for it.
         units_built: Units that this builder made.
         units_adopted: Units that it found complete on disk, left by one that died.
+        transforms: What each transform did to the units that it made.
     """
 
     def __init__(
@@ -124,10 +130,13 @@ class Builder:
     ) -> None:
         self.directory = directory
         self.units_built = self.units_adopted = 0
-        self.work, self.options = work, options
+        self.work, self.options = work.at(directory), options
+        self.transforms: Counts = {}
         self._units = units
         self._on_progress, self._stop = on_progress, stop
         self._source_bytes_U = source_bytes(units)
+        stages = work.pipeline
+        self._units_ahead = 1 + stages.fetch_threads + stages.tokenize_threads + stages.pack_threads
         self._settled: set[int] = set()
         self._writing: int | None = None
         self._writing_bytes = self._pending_bytes = 0
@@ -197,6 +206,7 @@ class Builder:
         for unit in wanted:
             if self._stop():
                 return
+            leases.wait_for_room(self._units_ahead, _PATIENCE_SECONDS)
             if self._is_done(unit) or not leases.take(unit):
                 continue
             self.manifest = self.manifest.refreshed(self.directory)
@@ -219,7 +229,10 @@ class Builder:
 
     def _build(self, wanted: Sequence[int], leases: Leases) -> int:
         built = 0
-        units = self.work.run(self._leased(wanted, leases), on_documents=self._add_documents, stop=self._stop)
+        units = self.work.run(
+            self._leased(wanted, leases), on_documents=self._add_documents, on_statistics=self._see_stages,
+            stop=self._stop,
+        )  # fmt: skip
         try:
             for unit in units:
                 self._commit(unit)
@@ -240,6 +253,7 @@ class Builder:
         self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
         self._settled.add(built.unit_id)
         self.units_built += counts
+        add_counts(self.transforms, built.transforms)
         self._see(manifest)
         if counts and self.units_built % SNAPSHOT_INTERVAL_ENTRIES == 0:
             manifest.write_snapshot(self.directory)
@@ -253,6 +267,9 @@ class Builder:
         if changed:
             self._told_generation = manifest.generation
             self.tell(waiting_for="", **committed(manifest, self._source_bytes_U))
+
+    def _see_stages(self, statistics: PipelineStatistics) -> None:
+        self.progress = replace(self.progress, stages=statistics)
 
     def _add_documents(self, documents: int, text_bytes: int, tokens: int) -> None:
         progress = self.progress

@@ -119,7 +119,7 @@ class Leases:
         self._heartbeat_seconds = heartbeat_seconds
         self._token = uuid.uuid4().hex
         self._held: set[int] = set()
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
         self._own = temporary_name(directory / DIRECTORY_NAME / "builder")
@@ -194,10 +194,16 @@ class Leases:
         """Give a unit back."""
         with self._changing:
             self._held.discard(unit)
+            self._changing.notify_all()
         path = lease_path(self._directory, unit)
         holder = read_holder(path)
         if holder is not None and holder.token == self._token:
             path.unlink(missing_ok=True)
+
+    def wait_for_room(self, limit: int, timeout_seconds: float) -> None:
+        """Wait until fewer than so many units are held, for some time at most."""
+        with self._changing:
+            self._changing.wait_for(lambda: len(self._held) < limit, timeout_seconds)
 
     def holder(self, unit: int) -> Holder | None:
         """Who has a unit."""

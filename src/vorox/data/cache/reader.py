@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,12 @@ from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.records import RowBlock
 
+if TYPE_CHECKING:
+    from vorox.data.cache.background import BackgroundBuild
+
 _MOST_OPEN_CHUNKS = 4096
 _WAITS_FOR_A_DIRECTORY = 50
+_MENDS = 3
 
 
 class DocumentSpan(NamedTuple):
@@ -70,6 +74,7 @@ class CacheReader:
         recipe: What its rows are a function of.
         manifest: Its chunks and units.
         mend: Builds a unit again of which a chunk turned out to be lost or damaged; None: that is an error.
+        background: Builds what is missing meanwhile; what it meets is raised where its units are awaited.
     """
 
     def __init__(self, directory: Path, recipe: Recipe, manifest: Manifest, max_open_chunks: int) -> None:
@@ -83,6 +88,7 @@ class CacheReader:
         self._changing = threading.Lock()
         self._mending = threading.Lock()
         self.mend: Callable[[int, DataError], None] | None = None
+        self.background: BackgroundBuild | None = None
         self._clock = itertools.count(1)
 
     @classmethod
@@ -193,11 +199,13 @@ class CacheReader:
             awaited_units: The asker waits for all units below this one; for caches that are built on demand.
         """
         del awaited_units
+        if self.background is not None:
+            self.background.check()
         manifest = self.manifest.refreshed(self.directory)
         if manifest is self.manifest:
             return self
         reader = CacheReader(self.directory, self.recipe, manifest, self._max_open_chunks)
-        reader.mend = self.mend
+        reader.mend, reader.background = self.mend, self.background
         places = {(unit, part): at for at, (unit, part) in enumerate(manifest.chunks[["unit", "part"]].tolist())}
         with self._changing:  # chunks are numbered in unit order, so that filled gaps move them
             reader._open_chunks = {
@@ -226,11 +234,12 @@ class CacheReader:
         Raises:
             DataError: A chunk is missing or damaged; names file and row.
         """
-        try:
-            return self._read_rows(rows)
-        except DataError as error:
-            self._mend(rows, error)
-            return self._read_rows(rows)
+        for _ in range(_MENDS):
+            try:
+                return self._read_rows(rows)
+            except DataError as error:
+                self._mend(rows, error)
+        return self._read_rows(rows)
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
         chunk_N, row_N = self.addresses(rows)

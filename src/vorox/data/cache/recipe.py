@@ -80,7 +80,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Recipe:
-        value = {"transforms": (), **value}
+        value = {**value, "transforms": tuple(value.get("transforms", ()))}
         return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 

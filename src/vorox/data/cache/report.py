@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from vorox.data.cache.manifest import Manifest
+from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.transforms.apply import TransformCount
 
 
 class _Sizes:
@@ -53,6 +56,7 @@ class BuildProgress(_Sizes):
         row_tokens: Tokens of a row.
         padding_tokens: Positions of the rows that hold no token.
         compressed_bytes: Size of the chunk files.
+        stages: How the stages of this process get on; None before they do, and for builders in other processes.
     """
 
     units_done: int
@@ -68,6 +72,7 @@ class BuildProgress(_Sizes):
     row_tokens: int = 0
     padding_tokens: int = 0
     compressed_bytes: int = 0
+    stages: PipelineStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,8 @@ class BuildReport(_Sizes):
         seconds: What this build took.
         chunks: Chunk files of the cache.
         units_missing: Units that are planned and not built: another builder's, or left by one that was stopped.
+        stages: How the stages of this process got on; None where nothing was built in it.
+        transforms: What each transform did to the units that this process built: ``0/length``.
     """
 
     digest: str
@@ -109,6 +116,8 @@ class BuildReport(_Sizes):
     seconds: float
     chunks: int
     units_missing: int
+    stages: PipelineStatistics | None = None
+    transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
 
     @property
     def megabytes_per_second(self) -> float:
@@ -141,6 +150,8 @@ def build_report(
     units_adopted: int,
     built_text_bytes: int,
     seconds: float,
+    stages: PipelineStatistics | None = None,
+    transforms: Mapping[str, TransformCount] | None = None,
 ) -> BuildReport:
     """The report on a cache in the state of ``manifest``."""
     return BuildReport(
@@ -160,4 +171,6 @@ def build_report(
         seconds=seconds,
         chunks=len(manifest.chunks),
         units_missing=manifest.planned_units - len(manifest.units),
+        stages=stages,
+        transforms=dict(transforms or {}),
     )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache import inventory
@@ -19,10 +20,12 @@ from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, SourceFile, Unit
+from vorox.data.pipeline.duplicates import corpus_wide
+from vorox.data.pipeline.first_pass import find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline
 from vorox.data.pipeline.stages import GatheredUnit, ReadUnit, Told, UnitStages, one_after_the_other
 from vorox.data.pipeline.statistics import PipelineStatistics
-from vorox.data.transforms.apply import Applier, IsDuplicate, TransformCount
+from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
 
 OnDocuments = Callable[[int, int, int], None]
@@ -76,6 +79,7 @@ class UnitWork:
         transforms: What happens to documents before they are packed; their identities are in the recipe.
         transform_seed: Seed of their draws.
         pipeline: How the work is staged; nothing in it changes a byte.
+        directory: The cache, where the first pass leaves what it found of duplicates; set by ``at``.
     """
 
     files: Sequence[SourceFile]
@@ -87,6 +91,25 @@ class UnitWork:
     transforms: tuple[Transform, ...] = ()
     transform_seed: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    directory: Path | None = None
+
+    def at(self, directory: Path) -> UnitWork:
+        """The same work for the cache in a directory."""
+        return replace(self, directory=directory)
+
+    def find_duplicates(self, units: Sequence[Unit], *, stop: Callable[[], bool] | None = None) -> None:
+        """Do the first pass, or what is missing of it, where a transform looks for duplicates in the whole source.
+
+        Args:
+            units: All units of the cache, in order.
+            stop: Asked before every unit.
+
+        Raises:
+            DataError: A text cannot be read, or what was found before is of another source.
+        """
+        if corpus_wide(self.transforms):
+            assert self.directory is not None, "UnitWork.at says where the first pass is kept"
+            find_duplicates(self.directory, self.stages(), units, self.pipeline, stop=stop)
 
     def run(
         self,
@@ -110,38 +133,51 @@ class UnitWork:
             DataError: A text cannot be read or tokenised. The units before it have been given out.
         """
         stages = self.stages().stages(self.pipeline)
+        begun: dict[int, tuple[Unit, int]] = {}
+        units = self._noted(units, begun)
         if not self.pipeline.staged:
             taken = units if stop is None else _until(units, stop)
-            yield from _told(one_after_the_other(taken, stages), on_documents)
+            yield from self._of_one_path(_told(one_after_the_other(taken, stages), on_documents), begun)
             return
         pipeline = Pipeline(units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop)
 
         def on_batch(documents: int, text_bytes: int, tokens: int) -> None:
-            if on_documents is not None:
-                on_documents(documents, text_bytes, tokens)
             if on_statistics is not None:
                 on_statistics(pipeline.statistics())
+            if on_documents is not None:
+                on_documents(documents, text_bytes, tokens)
 
         with contextlib.closing(iter(pipeline)) as items:
-            yield from _told(items, on_batch)
+            yield from self._of_one_path(_told(items, on_batch), begun)
         if on_statistics is not None:
             on_statistics(pipeline.statistics())
+
+    def _noted(self, units: Iterable[Unit], begun: dict[int, tuple[Unit, int]]) -> Iterator[Unit]:
+        """The units, each remembered with the way of encoding that it begins with."""
+        for unit in units:
+            begun[unit.unit_id] = unit, getattr(self.tokenizer, "path_changes", 0)
+            yield unit
+
+    def _of_one_path(self, built: Iterable[BuiltUnit], begun: dict[int, tuple[Unit, int]]) -> Iterator[BuiltUnit]:
+        """The units, those again during which the tokenizer left its fast path: part of them is of a way that erred."""
+        for result in built:
+            unit, changes = begun.pop(result.unit_id)
+            if changes != getattr(self.tokenizer, "path_changes", 0):
+                again = one_after_the_other([unit], self.stages().stages(self.pipeline))
+                result = next(item for item in again if isinstance(item, BuiltUnit))
+            yield result
 
     def stages(self) -> UnitStages:
         """The stages from a unit to its chunks."""
         applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
         return UnitStages(
-            self.files, self.read_unit, self.tokenizer, self.recipe, applier, self._duplicates_of, self._packed
+            self.files, self.read_unit, self.tokenizer, self.recipe, applier, self.directory, self._packed
         )
 
     def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
         """What the header of a chunk says that it belongs to."""
         source_set = inventory.source_set_digest(unit, self.files)
         return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
-
-    def _duplicates_of(self, unit: Unit) -> Mapping[int, IsDuplicate]:
-        del unit
-        return {}
 
     def _packed(self, gathered: GatheredUnit) -> BuiltUnit:
         unit = gathered.unit

@@ -53,17 +53,18 @@ class _Child:
     finished: bool = False
 
 
-def run_processes(builder: Builder, num_workers: int) -> None:
+def run_processes(builder: Builder, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
     """Build with processes until nothing is missing or the builder is asked to stop.
 
     Args:
         builder: Says what is to be done; its counts and its manifest are those of all workers afterwards.
         num_workers: How many processes.
+        drain_seconds: How long a worker that is asked to stop may take for the unit in hand before it is killed.
 
     Raises:
         DataError: A worker met something that stops the build, or they die without getting anywhere.
     """
-    team = _Team(builder, num_workers)
+    team = _Team(builder, num_workers, drain_seconds)
     try:
         team.run()
     finally:
@@ -74,8 +75,9 @@ def run_processes(builder: Builder, num_workers: int) -> None:
 class _Team:
     """The children of one build."""
 
-    def __init__(self, builder: Builder, num_workers: int) -> None:
+    def __init__(self, builder: Builder, num_workers: int, drain_seconds: float) -> None:
         self._builder = builder
+        self._drain_seconds = drain_seconds
         self._num_workers = num_workers
         self._context = multiprocessing.get_context("spawn")
         self._children: list[_Child] = []
@@ -110,7 +112,7 @@ class _Team:
         """Ask all that still run to finish the unit in hand, and wait for them."""
         for child in self._children:
             _ask_to_stop(child)
-        deadline = time.monotonic() + _DRAIN_SECONDS
+        deadline = time.monotonic() + self._drain_seconds
         for child in self._children:
             child.process.join(max(0.0, deadline - time.monotonic()))
             if child.process.is_alive():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, Encoder, document_ro
 from vorox.data.cache.format import DOCUMENT
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, Document, SourceFile, TokenDocument, Unit
+from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.records import TokenArray
 from vorox.data.transforms.apply import Applier, Counts, Entry, IsDuplicate, add_counts
@@ -28,9 +30,6 @@ from vorox.data.transforms.apply import Applier, Counts, Entry, IsDuplicate, add
 Record = Document | TokenDocument | BadRecord
 ReadUnit = Callable[[Unit], Iterable[Record]]
 """The records of a unit, in order. One that other processes can have: ``functools.partial(read_unit, source, ...)``."""
-DuplicatesOf = Callable[[Unit], Mapping[int, IsDuplicate]]
-"""For a unit, by the number of the transform: whether a text was there before."""
-
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _TEXT_OVERHEAD_BYTES = 64
@@ -50,6 +49,8 @@ class Batch:
         is_last: No other batch of the unit follows.
         gave_up: Reading stopped because record after record was bad.
         counts: What each transform did.
+        path_changes: What the tokenizer said of itself before it made the ids.
+        duplicates: By the number of the transform, whether a text of the unit was there before.
         size_bytes: About what it takes in memory.
     """
 
@@ -63,6 +64,8 @@ class Batch:
     is_last: bool = False
     gave_up: bool = False
     counts: Counts = field(default_factory=dict[str, Any])
+    path_changes: int = 0
+    duplicates: Mapping[int, IsDuplicate] = field(default_factory=dict[int, Any], repr=False)
 
     @property
     def place(self) -> str:
@@ -117,7 +120,7 @@ class UnitStages:
         tokenizer: Text to ids.
         recipe: What the rows are a function of.
         applier: The transforms.
-        duplicates_of: Which texts were there before.
+        directory: Where the first pass left what it found of duplicates.
         pack: Makes what is kept of a gathered unit.
     """
 
@@ -126,21 +129,30 @@ class UnitStages:
     tokenizer: Encoder
     recipe: Recipe
     applier: Applier
-    duplicates_of: DuplicatesOf
+    directory: Path | None
     pack: Callable[[GatheredUnit], Item]
 
     def stages(self, config: PipelineConfig) -> tuple[Stage | Flow, ...]:
         """The stages in order; those that would do nothing are left out."""
-        transforms = self.applier.transforms
-        stages: list[Stage | Flow] = [Flow("read", self.read)]
-        if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in transforms):
-            stages.append(Flow("filter", self.filter_in_order))  # what came before in the unit decides
-        elif any(transform.kind != "tokens" for transform in transforms):
-            stages.append(Stage("filter", self.filter, config.filter_threads))
+        stages = [Flow("read", self.read), *self.filters(config)]
         stages.append(Stage("tokenize", self.tokenize, config.tokenize_threads))
-        if any(transform.kind == "tokens" for transform in transforms):
+        if any(transform.kind == "tokens" for transform in self.applier.transforms):
             stages.append(Stage("augment", self.augment, config.augment_threads))
         return (*stages, Flow("gather", self.gather), Stage("pack", self._packed, config.pack_threads))
+
+    def filters(self, config: PipelineConfig) -> list[Stage | Flow]:
+        """The stage that applies transforms of text, if there are any."""
+        transforms = self.applier.transforms
+        if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in transforms):
+            return [Flow("filter", lambda batches: map(self.filter, batches))]  # what came before in the unit decides
+        if any(transform.kind != "tokens" for transform in transforms):
+            return [Stage("filter", self.filter, config.filter_threads)]
+        return []
+
+    def before(self, number: int) -> UnitStages:
+        """The same with the transforms before one of them only."""
+        transforms = tuple(transform for transform in self.applier.transforms if transform.number < number)
+        return replace(self, applier=replace(self.applier, transforms=transforms))
 
     def read(self, units: Iterator[Unit]) -> Iterator[Batch]:
         for unit in units:
@@ -157,6 +169,7 @@ class UnitStages:
         entries: list[Entry] = []
         bad_records: list[BadRecord] = []
         size_bytes = bad_in_a_row = 0
+        duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)
         for record in self.read_unit(unit):
             if isinstance(record, BadRecord):
                 bad_records.append(record)
@@ -166,7 +179,7 @@ class UnitStages:
                 continue
             bad_in_a_row = 0
             if size_bytes >= _BATCH_BYTES or len(entries) >= _BATCH_DOCUMENTS:
-                yield _batch(unit, entries, size_bytes, bad_records)
+                yield replace(_batch(unit, entries, size_bytes, bad_records), duplicates=duplicates)
                 entries, bad_records, size_bytes = [], [], 0
             if isinstance(record, TokenDocument):
                 entries.append(Entry(record, None))
@@ -175,30 +188,20 @@ class UnitStages:
                 entries.append(Entry(record, record.text))
                 size_bytes += len(record.text) + _TEXT_OVERHEAD_BYTES
         gave_up = bad_in_a_row == BAD_RECORDS_IN_A_ROW
-        yield replace(_batch(unit, entries, size_bytes, bad_records), is_last=True, gave_up=gave_up)
+        last = _batch(unit, entries, size_bytes, bad_records)
+        yield replace(last, duplicates=duplicates, is_last=True, gave_up=gave_up)
 
     def filter(self, batch: Batch) -> Batch:
-        """Apply the transforms of text; duplicates are known beforehand."""
-        return self._filtered(batch, self.duplicates_of(batch.unit))
-
-    def filter_in_order(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same where some duplicates are those of the unit itself."""
-        duplicates: Mapping[int, IsDuplicate] = {}
-        is_first = True
-        for batch in batches:
-            if is_first:
-                duplicates = self.duplicates_of(batch.unit)
-            yield self._filtered(batch, duplicates)
-            is_first = batch.is_last
-
-    def _filtered(self, batch: Batch, duplicates: Mapping[int, IsDuplicate]) -> Batch:
+        """Apply the transforms of text."""
         counts: Counts = {}
-        entries = self.applier.texts(batch.entries, duplicates, counts)
+        entries = self.applier.texts(batch.entries, batch.duplicates, counts)
         size_bytes = sum(len(entry.text or "") + _TEXT_OVERHEAD_BYTES for entry in entries)
         return replace(batch, entries=entries, counts=counts, size_bytes=size_bytes)
 
     def tokenize(self, batch: Batch) -> Batch:
+        path_changes = self._path_changes()
         tokens = encode(batch.entries, self.files, self.tokenizer)
+        batch = replace(batch, path_changes=path_changes)
         if any(transform.kind == "tokens" for transform in self.applier.transforms):
             return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))
         return self._finished(batch, batch.entries, tokens)
@@ -217,16 +220,33 @@ class UnitStages:
         return replace(batch, entries=(), tokens=arrays, rows=rows, size_bytes=size_bytes)
 
     def gather(self, batches: Iterator[Batch]) -> Iterator[GatheredUnit | Told]:
-        """Whole units, and word of every batch on the way."""
+        """Whole units, and word of every batch on the way.
+
+        A tokenizer that left its fast path in the middle of a unit makes the unit anew: some of its ids may be wrong.
+        """
         parts: list[Batch] = []
         for batch in batches:
             parts.append(batch)
+            if batch.is_last and any(part.path_changes != self._path_changes() for part in parts):
+                parts = self._made_anew(batch.unit)
             if batch.rows:
                 documents, tokens = len(batch.rows), sum(row[4] for row in batch.rows)
                 yield Told(documents, sum(row[5] for row in batch.rows), tokens)
             if batch.is_last:
                 yield self._gathered(parts)
                 parts = []
+
+    def _path_changes(self) -> int:
+        return int(getattr(self.tokenizer, "path_changes", 0))
+
+    def _made_anew(self, unit: Unit) -> list[Batch]:
+        stages = self.stages(PipelineConfig())
+        changes = -1
+        parts: list[Batch] = []
+        while changes != self._path_changes():
+            changes = self._path_changes()
+            parts = list(one_after_the_other([unit], stages[: [stage.name for stage in stages].index("gather")]))
+        return parts
 
     def _gathered(self, parts: Sequence[Batch]) -> GatheredUnit:
         counts: Counts = {}

@@ -1,8 +1,8 @@
 """What a pipeline says of itself: per stage what it did, per queue who waited, and which stage holds the others up.
 
 Counters of stages and queues go in, one immutable record comes out, as often as anybody asks. The bottleneck is the
-stage whose input is full while its output is empty: of all stages the one that spends the smallest share of its time
-waiting, for input or for room.
+stage whose input is full while its output is empty, which is the one that never waits: of all stages the one whose
+threads were busy for the largest share of the time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class PipelineStatistics:
 
     @property
     def bottleneck(self) -> str:
-        """The stage that waits least; empty before anything was done."""
+        """The stage that the others wait for; empty before anything was done."""
         if self.seconds <= 0 or not any(stage.items for stage in self.stages):
             return ""
-        return min(self.stages, key=lambda stage: stage.wait_seconds / stage.threads).name
+        return max(self.stages, key=lambda stage: stage.busy_seconds / stage.threads).name
 
     def metrics(self) -> dict[str, float]:
         """The same as numbers under the names of the registry of metrics."""

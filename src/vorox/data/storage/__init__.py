@@ -2,7 +2,7 @@
 
 from vorox.data.storage.local import local_path, root_of
 from vorox.data.storage.locations import STANDARD_LIBRARY, StoredFile, absolute, has_magic, place_in, scheme_of
-from vorox.data.storage.retry import RetryBudget, RetryPolicy, retry_budget
+from vorox.data.storage.retry import RetryBudget, RetryPolicy, in_one_budget, retry_budget
 from vorox.data.storage.transport import close_connections
 from vorox.data.storage.verbs import list_files, open_range, open_seekable
 from vorox.data.storage.versions import ContentVersions, content_hash
@@ -19,6 +19,7 @@ __all__ = [
     "close_connections",
     "content_hash",
     "has_magic",
+    "in_one_budget",
     "list_files",
     "local_path",
     "open_range",

@@ -36,6 +36,7 @@ _CREDENTIAL_CODES = frozenset(
 _MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchVersion", "NoSuchBucket", "NotFound"})
 _UNTOLD_CODES = frozenset({"AccessDenied", "403", "NotImplemented", "MethodNotAllowed"})
 _READ_BYTES = 1 << 20
+_PAGE_ITEMS = 1000
 
 
 class AmazonStore:
@@ -74,7 +75,7 @@ class AmazonStore:
             async def attempt(after: dict[str, str] = after) -> Mapping[str, Any]:
                 async with _client(prefix, ask.policy) as client:
                     listing = client.list_object_versions if versions else client.list_objects_v2
-                    return await listing(Bucket=bucket, Prefix=key, **after)
+                    return await listing(Bucket=bucket, Prefix=key, MaxKeys=_PAGE_ITEMS, **after)
 
             try:
                 page: Mapping[str, Any] = await ask(attempt)
@@ -161,7 +162,7 @@ async def _client(uri: str, policy: RetryPolicy) -> AsyncGenerator[Any]:
     try:
         yield client
     except exceptions.ClientError as error:
-        _raise(cast("Mapping[str, Any]", error.response), uri)
+        raise _meaning(cast("Mapping[str, Any]", error.response), uri) from None  # its own words may hold keys
     except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError):
         raise DataError("there are no credentials for S3", where=uri, hint=_CREDENTIALS_HINT) from None
     except (exceptions.TokenRetrievalError, exceptions.SSOError, exceptions.ProfileNotFound) as error:
@@ -187,20 +188,24 @@ async def _client(uri: str, policy: RetryPolicy) -> AsyncGenerator[Any]:
         ) from None  # fmt: skip
 
 
-def _raise(response: Mapping[str, Any], uri: str) -> None:
+def _meaning(response: Mapping[str, Any], uri: str) -> Exception:
+    """What an answer that is an error stands for."""
     code = str(response.get("Error", {}).get("Code", ""))
     metadata = response.get("ResponseMetadata", {})
     status = int(metadata.get("HTTPStatusCode", 0))
     if code in _CREDENTIAL_CODES:
-        raise DataError(f"the store refuses access: {code} (HTTP {status})", where=uri, hint=_CREDENTIALS_HINT)
+        return DataError(f"the store refuses access: {code} (HTTP {status})", where=uri, hint=_CREDENTIALS_HINT)
     if code in _MISSING_CODES:
-        raise NotThere(code)
+        return NotThere(code)
     headers = {name.title(): value for name, value in metadata.get("HTTPHeaders", {}).items()}
     if code in _TRANSIENT_CODES:
-        raise TransientError(f"HTTP {status} ({code})", retry_after_seconds(headers.get("Retry-After")))
+        return TransientError(f"HTTP {status} ({code})", retry_after_seconds(headers.get("Retry-After")))
     message = "" if code.isdigit() else code
-    transport.raise_for_status(status, headers, uri=uri, credentials_hint=_CREDENTIALS_HINT, message=message)
-    raise TransientError(f"an answer that makes no sense (HTTP {status} {code})")
+    try:
+        transport.raise_for_status(status, headers, uri=uri, credentials_hint=_CREDENTIALS_HINT, message=message)
+    except (TransientError, NotThere, DataError) as error:
+        return error
+    return TransientError(f"an answer that makes no sense (HTTP {status} {code})")
 
 
 async def _make(policy: RetryPolicy) -> tuple[Any, Callable[[], Awaitable[None]]]:

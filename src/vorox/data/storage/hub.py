@@ -96,12 +96,9 @@ class HubStore:
         if not place.path:
             return None
         commit = await _resolve(place, ask)
+        path = f"api/{place.kind}/{place.name}/paths-info/{commit}"
         try:
-            entries, _ = await ask(
-                lambda: _ask(
-                    f"api/{place.kind}/{place.name}/paths-info/{commit}", ask, body={"paths": [place.path]}
-                )
-            )  # fmt: skip
+            entries, _ = await ask(lambda: _ask(path, ask, form={"paths": place.path, "expand": "false"}))
         except NotThere:
             return None
         files = [_file(place, commit, entry) for entry in entries if entry["type"] == "file"]
@@ -180,7 +177,7 @@ def _token() -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-async def _ask(path: str, ask: Asker, *, body: Any = None) -> tuple[Any, Mapping[str, str]]:
+async def _ask(path: str, ask: Asker, *, form: Mapping[str, str] | None = None) -> tuple[Any, Mapping[str, str]]:
     """One try of a question to the hub's interface."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         raise DataError(
@@ -189,5 +186,5 @@ async def _ask(path: str, ask: Asker, *, body: Any = None) -> tuple[Any, Mapping
         )  # fmt: skip
     return await get_json(
         f"{_endpoint()}/{path}", uri=ask.uri, policy=ask.policy, headers=_token(), credentials_hint=_CREDENTIALS_HINT,
-        method="GET" if body is None else "POST", body=body,
+        method="GET" if form is None else "POST", form=form,
     )  # fmt: skip

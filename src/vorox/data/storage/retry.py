@@ -16,9 +16,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
@@ -109,6 +109,22 @@ def retry_budget(policy: RetryPolicy | None = None) -> Generator[RetryBudget]:
         yield budget
     finally:
         _current.reset(token)
+
+
+def in_one_budget(items: Iterator[T], policy: RetryPolicy) -> Iterator[T]:
+    """The same items, all read out of one budget: for generators, which must not set it for whoever iterates."""
+    context = contextvars.copy_context()
+    context.run(_current.set, RetryBudget(policy))
+    try:
+        while True:
+            try:
+                item = context.run(next, items)
+            except StopIteration:
+                return
+            yield item
+    finally:
+        if isinstance(items, Generator):
+            context.run(cast("Generator[T]", items).close)
 
 
 def current_budget() -> RetryBudget:

@@ -9,6 +9,7 @@ addresses that were redirected to nor headers get into messages.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -31,6 +32,7 @@ Receive = Callable[[bytes], None]
 
 _TRANSIENT = frozenset({408, 425, 429})
 _LASTING_SERVER_ERRORS = frozenset({501, 505})
+_HUB_MISSING = frozenset({"RepoNotFound", "RevisionNotFound", "EntryNotFound"})
 
 
 class NotThere(Exception):
@@ -46,14 +48,25 @@ class _Connections:
 
 
 _connections = _Connections()
+_inherited: list[_Connections] = []
 
 
 def _of_this_process() -> _Connections:
     global _connections
-    if _connections.process != os.getpid():  # sockets and loops do not survive a fork
+    if _connections.process != os.getpid():
+        # After a fork these are the parent's. They are never closed here, not even by the garbage collector: that
+        # would take the parent's sockets out of the poll set that both processes share.
+        _inherited.append(_connections)
         _connections = _Connections()
         _connections.process = os.getpid()
+        atexit.register(_close_at_exit, os.getpid())
     return _connections
+
+
+def _close_at_exit(process: int) -> None:
+    if process == os.getpid():
+        with contextlib.suppress(Exception):
+            close_connections()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -116,7 +129,7 @@ def close_connections() -> None:
             connections.kept.pop(name, None)
             await connections.closers.pop(name)()
 
-    start(close()).result(timeout=30)
+    start(close()).result(timeout=10)
 
 
 async def http_session() -> aiohttp.ClientSession:
@@ -148,14 +161,14 @@ async def request(
     uri: str,
     policy: RetryPolicy,
     headers: Mapping[str, str] | None = None,
-    body: Any = None,
+    form: Mapping[str, str] | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
     """One try of a request.
 
     Args:
         uri: What it is about, for messages; the address itself is never shown.
-        body: Sent as JSON.
+        form: Sent as the body, as forms are.
 
     Raises:
         TransientError: No connection, no byte for too long, or a body that broke.
@@ -167,7 +180,7 @@ async def request(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=policy.connect_seconds, sock_read=policy.stall_seconds)
     try:
         async with session.request(
-            method, URL(url, encoded=True), headers=headers, json=body, timeout=timeout, max_redirects=8
+            method, URL(url, encoded=True), headers=headers, data=form, timeout=timeout, max_redirects=8
         ) as response:
             yield response
     except aiohttp.InvalidURL:
@@ -208,10 +221,10 @@ def raise_for_status(
     said = f"HTTP {status}" + (f" ({redact(message)[:200]})" if message else "")
     if status in _TRANSIENT or (status >= 500 and status not in _LASTING_SERVER_ERRORS):
         raise TransientError(said, retry_after_seconds(headers.get("Retry-After")))
+    if status in {404, 410} or headers.get("X-Error-Code") in _HUB_MISSING:
+        raise NotThere(said)
     if status in {401, 403}:
         raise DataError(f"the store refuses access: {said}", where=uri, hint=credentials_hint)
-    if status in {404, 410}:
-        raise NotThere(said)
     if status in {412, 416}:
         changed(uri)
     raise DataError(f"the store refuses the request: {said}", where=uri, hint="check the uri")
@@ -285,12 +298,12 @@ async def get_json(
     credentials_hint: str,
     headers: Mapping[str, str] | None = None,
     method: str = "GET",
-    body: Any = None,
+    form: Mapping[str, str] | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> tuple[Any, Mapping[str, str]]:
     """One try of a question that is answered in JSON: the answer and its headers."""
     async with request(
-        method, url, uri=uri, policy=policy, headers=headers, body=body, session=session
+        method, url, uri=uri, policy=policy, headers=headers, form=form, session=session
     ) as response:  # fmt: skip
         content = await response.read()
         message = _message(response, content)

@@ -101,7 +101,7 @@ class Stream:
         self.ring = ring
         self.statistics = StreamStatistics()
         self.manifest = Manifest.open(directory)
-        self._unit_work, self._units, self._bad_record_fraction = work, units, bad_record_fraction
+        self._unit_work, self._units, self._bad_record_fraction = work.at(directory), units, bad_record_fraction
         self._segments = segments
         self._segment_starts = [start for start, _ in segments]
         self._prefetch_segments = prefetch_segments

@@ -92,7 +92,7 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
 
 def _card(root: str) -> Mapping[str, Any]:
     """The YAML at the start of the repository's README, empty if it has none."""
-    readme = next((file for file in _files_there(f"{root}/README.md")), None)
+    readme = _file_there(f"{root}/README.md", root)
     if readme is None:
         return {}
     with storage.open_range(readme, 0, min(readme.size_bytes, _CARD_BYTES)) as reader:
@@ -110,10 +110,14 @@ def _card(root: str) -> Mapping[str, Any]:
     return _mapping(card)
 
 
-def _files_there(location: str) -> list[StoredFile]:
-    """A file, or nothing if the repository has none of that name."""
-    folder, _, name = location.rpartition("/")
-    return [file for file in storage.list_files(f"{folder}/*", ()) if file.uri == f"{folder}/{name}"]
+def _file_there(uri: str, root: str) -> StoredFile | None:
+    """A file, or ``None`` if the repository is there and has none of that name."""
+    try:
+        return storage.list_files(uri, ())[0]
+    except DataError:
+        if any(file.uri == uri for file in storage.list_files(f"{root}/**", ())):
+            raise
+        return None
 
 
 def _configurations(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -197,5 +201,5 @@ def _by_name(root: str, names: Sequence[str], configuration: str | None, split: 
 
 
 def _says(name: str, split: str) -> bool:
-    words = re.split(r"[^A-Za-z0-9]+|(?<=[A-Za-z])(?=\d)", name.lower())
-    return any(word in words for word in _SPLIT_WORDS.get(split, (split.lower(),)))
+    words = _SPLIT_WORDS.get(split, (split,))
+    return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z])", name, re.IGNORECASE) for word in words)

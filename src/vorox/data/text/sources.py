@@ -17,7 +17,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit, UnitSpan
-from vorox.data.storage import ContentVersions, StoredFile
+from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records
 from vorox.data.text.listing import FoundFile, Note, find_files
@@ -106,7 +106,8 @@ def list_source(
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    config, found, notes = find_files(config)
+    with retry_budget(_patience(config)):
+        config, found, notes = find_files(config)
     _check(config, key)
     candidates = [file for file in found if file.stored.size_bytes > 0]
     total = sum(file.stored.size_bytes for file in candidates)
@@ -338,6 +339,15 @@ def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationCo
     Raises:
         DataError: A file cannot be read, or changed since it was listed.
     """
+    yield from in_one_budget(_read_unit(source, unit, split, validation), _patience(source.config))
+
+
+def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
     for span in unit.spans:
         accept = document_filter(validation, split, source.places[span.file_index])
         yield from read_records(source.config, source.stored[span.file_index], span, accept)
+
+
+def _patience(config: SourceConfig) -> RetryPolicy:
+    """How a source wants its stores to be asked."""
+    return RetryPolicy(retries_per_unit=config.max_retries_per_unit, stall_seconds=config.stall_seconds)

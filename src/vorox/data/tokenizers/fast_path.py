@@ -127,7 +127,8 @@ class FastPath:
                 self.changes = 1
                 _logger.warning(
                     "the fast path of the tokenizer gave other ids than the tokenizer for a text of %d characters that "
-                    "begins with %r; it is not used any more", len(text), text[:40],
+                    "begins with %r; it is not used any more; `vorox data verify` tells whether a cache is affected",
+                    len(text), text[:40],
                 )  # fmt: skip
                 return
 
@@ -173,17 +174,16 @@ class FastPath:
 
     def _look_up(self, waiting: Sequence[tuple[int, list[str]]], results: list[bytearray | None]) -> None:
         known = self._known
-        found = [list(map(known.get, words)) for _, words in waiting]
-        missing: set[str] = set()
-        for (_, words), ids in zip(waiting, found, strict=True):
-            if None in ids:
-                missing.update(word for word, known_ids in zip(words, ids, strict=True) if known_ids is None)
-        learned = self._learn(sorted(missing)) if missing else {}
-        for (index, words), ids in zip(waiting, found, strict=True):
+        words_here: set[str] = set()
+        words_here.update(*(words for _, words in waiting))
+        missing = sorted(itertools.filterfalse(known.__contains__, words_here))
+        learned = self._learn(missing) if missing else {}
+        for index, words in waiting:
             result = results[index]
             if result is None:
                 continue
-            if missing and None in ids:
+            ids = list(map(known.get, words))
+            if None in ids:  # words that are not remembered, or the memory began anew
                 ids = [learned[w] if known_ids is None else known_ids for w, known_ids in zip(words, ids, strict=True)]
             result += b"".join(cast("list[bytes]", ids))
 

@@ -93,8 +93,6 @@ class Applier:
         entries: Iterable[Entry],
         duplicates: Mapping[int, IsDuplicate],
         counts: Counts,
-        *,
-        before: int | None = None,
     ) -> list[Entry]:
         """What is left of some texts.
 
@@ -102,14 +100,13 @@ class Applier:
             entries: All texts of their records, in order.
             duplicates: By the number of a transform of that kind: whether a text was there before.
             counts: Added to.
-            before: Apply only transforms of a lower number.
 
         Raises:
             DataError: A function failed or gave something else than text, with the document's place.
         """
         left = list(entries)
         for transform in self.transforms:
-            if transform.kind == "tokens" or (before is not None and transform.number >= before):
+            if transform.kind == "tokens":
                 break
             if transform.kind == "duplicates":
                 is_duplicate = duplicates[transform.number]

@@ -80,12 +80,6 @@ class MetadataCache:
             self._database.execute(f"DELETE FROM {TABLES[table].name} WHERE run_id = ?", (run_id,))  # noqa: S608
             self._database.load(TABLES[table], (row.cells() for row in rows))
 
-    def introduce_files(self, cache: str, num_files: int, rows: Iterable[Row]) -> None:
-        """Write the files of a token cache, unless they are there already."""
-        statement = "SELECT COUNT(*) FROM source_file WHERE cache = ?"
-        if self._database.execute(statement, (cache,))[0][0] != num_files:
-            self.write(rows)
-
     def materialise(self, run_id: str, first_position: int, end_position: int, rows: Iterable[Row]) -> int:
         """Write real rows of ``sample`` for the positions ``[first_position, end_position)``, in one transaction.
 

@@ -70,9 +70,9 @@ _FORMATS: dict[str, _Format] = {
     "python_stdlib": _Format((".py",), lines.cut_text, None, lines.read_texts),
     "txt": _Format((".txt",), lines.cut_text, None, lines.read_texts),
     "jsonl": _Format((".jsonl", ".ndjson"), lines.cut_lines, _count_lines, json_lines.read_records),
-    "csv": _Format((".csv", ".tsv"), delimited.cut, delimited.count, delimited.read_records),
+    "csv": _Format((".csv", ".tsv"), delimited.cut, delimited.count, delimited.read_records, delimited.measure),
     "parquet": _Format((".parquet",), parquet.cut, parquet.count, parquet.read_records, parquet.measure),
-    "bin": _Format((".bin",), token_shards.cut, token_shards.count, token_shards.read_records),
+    "bin": _Format((".bin",), token_shards.cut, token_shards.count, token_shards.read_records, token_shards.measure),
 }
 
 

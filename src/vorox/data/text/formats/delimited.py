@@ -17,7 +17,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, open_content, refuse_foreign
+from vorox.data.text.content import Limits, length_bytes, open_content, refuse_foreign
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, too_large
@@ -145,6 +145,13 @@ def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
         f"the csv {twice}; its header has {there}", where=file.uri,
         hint="set the source's text_field, or its delimiter; a csv needs a header",
     )  # fmt: skip
+
+
+def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
+    """Bytes of data up to a place, without the header."""
+    limits = Limits.of(source)
+    _, data_start = header(file, source.delimiter, limits)
+    return max(0, (length_bytes(file, limits) if end is None else end) - data_start)
 
 
 def cut(

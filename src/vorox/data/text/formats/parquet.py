@@ -131,7 +131,8 @@ def _check_column(file: StoredFile, opened: Any, name: str) -> None:
             hint="set the source's text_field to one of them",
         )  # fmt: skip
     kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # null: no value at all
+    if not any(fits(kind) for fits in is_text):
         raise DataError(
             f"column {name!r} holds {field.type}, not text", where=file.uri,
             hint="set the source's text_field to a column of text",

@@ -64,6 +64,12 @@ def _ends(file: StoredFile, start: int, end: int | None, end_of_text_id: int) ->
         offset += len(chunk)
 
 
+def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
+    """Bytes of tokens up to a place, without the header."""
+    del source
+    return max(0, (file.size_bytes if end is None else end) - header(file).header_bytes)
+
+
 def cut(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
 ) -> Iterator[Piece]:

@@ -1,0 +1,74 @@
+"""``vorox data export`` and ``download``: token data to and from the forms of other trainers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vorox.cli import quantities
+from vorox.cli.data.loading import Words, load, showing
+from vorox.cli.output import AsJson, print_json, print_table
+
+
+def export(
+    words: Words,
+    to: Annotated[Literal["bin", "mds", "npy"], typer.Option("--to", help="llm.c shards, MDS, or flat numpy arrays.")],
+    output: Annotated[Path, typer.Option("--output", help="A directory that does not exist yet.")],
+    split: Annotated[Literal["train", "validation"] | None, typer.Option(help="Only this part.")] = None,
+    shard_tokens: Annotated[int | None, typer.Option("--shard-tokens", min=1, help="The most of a shard.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the tokens of complete caches for another trainer, documents whole, with a manifest."""
+    from vorox.data.dataset import prepare
+    from vorox.data.transfer import export as exporting
+
+    config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))
+    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
+    with showing() as display:
+        corpus = prepare(config, on_progress=display, build=False)
+        report = exporting.export(
+            corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step
+        )
+    if as_json:
+        print_json({**asdict(report), "directory": str(report.directory)})
+        return
+    rows = [
+        [file.name, f"{file.documents:,}", f"{file.tokens:,}", quantities.size(file.size_bytes), file.sha256[:12]]
+        for file in report.files
+    ]
+    titles = ["FILE", "DOCUMENTS", "TOKENS", "SIZE", "SHA256"]
+    print_table(titles, rows, right="DOCUMENTS TOKENS SIZE")
+    typer.echo(f"\n{report.documents:,} documents, {report.tokens:,} tokens in {report.directory}")
+
+
+def download(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="fineweb10B, fineweb100B, finewebedu10B, or hf://datasets/OWNER/NAME/GLOB."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Directory for the files.")],
+    shards: Annotated[
+        int | None, typer.Option("--shards", min=0, help="Only so many training shards, or so many files.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch token shards or other files of the Hugging Face Hub; an interrupted download goes on where it was."""
+    from vorox.data.transfer import download as downloading
+
+    with showing() as display:
+        report = downloading.download(name, output, shards=shards, on_progress=display.step)
+    if as_json:
+        print_json({**asdict(report), "directory": str(report.directory)})
+        return
+    rows = [
+        [file.name, quantities.size(file.size_bytes), quantities.size(file.fetched_bytes), file.version[:17]]
+        for file in report.files
+    ]
+    print_table(["FILE", "SIZE", "FETCHED", "VERSION"], rows, right="SIZE FETCHED")
+    size = quantities.size(sum(file.size_bytes for file in report.files))
+    typer.echo(f"\n{len(report.files):,} files, {size}, of commit {report.commit[:12]} in {report.directory}")

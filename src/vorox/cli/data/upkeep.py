@@ -1,0 +1,121 @@
+"""``vorox data gc``: remove what nothing names any more, and caches that no run reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vorox.cli import quantities
+from vorox.cli.data.loading import load
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
+
+if TYPE_CHECKING:
+    from vorox.data.cache.collection import CacheUse
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def gc(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [a.b=v ...]", help="Whose caches; without it those of $VOROX_CACHE."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", help="Also caches that no run reads and nobody opened for so long: 30d, 12h."),
+    ] = None,
+    runs: Root = DEFAULT_ROOT,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove unreferenced files of caches, and with --older-than whole caches; says how much that frees."""
+    from vorox.data.cache import collection
+
+    root = _cache_root(words or [])
+    garbage = collection.find_garbage(root)
+    caches = collection.find_caches(root, Path(runs))
+    longest = _seconds(older_than)
+    unused = [
+        cache
+        for cache in caches
+        if longest is not None and cache.idle_seconds > longest and not cache.runs and not cache.is_busy
+    ]
+    if not as_json:
+        _print_caches(caches, unused)
+        for item in garbage:
+            typer.echo(
+                f"{'would go' if dry_run else 'goes'}  {quantities.size(item.size_bytes)}  {item.path}: {item.reason}"
+            )
+    freed = sum(item.size_bytes for item in garbage) + sum(cache.size_bytes for cache in unused)
+    if not dry_run:
+        if unused:
+            confirm(
+                f"Remove {len(unused):,} caches, {quantities.size(sum(cache.size_bytes for cache in unused))}?", yes=yes
+            )
+        freed = collection.remove(garbage)
+        for cache in unused:
+            collection.remove_cache(cache.directory)
+            freed += cache.size_bytes
+    if as_json:
+        files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
+        print_json(
+            {
+                "root": str(root),
+                "dry_run": dry_run,
+                "freed_bytes": freed,
+                "files": files,
+                "caches": [_json(cache, cache in unused) for cache in caches],
+            }
+        )
+    else:
+        typer.echo(f"{'would free' if dry_run else 'freed'} {quantities.size(freed)} ({freed:,} bytes) in {root}")
+
+
+def _cache_root(words: list[str]) -> Path:
+    from vorox.data.cache_places import root_of
+
+    if not words:
+        return root_of(None)
+    return root_of(load(words, ("--older-than", "--root", "--dry-run", "--yes", "--json")).data.cache.directory)
+
+
+def _seconds(text: str | None) -> float | None:
+    from vorox.core.errors import ConfigError
+
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no length of time", where="--older-than", hint="write 30d, 12h or 45m")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _print_caches(caches: list[CacheUse], unused: list[CacheUse]) -> None:
+    if not caches:
+        return
+    rows = [
+        [
+            cache.directory.name,
+            quantities.size(cache.size_bytes),
+            quantities.duration(cache.idle_seconds),
+            ", ".join(cache.runs) or ("being built" if cache.is_busy else "no run"),
+            "remove" if cache in unused else "keep",
+        ]
+        for cache in caches
+    ]
+    print_table(["CACHE", "SIZE", "IDLE", "READ-BY", "DO"], rows, right="SIZE IDLE")
+
+
+def _json(cache: CacheUse, is_unused: bool) -> dict[str, Any]:
+    return {
+        "directory": str(cache.directory),
+        "bytes": cache.size_bytes,
+        "idle_seconds": cache.idle_seconds,
+        "runs": list(cache.runs),
+        "being_built": cache.is_busy,
+        "remove": is_unused,
+    }

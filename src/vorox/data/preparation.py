@@ -1,0 +1,334 @@
+"""One split of one source, ready to read: its cache found, grown, completed, or begun with the rest to follow.
+
+What all caches of a corpus have in common goes in, then source after source; readers and reports come out. Invariant:
+what is read is a function of the configuration and the text; how it was built, by whom and in how many goes is not
+visible in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from vorox.core.errors import ConfigError, DataError, Preempted
+from vorox.core.schema.data import DataConfig
+from vorox.data.cache.background import BackgroundBuild
+from vorox.data.cache.build import Executor, build, rebuild_unit
+from vorox.data.cache.builder import Mode, never
+from vorox.data.cache.condition import Depth
+from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.recipe import RECIPE_NAME, Recipe
+from vorox.data.cache.replacement import replacing
+from vorox.data.cache.report import BuildProgress, BuildReport, build_report
+from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache_places import Place, all_units, cache_directory, find_place
+from vorox.data.documents import Unit
+from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
+from vorox.data.streaming.preparation import Streams
+from vorox.data.text.sources import Source, first_units, read_unit
+from vorox.data.text.splits import Split
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
+
+_LOOK_EVERY_SECONDS = 0.1
+
+PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
+"""Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
+``check NAME train`` (counted in chunks), ``build NAME train``, ``build NAME validation``, and ``wait NAME train`` while
+other builders have the rest in hand. Rates while building: ``text_mb_per_second``, ``tokens_per_second``,
+``documents_per_second``, ``chunks``, ``utilisation_fraction``, ``ratio_to_uint32``, ``ratio_to_uint16``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowToBuild:
+    """How caches are built. Nothing of it changes a row.
+
+    Attributes:
+        build: Build what is missing. Off: refuse instead.
+        check: Look at all chunks first, so closely, and build damaged ones again.
+        mode: Which missing unit is next.
+        workers: Builders that work at once.
+        executor: What they are.
+        force_rebuild: Build everything again and let it take the place of what is there.
+        wait_for: ``first_segment`` returns when the first units of the training text are there and lets the others
+            follow; ``complete`` when all are. None: as ``data.growth.mode`` says.
+        stop: Asked between units; once it says yes, what is built is left as it is.
+        on_mend: Told of every unit that had to be built again because a chunk turned out to be damaged while reading.
+    """
+
+    build: bool = True
+    check: Depth | None = None
+    mode: Mode = "forward"
+    workers: int = 1
+    executor: Executor = "process"
+    force_rebuild: bool = False
+    wait_for: Literal["complete", "first_segment"] | None = None
+    stop: Callable[[], bool] = never
+    on_mend: Callable[[str], None] | None = None
+
+
+def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
+    """What the rows of one split of a source are a function of, besides its files."""
+    held_out = data.validation.held_out_fraction
+    rule = data.validation.split if held_out else "none"
+    transforms = transforms_of(data, source.config, split, source.key)
+    check_special_tokens(transforms, tokenizer)
+    return Recipe(
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=tokenizer.end_of_text_id,
+        row_tokens=data.sequence_length_tokens + 1,
+        source={**source.definition, "unit_bytes": data.cache.unit_bytes},
+        split={"name": split, "held_out": rule, "held_out_fraction": str(Fraction(str(held_out)))},
+        packing=data.packing,
+        chunk_rows=data.cache.chunk_rows,
+        transforms=recipe_of(transforms, data.transform_seed),
+    )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What all caches of a corpus have in common.
+
+    Attributes:
+        data: The section.
+        tokenizer: Text to tokens.
+        root: Root of the caches.
+        report: Told how it goes.
+        how: How what is missing is built.
+        streams: Where training text is built while it is read, if it is.
+        backgrounds: Builds that go on; the corpus ends them.
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    root: Path
+    report: PrepareProgress
+    how: HowToBuild
+    streams: Streams | None
+    backgrounds: list[BackgroundBuild] = field(default_factory=list[BackgroundBuild])
+
+    def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
+        """The rows of a split of a source.
+
+        Raises:
+            DataError: There are none and none may be built, or they cannot be built.
+            Preempted: The build was asked to stop.
+        """
+        recipe = recipe_for(self.data, source, split, self.tokenizer)
+        if self.streams is not None and split == "train":
+            return self._open_stream(source, recipe)
+        units: Sequence[Unit] | None = None
+        if self.streams is not None:
+            recipe, units = self._beginning(source, split, recipe)
+        place = self._place(source, split, recipe)
+        mark_used(place.directory)
+        growth, name = self.data.growth, f"{source.config.name} {split}"
+        wait_for = self.how.wait_for or ("complete" if growth.mode == "complete" else "first_segment")
+        if split == "train" and wait_for == "first_segment" and self.streams is None:
+            return self._open_growing(place, recipe, name)
+        units = self._units(place, split, units)
+        with replacing(place.directory, wanted=self.how.force_rebuild) as directory:
+            report = self._build(replace(place, directory=directory), recipe, name, units, None)
+        return self._reader(place, recipe, units, name, complete=True), report
+
+    def _place(self, source: Source, split: Split, recipe: Recipe) -> Place:
+        try:
+            return find_place(self.root, source, split, recipe, grow=self.data.cache.grow)
+        except DataError:
+            if not self.how.force_rebuild:
+                raise
+            return Place(cache_directory(self.root, source, split, recipe), source, None, 0)
+
+    def _beginning(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
+        """The part of a held-out split that a streamed corpus is validated on: that of the beginning of the source."""
+        limit_bytes = self.data.streaming.validation_bytes
+        while True:
+            units, is_all = first_units(
+                source, split, self.data.validation, self.data.cache.unit_bytes, limit_bytes=limit_bytes
+            )
+            if is_all:
+                return recipe, units
+            if _has_records(source, units, split, self.data):
+                return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
+            limit_bytes *= 2
+
+    def _units(self, place: Place, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
+        """The units of a split, cut if they are not planned yet."""
+        if place.is_planned and place.units is not None:
+            return place.units
+        if not self.how.build:
+            raise not_built(place.source, split, place.directory)
+        if units is None:
+            units = all_units(place, split, self.data)
+        if not _has_records(place.source, units, split, self.data):
+            raise _empty_split(self.data, place.source, split)
+        return units
+
+    def _build(
+        self, place: Place, recipe: Recipe, name: str, units: Sequence[Unit], last_unit: int | None
+    ) -> BuildReport:
+        if not self.how.build and not _is_done(place.directory, last_unit):
+            raise not_built(place.source, recipe.split["name"], place.directory)
+        report = build(
+            place.directory, self._work(place.source, recipe), units,
+            mode=self.how.mode, bad_record_fraction=place.source.config.bad_record_fraction, last_unit=last_unit,
+            check=self.how.check, workers=self.how.workers, executor=self.how.executor,
+            on_progress=watch(self.report, name),
+            on_check=lambda done, total: self.report(f"check {name}", done, total, {}), stop=self.how.stop,
+        )  # fmt: skip
+        if self.how.stop() and report.units_missing:
+            raise Preempted(
+                f"stopped while building {name}", where=str(place.directory),
+                saved=f"{report.units - report.units_missing:,} of {report.units:,} units of this cache",
+                hint="run the same command again to go on from there",
+            )  # fmt: skip
+        return report
+
+    def _open_growing(self, place: Place, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
+        """A reader of the first units; the others are built in the background or by other processes."""
+        growth = self.data.growth
+        if self.how.build and growth.build:
+            units = self._units(place, "train", None)
+            last = min(growth.first_segment_units if growth.mode == "strict" else 1, len(units))
+            report = self._build(place, recipe, name, units, last)
+        elif not self.how.build and not _is_done(place.directory, 1):
+            raise not_built(place.source, "train", place.directory)
+        else:
+            self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
+            manifest = Manifest.open(place.directory)
+            report = report_of(manifest, recipe)
+            units = self._place(place.source, "train", recipe).units or ()
+        reader = self._reader(place, recipe, units, name, complete=False)
+        if self.how.build and growth.build and report.units_missing:
+            reader.background = BackgroundBuild(
+                place.directory, self._work(place.source, recipe), units,
+                bad_record_fraction=place.source.config.bad_record_fraction, num_workers=self.how.workers,
+            )  # fmt: skip
+            self.backgrounds.append(reader.background)
+        return reader, report
+
+    def _await(self, place: Place, num_units: int, name: str) -> None:
+        """Wait until other processes have built the first units."""
+        while not _is_done(place.directory, num_units):
+            if self.how.stop():
+                raise Preempted(f"stopped while waiting for {name}", hint="run the same command again")
+            self.report(f"wait {name}", 0, 0, {})
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+    def _reader(self, place: Place, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool) -> CacheReader:
+        reader = CacheReader.open(place.directory, recipe, complete=complete)
+        if self.how.build:
+            reader.mend = functools.partial(self._mend, place, recipe, units, name)
+        return reader
+
+    def _mend(
+        self, place: Place, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
+    ) -> None:
+        if self.how.on_mend is not None:
+            self.how.on_mend(f"{name}: {error}; building unit {unit} again")
+        work, config = self._work(place.source, recipe), place.source.config
+        rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+
+    def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
+        """The rows of the training text, built while they are read."""
+        assert self.streams is not None
+        place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
+        units = self._units(place, "train", None)
+        reader = self.streams.open(
+            place.directory, self._work(source, recipe), units, bad_record_fraction=source.config.bad_record_fraction
+        )
+        return reader, report_of(reader.manifest, recipe)
+
+    def _work(self, source: Source, recipe: Recipe) -> UnitWork:
+        split: Split = recipe.split["name"]
+        read = functools.partial(read_unit, source, split=split, validation=self.data.validation)
+        cache = self.data.cache
+        transforms = transforms_of(self.data, source.config, split, source.key)
+        return UnitWork(
+            source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows,
+            transforms, self.data.transform_seed, self.data.pipeline,
+        )  # fmt: skip
+
+
+def mark_used(directory: Path) -> None:
+    """Leave the time at which a cache was last opened, for ``vorox data gc``; nothing on a disk that is read-only."""
+    with suppress(OSError):
+        os.utime(directory / RECIPE_NAME)
+
+
+def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
+    """Tells bytes of text instead of units of work, which are too coarse for a person who waits."""
+    started = time.perf_counter()
+    done = text_bytes = 0
+
+    def on_progress(progress: BuildProgress) -> None:
+        nonlocal done, text_bytes
+        done = max(progress.source_bytes_done, done + progress.text_bytes - text_bytes)
+        done, text_bytes = min(done, progress.source_bytes), progress.text_bytes
+        seconds = max(time.perf_counter() - started, 1e-9)
+        rates = {
+            "text_mb_per_second": progress.text_bytes / 1e6 / seconds,
+            "tokens_per_second": progress.tokens / seconds,
+            "documents_per_second": progress.documents / seconds,
+        }
+        if progress.chunks:
+            rates["chunks"] = progress.chunks
+            rates["utilisation_fraction"] = progress.utilisation_fraction
+            rates["ratio_to_uint32"] = progress.ratio_to_uint32
+            rates["ratio_to_uint16"] = progress.ratio_to_uint16
+        report(f"wait {name}" if progress.waiting_for else f"build {name}", done, progress.source_bytes, rates)
+
+    return on_progress
+
+
+def report_of(manifest: Manifest, recipe: Recipe) -> BuildReport:
+    """What a cache holds that nothing was done for."""
+    return build_report(
+        manifest, recipe.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
+    )  # fmt: skip
+
+
+def _is_done(directory: Path, num_units: int | None) -> bool:
+    """Whether a cache is there and has its first units; None: all of them."""
+    if not (directory / RECIPE_NAME).exists():
+        return False
+    manifest = Manifest.open(directory)
+    last = manifest.planned_units if num_units is None else min(num_units, manifest.planned_units)
+    return manifest.planned_units > 0 and not len(manifest.missing_units(0, last))
+
+
+def not_built(source: Source, split: str, directory: Path) -> DataError:
+    return DataError(
+        f"the {split} cache of source {source.config.name!r} is not built", where=str(directory),
+        hint="run `vorox data build` with the same configuration first",
+    )  # fmt: skip
+
+
+def _has_records(source: Source, units: Sequence[Unit], split: Split, data: DataConfig) -> bool:
+    return any(True for unit in units for _ in read_unit(source, unit, split, data.validation))
+
+
+def _empty_split(data: DataConfig, source: Source, split: Split) -> ConfigError:
+    rule, files = data.validation, len(source.files)
+    what = {"file": "files", "document": "documents", "tail": "tails"}[rule.split]
+    share = f"data.validation.held_out_fraction={rule.held_out_fraction:g} of the {what}"
+    name = f"source {source.config.name!r} ({files:,} file{'s' if files > 1 else ''}, {source.size_bytes:,} bytes)"
+    if split == "train":
+        problem = f"holding out {share} leaves no text of {name} to train on"
+    else:
+        problem = f"{share} holds out nothing of {name}"
+    return ConfigError(
+        problem,
+        where="data.validation",
+        hint="set data.validation.split=tail to hold out the end of every file, change the fraction, "
+        "or set data.validation.held_out_fraction=0 to train without validation",
+    )

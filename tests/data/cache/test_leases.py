@@ -1,0 +1,135 @@
+"""Leases: one holder each, void when their process is gone or silent, on disks with and without links."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vorox.data.cache import leases as module
+from vorox.data.cache.leases import Leases, is_void, lease_path, read_holder
+
+TAKE_AND_STAY = """
+import sys, time
+from pathlib import Path
+from vorox.data.cache.leases import Leases
+leases = Leases(Path(sys.argv[1])).__enter__()
+print(leases.take(3), leases.take(4), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["links", "no links"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "no links":
+
+        def refuse(*paths: object) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_unit_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
+    with Leases(tmp_path) as first, Leases(tmp_path) as second:
+        assert first.take(7)
+        assert not second.take(7)
+        assert str(os.getpid()) in str(second.holder(7))
+        assert second.take(8)
+        second.release(7)  # not its own: nothing happens
+        assert not second.take(7)
+        first.release(7)
+        assert second.take(7)
+    assert list((tmp_path / "leases").iterdir()) == []
+
+
+@pytest.mark.usefixtures("disk")
+def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path) -> None:
+    taken: list[int] = []
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        with Leases(tmp_path) as leases:
+            start.wait()
+            taken.extend(unit for unit in range(50) if leases.take(unit))
+            start.wait()
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(50))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
+@pytest.mark.parametrize("reaped", [True, False])
+def test_the_leases_of_a_killed_process_are_void_at_once(tmp_path: Path, reaped: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", TAKE_AND_STAY, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == b"True True"
+    with Leases(tmp_path) as leases:
+        assert not leases.take(3)
+        child.kill()
+        if reaped:
+            child.wait()
+        else:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        assert leases.take(3)
+        assert leases.take(4)
+    child.communicate()
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_builder_that_was_dropped_without_a_word_holds_nothing(tmp_path: Path) -> None:
+    lost = Leases(tmp_path).__enter__()
+    assert lost.take(1)
+    module._LIVE_TOKENS.discard(lost._token)  # what an exception in its process leaves
+    with Leases(tmp_path) as leases:
+        assert leases.take(1)
+
+
+def foreign(path: Path, age_seconds: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"host": "elsewhere", "pid": 1, "started": 0, "token": "t"}')
+    os.utime(path, (time.time() - age_seconds,) * 2)
+
+
+def test_another_machine_is_trusted_for_a_minute(tmp_path: Path) -> None:
+    foreign(lease_path(tmp_path, 1), 40)
+    foreign(lease_path(tmp_path, 2), 80)
+    lease_path(tmp_path, 3).write_bytes(b"")  # a builder between the creation of its file and the first byte
+    with Leases(tmp_path) as leases:
+        assert [leases.take(unit) for unit in (1, 2, 3)] == [False, True, False]
+    assert str(read_holder(lease_path(tmp_path, 1))) == "process 1 on elsewhere"
+
+
+@pytest.mark.usefixtures("disk")
+def test_what_is_held_is_renewed(tmp_path: Path) -> None:
+    with Leases(tmp_path, heartbeat_seconds=0.02) as leases:
+        assert leases.take(5)
+        path = lease_path(tmp_path, 5)
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 10
+        while path.stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not is_void(path)
+
+
+def test_a_full_disk_leaves_no_lease_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    with Leases(tmp_path) as leases:
+        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(leases, "_content", "not bytes")
+        with pytest.raises(TypeError):
+            leases.take(1)
+        monkeypatch.undo()

@@ -1,0 +1,307 @@
+"""What each store refuses, and that no secret is ever part of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from servers import Fault, fault_proxy, gcs_server, http_server, hub_server, pointed_at, s3_server
+from servers.hub import SIGNATURE
+from servers.s3 import SECRET
+from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.data.storage import RetryPolicy, StoredFile, amazon, list_files, open_range, place_in, retry_budget
+from vorox.data.storage.hub import resolve_commit
+
+BODY = b"text " * 2_000
+TOKEN = "hf_Zq4rTb8sWm2nXc6vKd9e"
+POLICY = RetryPolicy(retries_per_unit=2, first_backoff_seconds=0.001, stall_seconds=1.0, connect_seconds=1.0)
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    with retry_budget(POLICY):
+        yield
+
+
+def refused(
+    action: Callable[[], object], kind: type[VoroxError] = DataError, *, caplog: pytest.LogCaptureFixture | None = None
+) -> VoroxError:
+    """The refusal, after a look for secrets in every word of it and of its causes."""
+    with pytest.raises(kind) as caught:
+        action()
+    error: BaseException | None = caught.value
+    texts = [caplog.text] if caplog is not None else []
+    while error is not None:
+        texts += [str(error), repr(error)]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for secret in (SECRET, SIGNATURE, TOKEN):
+        assert not any(secret in text for text in texts)
+    assert caught.value.where
+    assert caught.value.hint
+    return caught.value
+
+
+def read(location: str) -> bytes:
+    (file,) = list_files(location, ())
+    with open_range(file) as reader:
+        return reader.read()
+
+
+def read_file(file: StoredFile, start_byte: int = 0, end_byte: int | None = None) -> bytes:
+    with open_range(file, start_byte, end_byte) as reader:
+        return reader.read()
+
+
+class TestAmazon:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def s3(cls) -> Iterator[object]:
+        with s3_server() as server:
+            server.bucket("corpora")
+            server.put("corpora", "a.txt", BODY)
+            yield server
+
+    def test_missing_bucket(self, s3: object) -> None:
+        for location in ("s3://nowhere/x.txt", "s3://nowhere", "s3://nowhere/*.txt"):
+            assert "no bucket 'nowhere'" in refused(lambda location=location: list_files(location, ())).what
+
+    @pytest.mark.parametrize(
+        ("status", "code"), [(400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (403, "SignatureDoesNotMatch")]
+    )
+    def test_expired_or_wrong_credentials(
+        self, s3: object, status: int, code: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, "vorox")
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{SECRET}</Message></Error>".encode()
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            file = list_files("s3://corpora/a.txt", ())[0]
+            proxy.log.clear()
+            proxy.script(*[Fault("answer", status, {"Content-Type": "application/xml"}, body)] * 9)
+            for action in (lambda: list_files("s3://corpora", (".txt",)), lambda: read_file(file)):
+                error = refused(action, caplog=caplog)
+                assert code in error.what
+                assert "AWS_SESSION_TOKEN" in error.hint
+            assert len(proxy.log.requests) == 2, "credentials that expired do not get better by trying again"
+
+    def test_no_credentials_at_all(self, s3: object) -> None:
+        names = [name for name in os.environ if name.startswith("AWS_") and "KEY" in name]
+        with pointed_at(dict.fromkeys(names, "")):
+            for name in names:
+                del os.environ[name]
+            assert "no credentials for S3" in refused(lambda: list_files("s3://corpora", (".txt",))).what
+
+    def test_slow_down_is_not_a_refusal(self, s3: object) -> None:
+        body = b"<?xml version='1.0'?><Error><Code>RequestTimeout</Code></Error>"
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            (file,) = list_files("s3://corpora/a.txt", ())
+            proxy.script(Fault("answer", 400, {"Content-Type": "application/xml"}, body))
+            with open_range(file) as reader:
+                assert reader.read() == BODY
+            assert proxy.faults == {"answer": 1}
+
+    @pytest.mark.parametrize("versioned", [False, True])
+    def test_long_listings_come_in_pages(self, s3: object, versioned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(amazon, "_PAGE_ITEMS", 2)
+        bucket = f"pages-{versioned}".lower()
+        s3.bucket(bucket, versioned=versioned)
+        for number in range(7):
+            s3.put(bucket, f"{number}.txt", b"old")
+            s3.put(bucket, f"{number}.txt", b"newer")
+        s3.client.delete_object(Bucket=bucket, Key="3.txt")
+        files = list_files(f"s3://{bucket}", (".txt",))
+        assert [place_in(f"s3://{bucket}", file.uri) for file in files] == [f"{n}.txt" for n in range(7) if n != 3]
+        assert {file.size_bytes for file in files} == {5}
+
+    def test_a_bucket_that_does_not_tell_is_pinned_by_etags(self, s3: object) -> None:
+        denied = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            proxy.only = lambda request: "versioning" in request.path
+            proxy.script(Fault("answer", 403, {}, denied))
+            (file,) = list_files("s3://corpora", (".txt",))
+            assert (file.version or "").startswith("etag:")
+            assert proxy.faults == {"answer": 1}
+
+    def test_a_name_that_s3_does_not_allow(self, s3: object) -> None:
+        assert "allows no such name" in refused(lambda: list_files("s3://a b/x", ()), ConfigError).what
+        assert "names no bucket" in refused(lambda: list_files("s3:///x", ()), ConfigError).what
+
+    def test_a_server_that_is_not_there(self, s3: object) -> None:
+        with pointed_at({"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}):
+            assert "no connection" in refused(lambda: list_files("s3://corpora", (".txt",))).what
+
+
+class TestGoogle:
+    def test_missing_bucket_pages_and_credentials(self) -> None:
+        with gcs_server() as gcs:
+            gcs.bucket("corpora")
+            gcs.page_items = 2
+            for number in range(5):
+                gcs.put("corpora", f"{number}.txt", BODY)
+            assert len(list_files("gs://corpora", (".txt",))) == 5
+            assert "no bucket 'nowhere'" in refused(lambda: list_files("gs://nowhere/*.txt", ())).what
+            with fault_proxy(gcs.url) as proxy, pointed_at(gcs.environment(proxy.url)):
+                proxy.script(Fault("answer", 401, {}, b'{"error": {"message": "Invalid Credentials", "code": 401}}'))
+                error = refused(lambda: list_files("gs://corpora", (".txt",)))
+            assert "Invalid Credentials" in error.what
+            assert "GOOGLE_APPLICATION_CREDENTIALS" in error.hint
+
+    def test_credentials_are_sent_to_google_and_no_emulator(self) -> None:
+        with gcs_server() as gcs:
+            gcs.bucket("corpora")
+            gcs.put("corpora", "a.txt", BODY)
+            assert read("gs://corpora/a.txt") == BODY
+            assert not any("Authorization" in request.headers for request in gcs.log.requests)
+
+
+class TestHub:
+    def test_repositories_and_revisions(self) -> None:
+        with hub_server() as hub:
+            first = hub.commit("someone/corpora", {"data/a.txt": BODY, "data/sub/b.txt": b"small"})
+            hub.commit("someone/corpora", {"data/a.txt": b"converted"}, reference="refs/convert/parquet")
+            second = hub.commit("someone/corpora", {"data/a.txt": BODY + b"!", "data/sub/b.txt": b"small"})
+            assert resolve_commit("hf://datasets/someone/corpora") == second
+            assert read("hf://someone/corpora/data/a.txt") == BODY + b"!"
+            assert read(f"hf://someone/corpora@{first}/data/a.txt") == BODY
+            for revision in ("refs/convert/parquet", "refs%2Fconvert%2Fparquet"):
+                assert read(f"hf://datasets/someone/corpora@{revision}/data/a.txt") == b"converted"
+            before = list_files(f"hf://someone/corpora@{first}", (".txt",))
+            after = list_files("hf://someone/corpora", (".txt",))
+            assert before[1].version == after[1].version, "a file that a commit did not touch keeps its version"
+            assert before[0].version != after[0].version
+            hub.page_items = 1
+            assert len(list_files("hf://someone/corpora", (".txt",))) == 2
+            assert "no repository 'no/such'" in refused(lambda: list_files("hf://no/such", (".txt",))).what
+            error = refused(lambda: list_files("hf://someone/corpora@v9", (".txt",)))
+            assert "revision 'v9'" in error.what
+            assert "names no repository" in refused(lambda: list_files("hf://one", ()), ConfigError).what
+
+    def test_the_token_goes_to_the_hub_and_never_further(self) -> None:
+        with hub_server() as hub:
+            hub.commit("someone/corpora", {"a.txt": BODY})
+            hub.token = TOKEN
+            assert "HF_TOKEN" in refused(lambda: list_files("hf://someone/corpora", (".txt",))).hint
+            with fault_proxy(hub.url) as cdn, pointed_at(hub.environment()):
+                hub.url, url = cdn.url, hub.url  # large files are now redirected to another origin
+                with pointed_at({"HF_ENDPOINT": url}):
+                    assert read("hf://someone/corpora/a.txt") == BODY
+                    assert cdn.log.requests
+                    assert not any("Authorization" in request.headers for request in cdn.log.requests)
+                    asked = [request for request in hub.log.requests if not request.path.startswith("/cdn/")]
+                    assert asked[-1].headers["Authorization"] == f"Bearer {TOKEN}"
+                    cdn.script(Fault("answer", 403, {}, f"no {SIGNATURE}".encode()))
+                    assert "refuses access" in refused(lambda: read("hf://someone/corpora/a.txt")).what
+                    cdn.error_503_fraction = 1.0
+                    assert "HTTP 503" in refused(lambda: read("hf://someone/corpora/a.txt")).what
+
+    def test_content_that_is_not_what_was_listed(self) -> None:
+        with hub_server() as hub:
+            sha = hub.commit("someone/corpora", {"a.txt": BODY})
+            (file,) = list_files("hf://someone/corpora", (".txt",))
+            hub.commits["someone/corpora"][sha]["a.txt"] = BODY.replace(b"text", b"TEXT")
+            assert "blob:" in refused(lambda: read_file(file)).what
+            del hub.commits["someone/corpora"][sha]
+            assert "it is gone" in refused(lambda: read_file(file)).what
+
+    def test_offline_is_respected(self) -> None:
+        with hub_server() as hub, pointed_at({"HF_HUB_OFFLINE": "1"}):
+            hub.commit("someone/corpora", {"a.txt": BODY})
+            assert "HF_HUB_OFFLINE" in refused(lambda: list_files("hf://someone/corpora", ())).what
+            assert hub.log.requests == []
+
+
+class TestWeb:
+    def test_what_pins_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_bytes(BODY)
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        with http_server(tmp_path) as web:
+            for etags, modified, kind in [
+                ("strong", True, "etag:"),
+                ("weak", True, "modified:"),
+                ("weak", False, "weak:"),
+            ]:
+                web.etags, web.modified, web.honours_preconditions = etags, modified, False
+                (file,) = list_files(f"{web.url}/a.txt", ())
+                assert (file.version or "").startswith(kind)
+                with open_range(file) as reader:
+                    assert reader.read() == BODY
+                path.write_bytes(BODY[::-1])
+                os.utime(path, (1_700_000_100, 1_700_000_100))
+                assert "changed after" in refused(lambda file=file: read_file(file)).what
+                path.write_bytes(BODY)
+                os.utime(path, (1_700_000_000, 1_700_000_000))
+            web.etags, web.modified = "none", False
+            assert "neither ETag nor Last-Modified" in refused(lambda: list_files(f"{web.url}/a.txt", ())).what
+
+    def test_a_length_that_changed(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_bytes(BODY)
+        with http_server(tmp_path) as web:
+            web.etags = "none"
+            now = time.time()
+            os.utime(path, (now, now))
+            (file,) = list_files(f"{web.url}/a.txt", ())
+            path.write_bytes(BODY + b"more")
+            os.utime(path, (now, now))
+            for part in ((0, 10), (10, 20)):
+                error = refused(lambda part=part: read_file(file, *part))
+                assert "10,004 bytes instead of 10,000" in error.what
+
+    def test_a_server_without_ranges(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(BODY)
+        with http_server(tmp_path) as web:
+            web.ranges = False
+            assert read(f"{web.url}/a.txt") == BODY
+            (file,) = list_files(f"{web.url}/a.txt", ())
+            assert "gives no parts of files" in refused(lambda: read_file(file, 5, 9)).what
+
+    def test_an_index_that_leads_elsewhere_is_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in" / "a.txt").write_bytes(BODY)
+        (tmp_path / "out.txt").write_bytes(BODY)
+        with http_server(tmp_path) as web:
+            assert [file.uri for file in list_files(f"{web.url}/in", (".txt",))] == [f"{web.url}/in/a.txt"]
+            assert not any("out" in request.path for request in web.log.requests)
+
+
+@pytest.mark.parametrize(
+    ("module", "location", "extra"),
+    [("s3fs", "s3://b/x", "s3"), ("gcsfs", "gs://b/x", "gcs"), ("aiohttp", "https://127.0.0.1:9/x", "http")],
+)
+def test_a_missing_extra_is_named(module: str, location: str, extra: str) -> None:
+    program = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from vorox.core.errors import ConfigError\n"
+        "from vorox.data.storage import list_files\n"
+        f"try: list_files({location!r}, ())\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"pip install 'vorox[{extra}]'" in done.stdout
+
+
+def test_a_child_process_reads_with_connections_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(BODY)
+    with http_server(tmp_path) as web:
+        program = (
+            "import os, sys\n"
+            "from vorox.data.storage import list_files, open_range\n"
+            f"(file,) = list_files({web.url!r} + '/a.txt', ())\n"
+            "def read():\n"
+            "    with open_range(file) as reader: return len(reader.read())\n"
+            "read()\n"
+            "child = os.fork()\n"
+            "if child == 0: os._exit(0 if read() == 10_000 else 1)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), read())\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert done.stdout.split() == ["0", "10000"]

@@ -1,0 +1,251 @@
+"""What may pass is tried again within a budget; what will not is refused at once; and waiting can be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import random
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+
+from servers.shelves import wait_until
+from vorox.core.errors import DataError
+from vorox.data.storage import RetryPolicy, in_one_budget, retry_budget, waiting, waiting_for_data
+from vorox.data.storage.retry import (
+    RetryBudget,
+    TransientError,
+    backoff_seconds,
+    current_budget,
+    retry_after_seconds,
+    with_retries,
+)
+
+POLICY = RetryPolicy(retries_per_unit=5, first_backoff_seconds=1.0, longest_backoff_seconds=8.0, try_seconds=0.2)
+
+
+class Script:
+    """An attempt that fails as told, and a clock that only counts."""
+
+    def __init__(self, *outcomes: Exception | str) -> None:
+        self.outcomes = list(outcomes)
+        self.slept_seconds: list[float] = []
+        self.tries = 0
+
+    async def attempt(self) -> str:
+        self.tries += 1
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept_seconds.append(seconds)
+
+    def run(self, budget: RetryBudget | None = None, *, progress: Callable[[], int] = lambda: 0) -> str:
+        return asyncio.run(
+            with_retries(
+                self.attempt, uri="s3://bucket/file", budget=budget or RetryBudget(POLICY), sleep=self.sleep,
+                jitter=random.Random(1), progress=progress,
+            )
+        )  # fmt: skip
+
+
+def failures(count: int) -> list[Exception]:
+    return [TransientError(f"HTTP 503 number {number}") for number in range(count)]
+
+
+def test_what_passes_is_tried_until_it_did() -> None:
+    script = Script(*failures(3), "content")
+    assert script.run() == "content"
+    assert script.tries == 4
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    script = Script(DataError("no"), "content")
+    with pytest.raises(DataError, match="no"):
+        script.run()
+    assert script.tries == 1
+    assert script.slept_seconds == []
+
+
+def test_the_budget_belongs_to_the_unit_and_not_to_the_file() -> None:
+    with retry_budget(POLICY) as budget:
+        assert current_budget() is budget
+        Script(*failures(3), "a").run(current_budget())
+        assert budget.left == 2
+        with pytest.raises(DataError, match="in 6 tries; the last time: HTTP 503 number 2") as caught:
+            Script(*failures(4), "b").run(current_budget())
+    assert caught.value.where == "s3://bucket/file"
+    assert "same command again" in caught.value.hint
+    assert current_budget() is not current_budget(), "outside, every reader has its own"
+
+
+def test_a_budget_inside_takes_over_how_patient_the_outer_one_is() -> None:
+    with retry_budget(POLICY), retry_budget() as inner:
+        assert inner.policy is POLICY
+        assert inner.left == 5
+
+
+def test_a_generator_has_a_budget_of_its_own_and_sets_none_for_others() -> None:
+    closed: list[bool] = []
+
+    def unit(name: str) -> Iterator[tuple[str, RetryBudget]]:
+        try:
+            for _ in range(3):
+                yield name, current_budget()
+        finally:
+            closed.append(True)
+
+    first, second = (in_one_budget(unit(name), POLICY) for name in "ab")
+    with retry_budget() as outside:
+        budgets = [(next(first), next(second)) for _ in range(2)]
+        assert current_budget() is outside
+    ((_, a), (_, b)), ((_, again), _) = budgets
+    assert a is again
+    assert len({id(a), id(b), id(outside)}) == 3
+    assert a.policy is POLICY
+    first.close()
+    assert closed == [True]
+    assert [name for name, _ in second] == ["b"]
+
+
+def test_full_jitter_is_even_between_nothing_and_a_bound_that_doubles() -> None:
+    jitter = random.Random(7)
+    for number, bound in [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0), (4_000, 8.0)]:
+        delays = [backoff_seconds(POLICY, number, jitter) for _ in range(2_000)]
+        assert 0 <= min(delays) < 0.02 * bound
+        assert 0.98 * bound < max(delays) <= bound
+        assert abs(sum(delays) / len(delays) - bound / 2) < 0.03 * bound
+
+
+def test_the_same_source_of_jitter_gives_the_same_delays() -> None:
+    first, second = (Script(*failures(4), "x") for _ in range(2))
+    first.run()
+    second.run()
+    assert first.slept_seconds == second.slept_seconds
+    assert len(set(first.slept_seconds)) == 4
+
+
+def test_a_try_that_got_further_starts_the_delays_anew() -> None:
+    received = iter([0, 0, 0, 0, 100])
+    script = Script(*failures(4), "x")
+    script.run(progress=lambda: next(received))
+    assert script.slept_seconds[3] <= 1.0
+    expected = random.Random(1)
+    assert script.slept_seconds == [expected.random() * bound for bound in (1.0, 2.0, 4.0, 1.0)]
+
+
+def test_retry_after_is_the_least_delay() -> None:
+    script = Script(TransientError("HTTP 429", 17.0), TransientError("HTTP 503", 0.0), "x")
+    script.run()
+    assert script.slept_seconds[0] == 17.0
+    assert script.slept_seconds[1] <= 2.0
+
+
+def test_a_store_that_asks_for_a_day_is_an_error_that_says_so() -> None:
+    with pytest.raises(DataError, match=r"come back in 86,400 s \(HTTP 429\)"):
+        Script(TransientError("HTTP 429", 86_400.0), "x").run()
+
+
+def test_retry_after_comes_in_two_forms() -> None:
+    now = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
+    date = email.utils.format_datetime(now.replace(minute=2), usegmt=True)
+    assert retry_after_seconds("120") == 120.0
+    assert retry_after_seconds(date, now_unix_seconds=now.timestamp()) == 120.0
+    assert retry_after_seconds(date, now_unix_seconds=now.timestamp() + 999) == 0.0
+    assert [retry_after_seconds(value) for value in (None, "", "soon", "-1", "²")] == [None] * 5
+
+
+def test_every_try_has_a_deadline() -> None:
+    tries: list[int] = []
+
+    async def attempt() -> str:
+        tries.append(1)
+        await asyncio.sleep(60 if len(tries) == 1 else 0)
+        return "late but here"
+
+    async def sleep(_: float) -> None: ...
+
+    budget = RetryBudget(POLICY)
+    assert asyncio.run(with_retries(attempt, uri="x", budget=budget, sleep=sleep)) == "late but here"
+    assert (len(tries), budget.left) == (2, 4)
+
+
+class TestWaiting:
+    def test_it_is_seen_while_it_lasts(self) -> None:
+        seen: list[str] = []
+
+        async def sleep(_: float) -> None:
+            state = waiting_for_data()
+            assert state is not None
+            seen.append(f"{state.reason} {state.failed_tries} {state.uri}")
+
+        def run(attempt: Callable[[], Awaitable[str]]) -> str:
+            return asyncio.run(with_retries(attempt, uri="gs://b/x", budget=RetryBudget(POLICY), sleep=sleep))
+
+        assert waiting_for_data() is None
+        assert run(Script(*failures(2), "x").attempt) == "x"
+        assert seen == ["HTTP 503 number 0 1 gs://b/x", "HTTP 503 number 1 2 gs://b/x"]
+        assert waiting_for_data() is None
+        with pytest.raises(DataError):
+            run(Script(*failures(9)).attempt)
+        assert waiting_for_data() is None, "giving up ends the wait as well"
+
+    def test_the_longest_wait_is_told_and_threads_do_not_mix(self) -> None:
+        first, second = waiting.Wait("first"), waiting.Wait("second")
+        first.because("HTTP 503")
+        thread = threading.Thread(target=second.because, args=("HTTP 429",))
+        thread.start()
+        thread.join()
+        told = waiting_for_data()
+        assert told is not None
+        assert told.uri == "first"
+        assert "waiting for data since" in str(told)
+        first.over()
+        told = waiting_for_data()
+        assert told is not None
+        assert told.uri == "second"
+        second.over()
+        second.over()
+        assert waiting_for_data() is None
+
+    def test_the_log_tells_once_of_its_start_and_once_of_its_end(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caplog.set_level(logging.INFO, "vorox.data.storage")
+        wait = waiting.Wait("hf://a/b")
+        for _ in range(3):
+            wait.because("HTTP 503")
+        wait.over()
+        assert caplog.messages == [], "a moment is not worth a line"
+        monkeypatch.setattr(waiting, "LOG_AFTER_SECONDS", 0.0)
+        for _ in range(3):
+            wait.because("HTTP 503")
+        wait.over()
+        assert len(caplog.messages) == 2
+        assert "because HTTP 503 [hf://a/b]" in caplog.messages[0]
+        assert "data flows again" in caplog.messages[1]
+        assert "3 failed tries" in caplog.messages[1]
+
+    def test_secrets_do_not_get_into_it(self) -> None:
+        wait = waiting.Wait("https://host/x?token=hf_abcdefABCDEF123456")
+        wait.because("password=hunter2hunter2")
+        told = waiting_for_data()
+        wait.over()
+        assert told is not None
+        assert "hf_abc" not in str(told)
+        assert "hunter2" not in str(told)
+
+    def test_it_is_over_when_the_reader_is_interrupted(self) -> None:
+        def fail() -> None:
+            with waiting.may_wait("x") as wait:
+                wait.because("late", failed=False)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fail()
+        wait_until(lambda: waiting_for_data() is None)

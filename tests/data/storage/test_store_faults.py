@@ -1,0 +1,196 @@
+"""Every store behind a proxy that makes faults: nothing is lost, nothing is read twice, refusals come at once."""
+
+from __future__ import annotations
+
+import email.utils
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from servers import Fault, FaultProxy, Request
+from servers.shelves import KINDS, Shelf, shelf, wait_until
+from vorox.core.errors import DataError
+from vorox.data.storage import (
+    RetryPolicy,
+    WaitingForData,
+    list_files,
+    open_range,
+    open_seekable,
+    retry_budget,
+    waiting_for_data,
+)
+
+BODY = b"".join(b"%07d\n" % number for number in range(50_000))
+PIECE = 1 << 16
+POLICY = RetryPolicy(
+    retries_per_unit=20, first_backoff_seconds=0.005, longest_backoff_seconds=0.02, stall_seconds=0.4, late_seconds=0.1,
+    piece_bytes=PIECE,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    with shelf(request.param, tmp_path_factory.mktemp("web")) as opened:
+        opened.put("a.txt", BODY)
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    with retry_budget(POLICY):
+        yield
+    assert waiting_for_data() is None
+
+
+def is_read(request: Request) -> bool:
+    """Requests for content, behind the hub's redirect; not the web's first byte, which only asks for the length."""
+    return request.range not in {None, (0, 1)} and "/resolve/" not in request.path
+
+
+def reads(proxy: FaultProxy) -> list[Request]:
+    return [request for request in proxy.log.requests if is_read(request)]
+
+
+def read_all(root: str) -> bytes:
+    (file,) = list_files(f"{root}/a.txt", ())
+    with open_range(file) as reader:
+        return reader.read()
+
+
+def assert_every_byte_was_sent_once(proxy: FaultProxy) -> None:
+    spans = sorted(request.sent for request in reads(proxy) if request.status in {200, 206} and request.sent_bytes)
+    assert spans[0][0] == 0
+    assert spans[-1][1] == len(BODY)
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert start == end, f"bytes {min(start, end)}-{max(start, end)} were lost or fetched twice"
+
+
+FAULTS = {
+    "503": Fault("answer", 503),
+    "429": Fault("answer", 429, {"Retry-After": "0"}),
+    "408": Fault("answer", 408),
+    "500": Fault("answer", 500, body=b"<html>oops</html>"),
+    "reset": Fault("reset"),
+    "cut": Fault("truncate", sent_fraction=0.3),
+    "cut at once": Fault("truncate", sent_fraction=0.0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_reading_goes_on_where_it_broke(store: Shelf, name: str) -> None:
+    with store.behind() as (root, proxy):
+        proxy.only = is_read
+        proxy.script(FAULTS[name], Fault("none"), FAULTS[name], FAULTS[name])
+        assert read_all(root) == BODY
+        assert sum(proxy.faults.values()) == 3
+        assert_every_byte_was_sent_once(proxy)
+
+
+@pytest.mark.parametrize("name", ["503", "reset", "cut"])
+def test_listing_is_tried_again_as_well(store: Shelf, name: str) -> None:
+    with store.behind() as (root, proxy):
+        proxy.script(FAULTS[name], FAULTS[name])
+        assert [file.size_bytes for file in list_files(root, (".txt",))] == [len(BODY)]
+        assert sum(proxy.faults.values()) >= 1
+
+
+def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> None:
+    seen: list[WaitingForData] = []
+    with store.behind(stall_once_seconds=30) as (root, proxy):
+        proxy.only = is_read
+        result: list[bytes] = []
+
+        def read() -> None:
+            with retry_budget(POLICY):
+                result.append(read_all(root))
+
+        began = time.monotonic()
+        thread = threading.Thread(target=read)
+        thread.start()
+        wait_until(lambda: (state := waiting_for_data()) is not None and not seen.append(state))
+        thread.join(20)
+        assert result == [BODY]
+        assert time.monotonic() - began < 15
+        assert proxy.faults == {"stall": 1}
+        proxy.stopping.set()
+    assert "no answer for 0.1 s" in seen[0].reason or "no byte for 0.4 s" in seen[0].reason
+    assert seen[0].uri.endswith("a.txt")
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_honoured(store: Shelf, form: str) -> None:
+    with store.behind() as (root, proxy):
+        (file,) = list_files(f"{root}/a.txt", ())
+        proxy.only = is_read
+        then = time.time() + 2
+        proxy.script(
+            Fault(
+                "answer", 503, {"Retry-After": "1" if form == "seconds" else email.utils.formatdate(then, usegmt=True)}
+            )
+        )
+        began = time.time()
+        with open_range(file, 0, 10) as reader:
+            assert reader.read() == BODY[:10]
+        assert time.time() >= (began + 1 if form == "seconds" else int(then))
+
+
+def test_the_budget_ends_it_with_what_happened(store: Shelf) -> None:
+    with store.behind() as (root, proxy):
+        (file,) = list_files(f"{root}/a.txt", ())
+        proxy.log.clear()
+        proxy.only = is_read
+        proxy.error_503_fraction = 1.0
+        with (
+            retry_budget(RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.001)),
+            pytest.raises(DataError, match=r"in 5 tries; the last time: HTTP 503") as caught,
+            open_range(file, 0, 10) as reader,
+        ):
+            reader.read()
+        assert caught.value.where == file.uri
+        assert len(reads(proxy)) == 5
+
+
+def test_a_lasting_refusal_is_not_tried_again(store: Shelf) -> None:
+    with store.behind() as (root, proxy):
+        (file,) = list_files(f"{root}/a.txt", ())
+        for status, what in [
+            (403, "refuses access"),
+            (404, "changed after it was listed: it is gone"),
+            (400, "HTTP 400"),
+        ]:
+            proxy.log.clear()
+            proxy.only = is_read
+            proxy.script(Fault("answer", status))
+            with pytest.raises(DataError, match=what) as caught, open_range(file, 0, 10) as reader:
+                reader.read()
+            assert caught.value.where == file.uri
+            assert caught.value.hint
+            assert len(reads(proxy)) == 1
+
+
+def test_random_access_survives_faults(store: Shelf) -> None:
+    with store.behind(error_503_fraction=0.2, truncated_fraction=0.2, seed=3) as (root, _):
+        (file,) = list_files(f"{root}/a.txt", ())
+        with retry_budget(RetryPolicy(retries_per_unit=200, first_backoff_seconds=0.001, piece_bytes=5_000)):
+            for _ in range(3):
+                with open_seekable(file) as reader:
+                    for offset in (399_990, 17, 200_000, 60_000):
+                        reader.seek(offset)
+                        assert reader.read(9_000) == BODY[offset : offset + 9_000]
+
+
+def test_many_random_faults_change_nothing(store: Shelf) -> None:
+    with store.behind(error_503_fraction=0.1, truncated_fraction=0.2, seed=1) as (root, proxy):
+        proxy.only = is_read
+        with retry_budget(
+            RetryPolicy(
+                retries_per_unit=500, first_backoff_seconds=0.001, longest_backoff_seconds=0.01, piece_bytes=9_000
+            )
+        ):
+            assert read_all(root) == BODY
+        assert proxy.faults["answer"] >= 1
+        assert proxy.faults["truncate"] >= 3
+        assert_every_byte_was_sent_once(proxy)

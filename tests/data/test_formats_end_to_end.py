@@ -1,0 +1,118 @@
+"""One corpus of every format: built, looked at and verified back to its records."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from vorox.core.config import load_config
+from vorox.core.errors import ConfigError, DataError
+from vorox.data import inspection
+from vorox.data.bin_shards import write_shard
+from vorox.data.dataset import Corpus, prepare
+
+END = 256
+
+
+def text(form: str, number: int) -> str:
+    return f"{form} {number} " + "word é, " * (number % 17 + 1)
+
+
+def write_everything(folder: Path) -> None:
+    lines = [json.dumps({"deep": {"text": text("zst", n)}}) + "\n" for n in range(80)]
+    (folder / "a.jsonl.zst").write_bytes(zstandard.compress("".join(lines).encode()))
+    with gzip.open(folder / "b.csv.gz", "wt", newline="") as file:
+        csv.writer(file, delimiter=";").writerows([("n", "body"), *((n, text("csv", n)) for n in range(80))])
+    table = pa.table({"n": range(80), "content": [text("parquet", n) for n in range(80)]})
+    pq.write_table(table, folder / "c.parquet", row_group_size=30)
+    (folder / "d.txt.gz").write_bytes(gzip.compress("\n".join(text("txt", n) for n in range(80)).encode()))
+    ids = [id for n in range(80) for id in [END, *text("bin", n).encode()]]
+    write_shard(folder / "e.bin", np.array(ids, np.uint16))
+
+
+def yaml(folder: Path, tokenizer: str = "byte") -> str:
+    path = folder / "run.yaml"
+    path.write_text(f"""
+preset: quickstart
+tokenizer: {{kind: byte}}
+data:
+  sequence_length_tokens: 64
+  cache: {{directory: {folder}/cache, unit_bytes: 2000}}
+  validation: {{split: tail, held_out_fraction: 0.2}}
+  sources:
+    - {{name: zst, format: jsonl, paths: [{folder}/a.jsonl.zst], text_field: deep.text}}
+    - {{name: csv, format: csv, paths: [{folder}/b.csv.gz], text_field: body, delimiter: ;}}
+    - {{name: parquet, format: parquet, paths: [{folder}/c.parquet], text_field: content}}
+    - {{name: txt, format: txt, paths: [{folder}/missing], fallback: [{folder}/d.txt.gz]}}
+    - {{name: bin, format: bin, paths: [{folder}/e.bin], tokenizer: {tokenizer}}}
+""")
+    return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    write_everything(tmp_path)
+    return prepare(load_config(yaml(tmp_path)))
+
+
+def test_every_document_is_in(corpus: Corpus) -> None:
+    for source in corpus.sources:
+        readers = [reader for reader in (source.train, source.validation) if reader is not None]
+        reports = [report for report in (source.train_report, source.validation_report) if report is not None]
+        found = [{span.ordinal for row in range(r.num_rows) for span in r.documents_of(row)} for r in readers]
+        assert found[0].isdisjoint(found[1])
+        if source.name != "txt":  # pieces of a text are as large as units
+            first = source.name == "bin"  # in front of the first end of text there is nothing
+            assert found[0] | found[1] == set(range(first, 80 + first))
+        size = sum(len(text(source.name, n).encode()) for n in range(80))
+        size = {"txt": size + 79, "bin": 0}.get(source.name, size)  # line ends are text; tokens have none
+        assert sum(report.text_bytes for report in reports) == size, source.name
+        assert sum(report.quarantined for report in reports) == 0
+
+
+def test_peek_shows_text_with_its_place(corpus: Corpus) -> None:
+    rows = inspection.peek(corpus, 1)
+    assert [row.source for row in rows] == ["zst", "csv", "parquet", "txt", "bin"]
+    for row in rows:
+        for segment in row.segments:
+            shown = segment.text.replace("<|endoftext|>", "").replace("\ufffd", "")
+            if row.source != "txt":
+                number = segment.ordinal - (row.source == "bin")  # in front of the first end of text there is nothing
+                assert shown.strip("\n") in text(row.source, number)
+            assert Path(segment.uri).exists()
+
+
+def test_verify_reads_every_format_again(corpus: Corpus, tmp_path: Path) -> None:
+    inspection.verify(corpus)
+    with (tmp_path / "a.jsonl.zst").open("ab") as file:
+        file.write(zstandard.compress(b'{"deep": {"text": "more"}}\n'))
+    with pytest.raises(DataError):
+        inspection.verify(corpus)
+
+
+def test_what_was_not_taken_as_asked_is_told(corpus: Corpus) -> None:
+    assert [note.kind for note in corpus.notes] == ["fallback"]
+
+
+def test_token_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    with pytest.raises(ConfigError, match="written with tokenizer gpt2, this run's is byte") as caught:
+        prepare(load_config(yaml(tmp_path, "gpt2")))
+    assert caught.value.where == "data.sources.4.tokenizer"
+
+
+def test_ids_beyond_the_vocabulary_are_refused_with_their_place(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    write_shard(tmp_path / "e.bin", np.array([5, 6, END, 7, 300, END, *[8] * 5_000, END], np.uint16))
+    with pytest.raises(DataError) as caught:
+        prepare(load_config(yaml(tmp_path)))
+    assert "300" in caught.value.what
+    assert f"{tmp_path}/e.bin, record 2 at byte 1030" in caught.value.where

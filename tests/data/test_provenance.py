@@ -1,0 +1,359 @@
+"""Where and when, against runs that were really trained and against files that are read here with nothing but json."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny_runs
+from numpy_engine import NumpyEngine
+from vorox.core.attempts import AttemptRecord
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema import RunConfig
+from vorox.data.original_text import TextFinder
+from vorox.data.provenance import DocumentOrigin, Occurrence, Trail, open_trail, rows_at, when, where
+
+END_OF_TEXT = 256
+STEPS = 150
+BATCH = 4
+
+
+class Killed(BaseException):
+    pass
+
+
+def two_sources(directory: Path, *overrides: str) -> RunConfig:
+    """Two sources of several files each, by weights 2 : 1, several epochs, documents split over rows."""
+    for name, seed in (("prose", 1), ("notes", 2)):
+        for part in range(3):
+            tiny_runs.write_text(directory / "corpora" / name / f"part-{part}", documents=8, seed=10 * seed + part)
+    sources = json.dumps(
+        [
+            {"name": "prose", "format": "jsonl", "paths": [str(directory / "corpora" / "prose")], "weight": "2/3"},
+            {"name": "notes", "format": "jsonl", "paths": [str(directory / "corpora" / "notes")], "weight": "1/3"},
+        ]
+    )
+    return tiny_runs.configuration(directory, [f"data.sources={sources}", f"train.num_steps={STEPS}", *overrides])
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    original = NumpyEngine.train_step
+
+    def train_step(self, batch, **kwargs):
+        if batch.step + 1 == step:
+            raise Killed
+        return original(self, batch, **kwargs)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[int, np.ndarray]:
+    """Tokens of every step as the engine got them, the last time it got them."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory, seen: dict[int, np.ndarray]) -> Path:
+    """A run that was killed in step 7 and in step 107 and then came to its end."""
+    directory = tmp_path_factory.mktemp("provenance")
+    config = two_sources(directory, "checkpoint.every_steps=50", "eval.every_steps=null")
+    original = NumpyEngine.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_runs.use_numpy_engine(patch)
+
+        def train_step(self, batch, **kwargs):
+            seen[batch.step + 1] = batch.tokens_ABT.reshape(BATCH, -1).copy()
+            return original(self, batch, **kwargs)
+
+        patch.setattr(NumpyEngine, "train_step", train_step)
+        for step in (7, 107):
+            with pytest.MonkeyPatch.context() as killing:
+                kill_at(killing, step)
+                with pytest.raises(Killed):
+                    tiny_runs.run(config)
+        return tiny_runs.run(config).run_directory
+
+
+@pytest.fixture
+def trail(run_directory: Path) -> Trail:
+    return open_trail(run_directory)
+
+
+def text_of(document: DocumentOrigin) -> str:
+    """The document, read with nothing of ours."""
+    with Path(document.uri).open("rb") as file:
+        file.seek(document.byte_offset)
+        return json.loads(file.read(document.byte_length))["text"]
+
+
+def test_the_documents_of_every_step_are_what_the_engine_got(trail: Trail, seen: dict[int, np.ndarray]) -> None:
+    sources = defaultdict(int)
+    for step in range(1, STEPS + 1):
+        rows = where(trail, step)
+        assert [row.slot for row in rows] == list(range(BATCH))
+        for row in rows:
+            expected: list[int] = []
+            for document in row.documents:
+                ids = [*text_of(document).encode(), END_OF_TEXT]
+                assert len(ids) == document.document_tokens
+                assert len(expected) == document.row_token
+                expected += ids[document.first_token : document.first_token + document.num_tokens]
+                lines = Path(document.uri).read_bytes()[: document.byte_offset].count(b"\n")
+                assert document.ordinal == lines
+                assert f"/corpora/{row.source}/" in document.uri
+            got = seen[step][row.slot].tolist()
+            assert expected[: len(got)] == got[: len(expected)]
+            assert (row.num_tokens, row.padding_tokens) == (len(expected), len(got) + 1 - len(expected))
+            sources[row.source] += 1
+    assert sources == {"prose": STEPS * BATCH * 2 // 3, "notes": STEPS * BATCH // 3}
+
+
+def test_one_slot_is_that_slot(trail: Trail) -> None:
+    for step in (1, 77, STEPS):
+        rows = where(trail, step)
+        assert tuple(where(trail, step, slot)[0] for slot in range(BATCH)) == rows
+        assert [row.position for row in rows] == [(step - 1) * BATCH + slot for slot in range(BATCH)]
+
+
+def test_both_directions_agree_for_a_thousand_random_positions(trail: Trail) -> None:
+    chooser = random.Random(3)
+    positions = [chooser.randrange(trail.plan.num_positions) for _ in range(1000)]
+    known: dict[tuple[str, int], tuple[Occurrence, ...]] = {}
+    epochs: set[int] = set()
+    for position, row in zip(positions, rows_at(trail, np.array(positions)), strict=True):
+        assert row.position == position
+        epochs.add(row.epoch)
+        for document in row.documents:
+            byte = document.byte_offset + chooser.randrange(document.byte_length)
+            key = (document.uri, document.byte_offset)
+            found = known[key] if key in known else when(trail, document.uri, byte)
+            assert key in known or found == when(trail, document.uri, ordinal=document.ordinal)
+            known[key] = found
+            (here,) = {
+                (one.step, one.slot, one.epoch, one.row, one.source) for one in found if one.position == position
+            }
+            assert here == (row.step, row.slot, row.epoch, row.row, row.source)
+    for (uri, offset), found in known.items():
+        for row in rows_at(trail, np.array(sorted({one.position for one in found}))):
+            assert (uri, offset) in {(document.uri, document.byte_offset) for document in row.documents}
+    assert len(epochs) > 2, "several epochs were looked at"
+
+
+def test_when_finds_all_that_a_walk_over_the_whole_plan_finds(trail: Trail) -> None:
+    expected: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for row in rows_at(trail, np.arange(trail.plan.num_positions)):
+        for document in row.documents:
+            expected[document.uri, document.ordinal].add(row.position)
+    by_file: dict[str, set[int]] = defaultdict(set)
+    for (uri, ordinal), positions in expected.items():
+        found = when(trail, uri, ordinal=ordinal)
+        assert {one.position for one in found} == positions
+        assert [one.position for one in found] == sorted(one.position for one in found)
+        by_file[uri] |= positions
+    assert max(map(len, expected.values())) > 10, "documents are split over rows"
+    for uri, positions in by_file.items():
+        assert {one.position for one in when(trail, uri)} == positions
+
+
+def test_what_a_crash_rolled_back_is_said(trail: Trail) -> None:
+    """Attempt 1 did steps 1 to 6 and saved nothing; attempt 2 did 1 to 106 and saved 50 and 100; attempt 3 the rest."""
+    executions: dict[int, set[tuple[int | None, str]]] = defaultdict(set)
+    for reader in trail.readers:
+        for file in reader.files:
+            for one in when(trail, file.uri):
+                executions[one.step].add((one.attempt, one.state))
+    for step in range(1, STEPS + 1):
+        expected: set[tuple[int | None, str]] = {(2 if step <= 100 else 3, "kept")}
+        if step <= 6:
+            expected.add((1, "rolled_back"))
+        if 100 < step <= 106:
+            expected.add((2, "rolled_back"))
+        assert executions[step] == expected, step
+    assert all(executions[step] == {(None, "beyond")} for step in executions if step > STEPS)
+
+
+def test_a_run_that_stands_still_says_what_is_open_and_planned(run_directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run_directory, copy)
+    (copy / "attempts.bin").unlink()
+    with AttemptRecord(copy, 1, 0, 0) as attempt:
+        attempt.reached(9)
+        attempt.saved(8)
+    trail = open_trail(copy)
+    states: dict[int, set[str]] = defaultdict(set)
+    for reader in trail.readers:
+        for file in reader.files:
+            for one in when(trail, file.uri):
+                states[one.step].add(one.state)
+    assert all(states[step] == {"kept"} for step in range(1, 9))
+    assert states[9] == {"open"}
+    assert all(states[step] == {"planned"} for step in range(10, STEPS + 1))
+
+
+def test_a_file_may_be_named_by_the_end_of_its_name(trail: Trail) -> None:
+    uri = trail.readers[0].files[0].uri
+    short = "/".join(uri.split("/")[-3:])
+    assert short.startswith("prose/")
+    assert when(trail, short) == when(trail, uri) == when(trail, f"./{short}") != ()
+
+
+def test_an_ambiguous_or_unknown_name_is_refused(trail: Trail) -> None:
+    with pytest.raises(ConfigError, match=r"the end of 6 names: .*part-0/text.jsonl") as ambiguous:
+        when(trail, "text.jsonl")
+    assert ambiguous.value.exit_code == 2
+    for name in ("ext.jsonl", "prose/part-0/texts.jsonl"):
+        with pytest.raises(ConfigError, match="no file") as unknown:
+            when(trail, name)
+        assert "did you mean" in unknown.value.hint
+        assert "text.jsonl" in unknown.value.hint
+    with pytest.raises(ConfigError) as foreign:
+        when(trail, "s3://nowhere/at-all")
+    assert "peek" in foreign.value.hint
+
+
+def test_steps_and_slots_that_are_not_there(trail: Trail) -> None:
+    for step in (0, -1, trail.num_steps + 1):
+        with pytest.raises(ConfigError, match="no step"):
+            where(trail, step)
+    for slot in (-1, BATCH):
+        with pytest.raises(ConfigError, match="no slot"):
+            where(trail, 1, slot)
+
+
+def test_held_out_text_was_never_seen(trail: Trail) -> None:
+    """Documents of the validation split have no row in the training caches."""
+    seen_ordinals = defaultdict(set)
+    for row in rows_at(trail, np.arange(trail.plan.num_positions)):
+        for document in row.documents:
+            seen_ordinals[document.uri].add(document.ordinal)
+    held_out = [
+        (file.uri, ordinal)
+        for reader in trail.readers
+        for file in reader.files
+        for ordinal in range(8)
+        if ordinal not in seen_ordinals[file.uri]
+    ]
+    assert held_out, "something is held out"
+    for uri, ordinal in held_out:
+        assert when(trail, uri, ordinal=ordinal) == ()
+
+
+# Caches
+
+
+def test_a_cache_that_is_gone_is_said(run_directory: Path, tmp_path: Path) -> None:
+    trail = open_trail(run_directory)
+    gone = trail.readers[1].directory
+    aside = gone.with_name("aside")
+    gone.rename(aside)
+    try:
+        with pytest.raises(DataError, match="cache of source 'notes' is not there") as missing:
+            open_trail(run_directory)
+        assert str(gone) in missing.value.where
+    finally:
+        aside.rename(gone)
+
+
+def test_caches_that_moved_are_found_by_their_names(run_directory: Path, tmp_path: Path, monkeypatch) -> None:
+    """Without the note of the run, or with one that is out of date, below the configured root; a copy of another
+    content is not taken for it."""
+    record = json.loads((run_directory / "run.json").read_text())
+    copy = tmp_path / "copy"
+    shutil.copytree(run_directory, copy)
+    for attempt in record["attempts"]:
+        attempt["notes"].pop("caches", None)
+    (copy / "run.json").write_text(json.dumps(record))
+    trail = open_trail(run_directory)
+    wrong = trail.readers[0].directory.with_name(trail.readers[0].directory.name[:-8] + "00000000")
+    shutil.copytree(trail.readers[1].directory, wrong)
+    try:
+        found = open_trail(copy)
+        assert [reader.directory for reader in found.readers] == [reader.directory for reader in trail.readers]
+    finally:
+        shutil.rmtree(wrong)
+
+
+def test_another_content_under_the_same_name_is_refused(run_directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run_directory, copy)
+    trail = open_trail(run_directory)
+    record = json.loads((copy / "run.json").read_text())
+    record["attempts"][-1]["notes"]["caches"]["prose"] = str(trail.readers[1].directory)
+    for attempt in record["attempts"][:-1]:
+        attempt["notes"].pop("caches", None)
+    (copy / "run.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match="source 'prose'"):
+        open_trail(copy)
+
+
+# Text
+
+
+@pytest.fixture
+def own_files(run_directory: Path, tmp_path: Path) -> Iterator[Trail]:
+    """The run, with its files put back afterwards."""
+    trail = open_trail(run_directory)
+    uris = [file.uri for reader in trail.readers for file in reader.files]
+    content = {uri: Path(uri).read_bytes() for uri in uris}
+    yield trail
+    for uri, before in content.items():
+        Path(uri).write_bytes(before)
+
+
+def test_texts_are_read_again_from_the_files(own_files: Trail) -> None:
+    finder = TextFinder(own_files)
+    for row in rows_at(own_files, np.arange(0, 400, 3)):
+        for document in row.documents:
+            found = finder.find(row, document)
+            assert (found.origin, found.why) == ("source", "")
+            whole = text_of(document).encode()
+            assert found.text.encode() == whole[document.first_token : document.first_token + document.num_tokens]
+
+
+@pytest.mark.parametrize("change", ["another text", "removed", "torn", "shifted"])
+def test_a_file_that_changed_is_not_believed(own_files: Trail, change: str) -> None:
+    (row,) = where(own_files, 5, 2)
+    document = row.documents[0]
+    expected = text_of(document).encode()[document.first_token : document.first_token + document.num_tokens].decode()
+    path = Path(document.uri)
+    raw = path.read_bytes()
+    start, end = document.byte_offset, document.byte_offset + document.byte_length
+    if change == "removed":
+        path.unlink()
+    elif change == "torn":
+        path.write_bytes(raw[: start + 9])
+    elif change == "shifted":
+        path.write_bytes(b'{"text": "more"}\n' + raw)
+    else:
+        path.write_bytes(raw[:start] + raw[start:end].replace(b"a", b"e") + raw[end:])
+    found = TextFinder(own_files).find(row, document)
+    assert found.origin == "cache"
+    assert found.why
+    assert found.text == expected, "what was trained on is shown whatever the file says"
+
+
+# Speed
+
+
+def test_a_row_takes_less_than_a_millisecond(trail: Trail) -> None:
+    where(trail, 1)
+    best = min(_seconds(lambda: [where(trail, step, 1) for step in range(1, 101)]) for _ in range(3)) / 100
+    assert best < 0.005, f"{best * 1e3:.2f} ms; the target is 1 ms on a quiet machine"
+    uri = trail.readers[0].files[0].uri
+    when(trail, uri, 0)
+    assert min(_seconds(lambda: when(trail, uri, 0)) for _ in range(3)) < 0.5
+
+
+def _seconds(action) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

@@ -1,0 +1,211 @@
+"""Compressed content: any range in any order, read on where it was left, bounded whatever it comes to."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import random
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vorox.core.errors import DataError
+from vorox.data.storage import StoredFile, list_files
+from vorox.data.text import content
+from vorox.data.text.compression import BrokenStream, Compression, compression_of, decoder_at, looks_like
+from vorox.data.text.content import Limits, length_bytes, open_content, open_content_seekable
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    content._known.clear()
+    yield
+    content._known.clear()
+
+
+def stored(path: Path, data: bytes) -> StoredFile:
+    path.write_bytes(data)
+    return list_files(str(path), ())[0]
+
+
+def words(size: int, seed: int = 1) -> bytes:
+    generator = random.Random(seed)
+    return b" ".join(generator.randbytes(3).hex().encode() for _ in range(size // 7 + 1))[:size]
+
+
+def compressed(kind: Compression, data: bytes, parts: int) -> bytes:
+    bounds = [len(data) * n // parts for n in range(parts + 1)]
+    one = gzip.compress if kind == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress
+    return b"".join(one(data[a:b]) for a, b in itertools.pairwise(bounds))
+
+
+def decompress(kind: Compression, data: bytes) -> bytes:
+    decoder, reader = decoder_at(kind), io.BytesIO(data)
+    return b"".join(iter(lambda: decoder.read(reader, 100), b""))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.integers(0, 5_000), kind=st.sampled_from(["gz", "zst"]), parts=st.integers(1, 4),
+    ranges=st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 5_000)), max_size=8),
+)  # fmt: skip
+def test_every_range_in_every_order(
+    tmp_path: Path, size: int, kind: Compression, parts: int, ranges: list[tuple[int, int]]
+) -> None:
+    data = words(size)
+    file = stored(tmp_path / f"a.{kind}", compressed(kind, data, parts))
+    for start, end in ranges:
+        low, high = sorted((min(start, size), min(end, size)))
+        with open_content(file, low, high) as reader:
+            assert reader.read() == data[low:high]
+    assert length_bytes(file) == size
+    with open_content_seekable(file) as reader:
+        for start, end in ranges:
+            reader.seek(-min(start, size), io.SEEK_END)
+            assert reader.read(end) == data[size - min(start, size) :][:end]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_units_in_order_are_decompressed_once(
+    tmp_path: Path, kind: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = words(3_000_000)
+    file = stored(tmp_path / f"a.{kind}", compressed(kind, data, 1))
+    begun: list[int] = []
+
+    def count(kind: Compression, taken_bytes: int = 0, offset: int = 0) -> object:
+        begun.append(offset)
+        return decoder_at(kind, taken_bytes, offset)
+
+    monkeypatch.setattr(content, "decoder_at", count)
+    for start in range(0, len(data), 250_000):
+        with open_content(file, start, min(start + 250_000, len(data))) as reader:
+            assert reader.read() == data[start : start + 250_000]
+    assert begun == [0]
+
+
+def test_going_back_begins_at_the_nearest_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = words(24 << 20)
+    file = stored(tmp_path / "a.zst", compressed("zst", data, 6))
+    assert length_bytes(file) == len(data)
+    begun: list[int] = []
+
+    def count(kind: Compression, taken_bytes: int = 0, offset: int = 0) -> object:
+        begun.append(offset)
+        return decoder_at(kind, taken_bytes, offset)
+
+    monkeypatch.setattr(content, "decoder_at", count)
+    with open_content(file, len(data) - (5 << 20), len(data) - (5 << 20) + 9) as reader:
+        assert reader.read() == data[-5 << 20 :][:9]
+    assert begun == [len(data) * 4 // 6]
+
+
+def test_several_threads_read_one_file(tmp_path: Path) -> None:
+    data = words(2_000_000)
+    file = stored(tmp_path / "a.gz", compressed("gz", data, 3))
+    wrong: list[int] = []
+
+    def read(first: int) -> None:
+        for start in range(first * 100_000, len(data), 400_000):
+            with open_content(file, start, min(start + 100_000, len(data))) as reader:
+                if reader.read() != data[start : start + 100_000]:
+                    wrong.append(start)
+
+    threads = [threading.Thread(target=read, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(len(known.decoders) for known in content._known.values()) <= content._MOST_DECODERS_KEPT
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_every_truncation_is_told(kind: Compression) -> None:
+    data = compressed(kind, words(2_000), 1)
+    for size in range(1, len(data)):
+        with pytest.raises(BrokenStream):
+            decompress(kind, data[:size])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_every_flipped_byte_is_told_or_harmless(kind: Compression) -> None:
+    """Harmless are fields of the gzip header that say nothing of the content."""
+    text = words(500)
+    data = compressed(kind, text, 1)
+    for place in range(len(data)):
+        broken = bytearray(data)
+        broken[place] ^= 0x5A
+        try:
+            got = decompress(kind, bytes(broken))
+        except BrokenStream:
+            continue
+        assert got == text, place
+        assert kind == "zst" or place < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.gz", b"plain text", "the name says gzip, but it begins with the bytes 70 6c 61 69"),
+        ("a.zst", gzip.compress(b"x"), "the name says zstd, but it begins like gzip"),
+        ("a.gz", zstandard.compress(b"x"), "the name says gzip, but it begins like zstd"),
+        ("a.gz", gzip.compress(b"x") + b"rest", "behind the gzip data lies something else"),
+        ("a.zst", zstandard.compress(b"x") + b"rest", "behind the zstd data lies something else"),
+        ("a.gz", gzip.compress(words(5_000))[:-9], "the gzip data ends in the middle"),
+        ("a.zst", zstandard.compress(words(5_000))[:-9], "the zstd data ends in the middle"),
+        ("a.gz", gzip.compress(b"abc")[:-8] + b"\0" * 8, "damaged gzip data: incorrect data check"),
+    ],
+)
+def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    file = stored(tmp_path / name, data)
+    with pytest.raises(DataError) as caught:
+        length_bytes(file)
+    assert message in caught.value.what
+    assert caught.value.where == file.uri
+    assert caught.value.hint
+
+
+def test_a_window_that_needs_gigabytes_is_refused(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1, write_content_size=0)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    file = stored(tmp_path / "a.zst", compressor.compress(b"x" * 1000) + compressor.flush())
+    with pytest.raises(DataError, match="window is larger than 128 MiB; compress it without --long=31"):
+        length_bytes(file)
+
+
+def bomb(kind: Compression, size: int) -> bytes:
+    """So many zeros, made a MiB at a time."""
+    maker = zlib.compressobj(9, wbits=31) if kind == "gz" else zstandard.ZstdCompressor(level=3).compressobj()
+    return b"".join([*(maker.compress(bytes(1 << 20)) for _ in range(size >> 20)), maker.flush()])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_bombs_are_refused_by_ratio_and_by_size(tmp_path: Path, kind: Compression) -> None:
+    file = stored(tmp_path / f"a.{kind}", bomb(kind, 300 << 20))
+    with pytest.raises(DataError, match="decompression bomb") as caught:
+        length_bytes(file)
+    assert "max_decompression_ratio" in caught.value.hint
+    with pytest.raises(DataError, match="came to more than") as caught:
+        length_bytes(file, Limits(max_bytes=10 << 20))
+    assert "max_decompressed_bytes" in caught.value.hint
+    small = stored(tmp_path / f"b.{kind}", bomb(kind, 20 << 20))
+    assert length_bytes(small) == 20 << 20, "what is small anyway may be as repetitive as it likes"
+    assert length_bytes(stored(tmp_path / f"c.{kind}", bomb(kind, 260 << 20)), Limits(max_ratio=1e6)) == 260 << 20
+
+
+def test_names_and_first_bytes() -> None:
+    assert [compression_of(name) for name in ("a.jsonl.GZ", "a.zst", "a.txt.zstd", "gz", "a.gzip")] == [
+        "gz", "zst", "zst", None, None,
+    ]  # fmt: skip
+    assert looks_like(b"\x1f\x8b\x08") == "gz"
+    assert looks_like(b"\x50\x2a\x4d\x18rest") == "zst"
+    assert looks_like(b"text") is None
+    assert looks_like(b"") is None

@@ -1,0 +1,365 @@
+"""Metadata of whole runs: true to what the run did, and without any influence on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from numpy_engine import NumpyEngine
+from postgres_server import Postgres, running_postgres
+from tiny_runs import configuration, run, use_numpy_engine
+from vorox.core.attempts import read_attempts
+from vorox.core.errors import ConfigError
+from vorox.core.json_lines import read_lines
+from vorox.core.records import StepValues
+from vorox.core.schema import RunConfig
+from vorox.experiments.metadata import MetadataCache
+from vorox.experiments.metadata.spool import Spool
+from vorox.training import provenance as provenance_module
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import checkpoint_path
+from vorox.training.metadata_database import existing_target, refresh_database
+from vorox.training.metadata_rows import run_identity
+
+CONSUMED = (
+    "SELECT attempt, parent, first_step, last_step, outcome FROM consumed WHERE run_id LIKE ? ORDER BY attempt, 3"
+)
+WAIT_SECONDS = 30.0
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def dsn(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty database, named in the environment."""
+    dsn = postgres.new_database()
+    monkeypatch.setenv("VOROX_METADATA_DSN", dsn)
+    return dsn
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    original, done = NumpyEngine.train_step, []
+
+    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> Any:
+        if batch.step + 1 == step and not done:
+            done.append(step)
+            action()
+        return original(self, batch, **kwargs)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def kill() -> None:
+    raise Killed
+
+
+def run_until(step: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of a step."""
+    with monkeypatch.context() as patch:
+        at_step(patch, step, kill)
+        with pytest.raises(Killed):
+            run(config)
+
+
+def consumed(target: Path | str, run_name: str = "") -> list[tuple[Any, ...]]:
+    statement = CONSUMED.replace("?", f"'{run_name}%'")
+    return MetadataCache.query(target, statement).rows
+
+
+def chain(directory: Path) -> list[str]:
+    return [entry.chain for entry in read_chain(directory).values()]
+
+
+def test_a_run_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    run_until(7, config, monkeypatch)
+    directory = next((tmp_path / "runs").iterdir())
+    database = directory / "metadata.sqlite"
+    assert consumed(database) == [(1, None, 1, 4, "kept"), (1, None, 5, 6, "open")]
+    run(config)
+    assert consumed(database) == [
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
+    ]  # fmt: skip
+    run(config, resume_from=checkpoint_path(directory, 8))
+    assert consumed(database) == [
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 8, "kept"),
+        (2, 1, 9, 12, "rolled_back"), (3, 2, 9, 12, "kept"),
+    ]  # fmt: skip
+    positions = MetadataCache.query(database, "SELECT first_position, end_position FROM consumed ORDER BY attempt, 1")
+    assert positions.rows == [(0, 16), (16, 24), (16, 32), (32, 48), (32, 48)]
+    (one,) = MetadataCache.query(database, "SELECT * FROM run").records()
+    assert one["run_id"] == run_identity(directory)
+    assert one["run_id"].startswith(directory.name)
+    assert (one["seed"], one["global_batch_sequences"]) == (config.run.seed, 4)
+    events = MetadataCache.query(database, "SELECT kind, payload FROM plan_event ORDER BY number").rows
+    written = [json.loads(line)["body"] for line in (directory / "plan.jsonl").read_bytes().splitlines()]
+    assert [(kind, json.loads(payload)) for kind, payload in events] == [(body["kind"], body) for body in written]
+
+
+def test_steps_that_changed_nothing_are_exceptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = NumpyEngine.train_step
+
+    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> Any:
+        result = original(self, batch, **kwargs)
+        if batch.step + 1 in {3, 9}:
+            return type(result)(StepValues(np.nan, 1.0, False, {}))
+        return result
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    directory = run(configuration(tmp_path)).run_directory
+    found = MetadataCache.query(
+        directory / "metadata.sqlite", "SELECT first_step, last_step, first_position, end_position, kind FROM exception"
+    )
+    assert sorted(found.rows) == [(3, 3, 8, 12, "nonfinite_step"), (9, 9, 32, 36, "nonfinite_step")]
+
+
+def test_off_writes_nothing_but_the_record_of_attempts(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path, ["log.metadata=off"])).run_directory
+    assert not list(directory.glob("metadata*"))
+    assert [attempt.last_step for attempt in read_attempts(directory)] == [12]
+    with pytest.raises(ConfigError, match="no metadata database") as missing:
+        existing_target(directory)
+    assert "--refresh" in missing.value.hint
+    refresh_database(directory)
+    assert consumed(existing_target(directory)) == [(1, None, 1, 12, "kept")]
+
+
+def test_a_database_that_was_removed_or_broken_is_written_again(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    database = directory / "metadata.sqlite"
+    question = "SELECT * FROM plan_event ORDER BY number"
+    before, events = consumed(database), MetadataCache.query(database, question).rows
+    database.unlink()
+    refresh_database(directory)
+    assert (consumed(database), MetadataCache.query(database, question).rows) == (before, events)
+
+
+def test_samples_and_inventory_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    run_until(7, config, monkeypatch)
+    directory = run(config).run_directory
+    refresh_database(directory, sample_steps=(5, 12), inventory=True)
+    refresh_database(directory, sample_steps=(6, 6))
+    database = existing_target(directory)
+    counted = (
+        "SELECT outcome, COUNT(DISTINCT position) AS n, MIN(step), MAX(step) FROM samples GROUP BY outcome ORDER BY 1"
+    )
+    assert MetadataCache.query(database, counted).rows == [("kept", 32, 5, 12), ("rolled_back", 8, 5, 6)]
+    named = "SELECT name, uri FROM source_file JOIN run_source ON run_source.cache = source_file.cache"
+    assert MetadataCache.query(database, named).rows == [("text", str(tmp_path / "text" / "text.jsonl"))]
+    ((rows, units),) = MetadataCache.query(database, "SELECT SUM(num_rows), COUNT(DISTINCT unit) FROM chunk").rows
+    assert MetadataCache.query(database, "SELECT SUM(num_rows), COUNT(*) FROM unit").rows == [(rows, units)]
+    assert MetadataCache.query(database, "SELECT DISTINCT num_rows FROM epochs").rows == [(rows,)]
+    with pytest.raises(ConfigError, match="no step"):
+        refresh_database(directory, sample_steps=(5, 10**9))
+
+
+def test_a_broken_sqlite_file_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = run(configuration(tmp_path / "straight", ["log.metadata=off"])).run_directory
+    config = configuration(tmp_path / "broken")
+    run_until(7, config, monkeypatch)
+    directory = next((tmp_path / "broken" / "runs").iterdir())
+    (directory / "metadata.sqlite").write_bytes(b"no database" * 99)
+    run(config)
+    assert chain(directory) == chain(straight)
+    told = [event["kind"] for event in read_lines(directory / "events.jsonl")]
+    assert told.count("metadata_away") == 1
+    assert Spool(directory).size_bytes > 0
+    (directory / "metadata.sqlite").unlink()
+    run(config)
+    assert consumed(directory / "metadata.sqlite")[-1] == (2, 1, 5, 12, "kept")
+    assert Spool(directory).size_bytes == 0
+
+
+# PostgreSQL
+
+
+def test_a_run_in_postgres_answers_as_in_sqlite(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, ["log.metadata=postgres"])
+    run_until(7, config, monkeypatch)
+    directory = run(config).run_directory
+    assert existing_target(directory) == dsn
+    refresh_database(directory, sample_steps=(1, 12), inventory=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance_module, "metadata_target", lambda directory, config: directory / "metadata.sqlite")
+        patch.setattr(
+            "vorox.training.metadata_database.metadata_target", lambda directory, config: directory / "metadata.sqlite"
+        )
+        refresh_database(directory, sample_steps=(1, 12), inventory=True)
+    for table in ("run", "run_source", "source_file", "unit", "chunk", "plan_event", "attempt", "segment", "sample",
+                  "consumed", "epochs", "samples", "epoch_samples", "exception"):  # fmt: skip
+        question = f"SELECT * FROM {table}"
+        found = MetadataCache.query(dsn, question), MetadataCache.query(directory / "metadata.sqlite", question)
+        assert found[0].columns == found[1].columns
+        assert sorted(found[0].rows, key=repr) == sorted(found[1].rows, key=repr)
+        assert found[0].rows or table == "exception"
+
+
+def test_nothing_of_the_connection_string_is_written_down(tmp_path: Path, dsn: str, postgres: Postgres) -> None:
+    config = configuration(tmp_path, ["log.metadata=postgres"])
+    postgres.stop()
+    try:
+        directory = run(config).run_directory
+    finally:
+        postgres.start()
+    assert "metadata_away" in {event["kind"] for event in read_lines(directory / "events.jsonl")}
+    for path in directory.rglob("*"):
+        assert not path.is_file() or b"hunter2secret" not in path.read_bytes(), path
+
+
+def test_a_missing_connection_string_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VOROX_METADATA_DSN", raising=False)
+    at_step(monkeypatch, 1, lambda: pytest.fail("a step was done"))
+    with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN"):
+        run(configuration(tmp_path, ["log.metadata=postgres"]))
+    with pytest.raises(ConfigError, match="no MY_DSN"):
+        run(configuration(tmp_path, ["log.metadata=postgres", "log.metadata_dsn_variable=MY_DSN"]))
+    with pytest.raises(ConfigError, match="has no effect"):
+        configuration(tmp_path, ["log.metadata_dsn_variable=MY_DSN"])
+
+
+def test_postgres_stopped_in_mid_run_and_started_again(
+    tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a crash while it is away: training is unaffected, and every interval is there in the end."""
+    straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
+    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
+    directory = lambda: next((tmp_path / "other" / "runs").iterdir())  # noqa: E731
+
+    def told(kind: str) -> bool:
+        return any(event["kind"] == kind for event in read_lines(directory() / "events.jsonl"))
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def stop() -> None:
+        until(lambda: consumed(dsn) != [])
+        postgres.stop()
+        until(lambda: told("metadata_away"))
+
+    try:
+        with monkeypatch.context() as patch:
+            at_step(patch, 22, stop)
+            run_until(31, config, patch)
+        assert Spool(directory()).size_bytes > 0
+        with monkeypatch.context() as patch:
+            at_step(patch, 50, lambda: (postgres.start(), until(lambda: told("metadata_back")))[-1])
+            run(config)
+    finally:
+        postgres.start()
+    assert chain(directory()) == chain(straight)
+    assert consumed(dsn) == [
+        (1, None, 1, 28, "kept"), (1, None, 29, 30, "rolled_back"), (2, 1, 29, 60, "kept"),
+    ]  # fmt: skip
+    assert Spool(directory()).size_bytes == 0
+
+
+def test_killed_with_a_spool_the_next_start_drains_it(
+    tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of a real process whose database never answered."""
+    config = configuration(tmp_path, ["log.metadata=postgres"])
+    program = """
+        import os, pytest, signal, sys
+        from tiny_runs import configuration, run, use_numpy_engine
+        from numpy_engine import NumpyEngine
+        from pathlib import Path
+        from vorox.training import provenance
+        provenance.INTERVAL_SECONDS = 0.01
+        use_numpy_engine(pytest.MonkeyPatch())
+        directory, original = Path(sys.argv[1]), NumpyEngine.train_step
+        def train_step(self, batch, **kwargs):
+            if batch.step + 1 == 7:
+                spool = next((directory / "runs").iterdir()) / "metadata.spool"
+                while not spool.exists() or b"nonfinite_step" not in spool.read_bytes():
+                    pass
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(self, batch, **kwargs)
+            if batch.step + 1 == 3:
+                from vorox.core.records import StepValues
+                result = type(result)(StepValues(float("nan"), 1.0, False, {}))
+            return result
+        NumpyEngine.train_step = train_step
+        run(configuration(directory, ["log.metadata=postgres"]))
+    """
+    postgres.stop()
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=False, capture_output=True,
+            timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )  # fmt: skip
+        assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    finally:
+        postgres.start()
+    directory = next((tmp_path / "runs").iterdir())
+    assert Spool(directory).size_bytes > 0
+    run(config)
+    assert Spool(directory).size_bytes == 0
+    assert consumed(dsn) == [
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
+    ]  # fmt: skip
+    found = MetadataCache.query(dsn, "SELECT attempt, kind, first_step FROM exception").rows
+    assert found == [(1, "nonfinite_step", 3)], "what only the spool knew"
+
+
+def test_two_runs_into_one_database_at_the_same_time(tmp_path: Path, dsn: str) -> None:
+    """Two processes' worth of runs, of one configuration in two places and of another one."""
+    places = [("first", "1"), ("second", "1"), ("first", "2")]
+    configs = [
+        configuration(tmp_path / place, ["log.metadata=postgres", "train.num_steps=40", f"run.seed={seed}"])
+        for place, seed in places
+    ]
+    failures: list[BaseException] = []
+    directories: list[Path] = []
+
+    def work(config: Any) -> None:
+        try:
+            directories.append(run(config).run_directory)
+        except BaseException as error:
+            failures.append(error)
+
+    run(configs[0])  # the cache of the first place; two builders at once are another test
+    threads = [threading.Thread(target=work, args=(config,)) for config in configs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert failures == []
+    names = {run_identity(directory) for directory in directories}
+    assert len(names) == 3, "also of one configuration in two places"
+    for name in names:
+        kept = MetadataCache.query(
+            dsn, f"SELECT MIN(first_step), MAX(last_step) FROM consumed WHERE run_id = '{name}' AND outcome = 'kept'"
+        )
+        assert kept.rows == [(1, 40)]
