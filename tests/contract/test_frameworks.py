@@ -24,7 +24,7 @@ def test_what_is_left_passes(without: str) -> None:
     assert collected.returncode == 0, collected.stdout[-3000:]
     chosen = [
         "tests/conformance",
-        "tests/training/test_loop.py",
+        "tests/training/test_resume.py",
         "tests/training/test_replay.py",
         "tests/test_examples.py",
     ]
