@@ -1,6 +1,6 @@
 # Two commands on a fresh machine: `make train` and `make test`. Both do all the set-up themselves.
 #
-#   make train [CONFIG=quickstart] [MINUTES=3] [ARGS="model.num_layers=8"]
+#   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests
 #   make quick                             the tests that take seconds
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
@@ -13,6 +13,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP  := $(VENV)/.vorox-train
 STAMP_DEV := $(VENV)/.vorox-dev
+STAMP_JAX := $(VENV)/.vorox-jax
 
 .PHONY: setup train test quick lint types docs bench clean
 
@@ -34,8 +35,13 @@ $(STAMP_DEV): $(STAMP)
 	@$(PIP) install -e '.[hf,s3,gcs,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
 	@touch $@
 
-train: $(STAMP)
-	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+$(STAMP_JAX): $(STAMP)
+	@echo "Installing JAX into $(VENV) (once) ..."
+	@$(PIP) install -e '.[jax]' -c constraints.txt
+	@touch $@
+
+train: $(STAMP) $(if $(filter jax,$(BACKEND)),$(STAMP_JAX))
+	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(BACKEND),backend=$(BACKEND)) $(ARGS)
 
 test: $(STAMP_DEV) lint types
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -261,7 +261,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(vorox: Run, prepare
     assert "text: 1 files" in lines["data"]
     assert lines["tokenizer"] == "byte, 257 tokens: ready"
     assert "cache          text train: ready, " in out
-    assert lines["batch"] == "4 rows = 2 x 2 rows x 1 process; 64 tokens a step"
+    assert lines["batch"] == "4 rows = 2 x 2 rows x 1 device; 64 tokens a step"
     assert lines["length"].startswith("12 steps, 768 tokens, ")
     assert lines["saves"] == "every 4 steps, at the end; validates every 6 steps, at the end"
     # 257 x 16 embedding, 2 norms a layer and 1 at the end, 4 x 16 x 16 attention and 3 x 64 x 16 MLP, by hand

@@ -158,6 +158,19 @@ def test_killed_at_twenty_random_instants(straight: dict[str, Any], tmp_path: Pa
     assert len(stages) >= 3, dict(stages)
 
 
+@pytest.mark.jax
+def test_the_jax_engine_resumes_after_kills_bit_for_bit(tmp_path: Path) -> None:
+    settings = ["backend=jax", "runtime.num_threads=null", "model.dropout_fraction=0.1"]
+    calm = Life(tmp_path / "calm", settings=settings)
+    calm.directory.mkdir()
+    straight = calm.finish()
+    life = Life(tmp_path / "killed", settings=settings)
+    life.directory.mkdir()
+    for due in (lambda: life.logged_steps() >= 7, life.is_saving, lambda: life.logged_steps() >= 25):
+        assert kill(life, due, 0.01)
+    assert_same(life.finish(), straight, "with the JAX engine")
+
+
 @pytest.mark.parametrize("threads", [0, 4])
 def test_loader_threads_change_nothing(straight: dict[str, Any], tmp_path: Path, threads: int) -> None:
     found = Life(tmp_path, settings=[f"data.loader.num_threads={threads}"]).finish()

@@ -27,21 +27,25 @@ from vorox.models.weights_file import open_directory
 from vorox.training.export import export
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.jax)])
 TOLERANCE = 1e-4
 NEW_TOKENS = 32
 TEXT = "def greet(name):\n    return f'hello {name}'\n"
 
 
-def engine_of(config: dict[str, Any], tokenizer_vocab_size: int) -> tuple[ModelSpec, Engine]:
+def engine_of(
+    config: dict[str, Any], tokenizer_vocab_size: int, backend: Any = "torch"
+) -> tuple[ModelSpec, Engine]:  # fmt: skip
     model = spec_from_huggingface(config)
     run = RunConfig(
+        backend=backend,
         model=model,
         data=DataConfig(sources=(SourceConfig(name="none", format="txt", paths=("none",)),), sequence_length_tokens=32),
         train=TrainConfig(num_steps=1, global_batch_sequences=1, micro_batch_sequences=1),
-        runtime=RuntimeConfig(device="cpu", num_threads=1),
+        runtime=RuntimeConfig(device="cpu", num_threads=1 if backend == "torch" else None),
     )
     spec = model_spec(model, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=32)
-    return spec, backends.load("torch").create(run, spec, DistributedContext())
+    return spec, backends.load(backend).create(run, spec, DistributedContext())
 
 
 def randomised(engine: Engine, seed: int) -> dict[str, np.ndarray]:
@@ -75,12 +79,13 @@ def greedy(engine: Engine, prompt_BT: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
-def test_what_the_engine_saves_is_a_transformers_model(case: dict[str, Any], tmp_path: Path) -> None:
+@BACKENDS
+def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[str, Any], tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = tokenizers.train(TokenizerConfig(kind="byte"), [])
-    spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size)
+    spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size, backend)
     weights = randomised(engine, seed=11)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
         engine.save(directory)
@@ -132,12 +137,13 @@ def test_a_checkpoint_is_exported_and_checked(case: dict[str, Any], dtype: Any, 
     assert (comparison.rounding_difference == 0) == (dtype == "fp32")
 
 
+@BACKENDS
 def test_a_transformers_model_becomes_ours(
-    case: dict[str, Any], random_model: Callable[..., Any], tmp_path: Path
+    backend: str, case: dict[str, Any], random_model: Callable[..., Any], tmp_path: Path
 ) -> None:
     model = random_model(case, seed=13)
     model.save_pretrained(tmp_path)
-    spec, engine = engine_of(json.loads((tmp_path / "config.json").read_text()), 7)
+    spec, engine = engine_of(json.loads((tmp_path / "config.json").read_text()), 7, backend)
     stored = (pair for file in open_directory(tmp_path) for pair in file)
     engine.import_weights(from_huggingface(spec, stored))
     tokens = np.random.default_rng(14).integers(0, 97, size=(3, 41)).astype(np.int32)

@@ -18,6 +18,7 @@ from vorox.cli import checkpoints, config, data, runs
 from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.export import export
 from vorox.cli.generate import generate
+from vorox.cli.parity import parity
 from vorox.cli.replay import replay
 from vorox.cli.train import train
 
@@ -50,6 +51,7 @@ app.add_typer(data.app)
 app.add_typer(runs.app)
 app.add_typer(checkpoints.app)
 app.command()(replay)
+app.command(context_settings=OVERRIDES_CONTEXT)(parity)
 app.command()(generate)
 app.command()(export)
 app.add_typer(config.app)

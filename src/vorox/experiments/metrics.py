@@ -103,7 +103,7 @@ _METRICS = (
     Metric("checkpoint_seconds", "s", "sum", "Seconds that training stood still for a checkpoint.", "lower"),
     Metric("seconds_since_save", "s", "last", "Age of the newest checkpoint."),
     Metric("queue_depth", "batches", "last", "Batches that were ready when the step began.", "higher"),
-    Metric("runtime/compile_seconds", "seconds", "last", "Time spent compiling steps so far.", "lower"),
+    Metric("runtime/compile_seconds", "s", "last", "Time spent compiling steps so far.", "lower"),
     Metric("memory/host_bytes", "bytes", "max", "Resident memory of this process.", "lower"),
     Metric("memory/host_peak_bytes", "bytes", "max", "Largest resident memory of this process so far.", "lower"),
     Metric("memory/host_available_bytes", "bytes", "min", "Memory that the machine still has for new work.", "higher"),

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
-from vorox.data.loader import first_cursor
-from vorox.data.parts import readers_of
-from vorox.data.plan import Plan
 from vorox.training import feed
+from vorox.training.rehearsal import first_batches
 
 WARMUP_SECONDS = 0.5
 MIN_TIMED_STEPS = 2
@@ -98,21 +94,13 @@ def measure(
 
 def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
     """Costs of a run on real batches, under a plan that is thrown away as well."""
-    start = feed.plan_start(config, corpus)
-    endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
-    with tempfile.TemporaryDirectory(prefix="vorox-budget-") as directory:
-        readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
-        plan = Plan.create(Path(directory) / "plan.jsonl", endless, readers)
-        if endless.growth is None:
-            plan.extend_to(MAX_STEPS * config.train.global_batch_sequences, readers)
-        cursor = first_cursor(plan, config.run.seed)
-        validation = feed.validation_set(config, corpus)
-        held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
-        num_batches = 0
-        if held_out:
-            num_batches = -(-feed.num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
-        with feed.training_batches(config, corpus, plan, engine.data_shard, cursor, total_steps=MAX_STEPS) as batches:
-            return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
+    validation = feed.validation_set(config, corpus)
+    held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
+    num_batches = 0
+    if held_out:
+        num_batches = -(-feed.num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
+    with first_batches(config, corpus, engine.data_shard, MAX_STEPS) as batches:
+        return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
 
 
 def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:

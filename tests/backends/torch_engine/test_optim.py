@@ -160,3 +160,11 @@ class TestLossScale:
         assert np.isfinite(values.loss)
         assert values.extra["loss_scale"] == 2.0**59
         assert all(torch.equal(value, before[name]) for name, value in values_of(engine).items())
+
+
+@pytest.mark.parametrize("num_elements", [1, 16_383, 16_385, 3_000_000])
+def test_the_norm_of_a_large_buffer_is_exact_to_a_millionth(num_elements: int) -> None:
+    generator = np.random.default_rng(11)
+    values = (generator.standard_normal(num_elements) * generator.random(num_elements) ** 4).astype(np.float32)
+    expected = float(np.linalg.norm(values.astype(np.float64)))
+    assert float(optim.flat_norm(torch.from_numpy(values))) == pytest.approx(expected, rel=1e-6)

@@ -100,7 +100,9 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
             where="runtime.determinism", hint="use D1, or the CPU",
         )  # fmt: skip
     if config.precision.matmul == "tf32" and platform != "gpu":
-        raise ConfigError(f"matmul = tf32 is for NVIDIA GPUs, not for {platform}", where="precision.matmul")
+        raise ConfigError(
+            f"matmul = tf32 is for NVIDIA GPUs, not for {platform}", where="precision.matmul", hint="set it to ieee"
+        )
     return Compute(
         mesh=mesh,
         dtype=DTYPES[config.precision.dtype],

@@ -111,11 +111,14 @@ class JaxEngine:
 
     def _placed(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
         """Fresh state on the devices, spread as the mesh says."""
-        params = {
-            leaf: jax.device_put(array, self.compute.parameter_sharding(self.layout, leaf))
-            for leaf, array in packed.items()
+        shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
+        params = {leaf: jax.device_put(array, shardings[leaf]) for leaf, array in packed.items()}
+        fresh = self._optimizer.init(params)
+        moments = {
+            kind: {leaf: jax.device_put(array, shardings[leaf]) for leaf, array in tree.items()}
+            for kind, tree in fresh.moments.items()
         }
-        return self._optimizer.init(params)
+        return fresh._replace(**moments, updates=jax.device_put(fresh.updates, self.compute.sharding()))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -282,12 +285,6 @@ class JaxEngine:
 
     def _engine_state(self) -> EngineState:
         state = self.state
-        names = {
-            kind: tuple(
-                parameter.name for parameter in self._spec.parameters if self.layout.leaf_of(parameter.name) in tree
-            )
-            for kind, tree in state.moments.items()
-        }
         return EngineState(
             weights=partial(self.layout.unpack, state.params),
             moments={kind: partial(self.layout.unpack, tree) for kind, tree in state.moments.items()},

@@ -26,7 +26,7 @@ from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, LossSums
 from vorox.backends.torch_engine.model import Decoder, Parts, Pass
-from vorox.backends.torch_engine.optim import Optimizer
+from vorox.backends.torch_engine.optim import Optimizer, flat_norm
 from vorox.backends.torch_engine.parameters import ParameterStore
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
@@ -149,7 +149,7 @@ class TorchEngine:
             squares = torch.stack([part.squared_log_partition for part in sums]).sum()
             extras["z_loss"] = squares * (self._config.loss.z_loss_weight / count)
         if self._config.log.parameter_norms:
-            norms = [torch.linalg.vector_norm(self.store.values[group]) for group in self.store.groups]
+            norms = [flat_norm(self.store.values[group]) for group in self.store.groups]
             extras["parameter_norm"] = torch.linalg.vector_norm(torch.stack(norms))
         if self.optimizer.is_scaled:
             extras["loss_scale"] = self.optimizer.loss_scale.clone()

@@ -22,6 +22,7 @@ from vorox.core.schema import RunConfig
 GROWTH_INTERVAL_STEPS = 2000
 """fp16: after so many finite steps in a row the loss scale doubles; a step that is not finite halves it."""
 SMALLEST_LOSS_SCALE = 1.0
+NORM_PIECE_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Optimizer:
             weight_decay: Of the decayed groups, per unit of learning rate.
             loss: Must be finite too.
         """
-        norms = [torch.linalg.vector_norm(self._store.gradients[group]) for group in self._store.groups]
+        norms = [flat_norm(self._store.gradients[group]) for group in self._store.groups]
         scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
         grad_norm = scaled_norm / self.loss_scale if self.is_scaled else scaled_norm
         finite = torch.isfinite(scaled_norm) & torch.isfinite(loss)
@@ -121,6 +122,14 @@ class Optimizer:
         halved = (self.loss_scale / 2).clamp(min=SMALLEST_LOSS_SCALE)
         self.loss_scale.copy_(torch.where(finite, torch.where(grown, self.loss_scale * 2, self.loss_scale), halved))
         self.scale_age.copy_(torch.where(grown, torch.zeros_like(age), age))
+
+
+def flat_norm(values: Tensor) -> Tensor:
+    """L2 norm of a flat buffer. The CPU's kernel adds squares one after the other, 5e-4 off at 10M elements; so there
+    it gets pieces."""
+    if values.device.type != "cpu":
+        return torch.linalg.vector_norm(values)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values.split(NORM_PIECE_ELEMENTS))))
 
 
 def vector_adamw(

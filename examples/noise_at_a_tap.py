@@ -1,0 +1,74 @@
+"""How much does a model mind noise in its residual stream? One point and layer at a time, on a finished run.
+
+    python examples/noise_at_a_tap.py RUN [--point after_attention] [--strength 0.1]
+
+Works for runs of both engines: only the function that adds the noise is written in the engine's own framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vorox.cli.generate import find_checkpoint, open_engine
+from vorox.core.run_context import recorded_config
+from vorox.data.dataset import prepare
+from vorox.training import feed
+
+
+def torch_noise(strength: float) -> Callable[[Any], Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)  # your own generator: training's draws stay what they are
+
+    def add(x_BTD: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x_BTD.shape, generator=generator).to(x_BTD)
+        return x_BTD + strength * x_BTD.std() * noise
+
+    return add
+
+
+def jax_noise(strength: float) -> Callable[[Any], Any]:
+    import jax
+
+    def add(x_BTD: jax.Array) -> jax.Array:
+        return x_BTD + strength * x_BTD.std() * jax.random.normal(jax.random.key(0), x_BTD.shape, x_BTD.dtype)
+
+    return add
+
+
+NOISE = {"torch": torch_noise, "jax": jax_noise}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Print and return the validation loss without noise and with noise at each layer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--point", default="after_attention")
+    parser.add_argument("--strength", type=float, default=0.1, help="In standard deviations of the stream.")
+    options = parser.parse_args(arguments)
+    config = recorded_config(options.run)
+    validation = feed.validation_set(config, prepare(config, build=False))
+    assert validation is not None, "the run holds nothing out"
+    checkpoint = find_checkpoint(options.run, None)
+    engine: Any = open_engine(config, checkpoint)
+    engine.load(checkpoint.path)
+
+    def mean_loss() -> float:
+        values = [engine.eval_step(batch) for batch in validation()]
+        return sum(value.loss_sum for value in values) / sum(value.num_target_tokens for value in values)
+
+    found = {"nowhere": mean_loss()}
+    for layer in range(config.model.num_layers):
+        detach = engine.taps.attach(options.point, layer, NOISE[engine.name](options.strength))
+        found[f"layer {layer}"] = mean_loss()
+        detach()
+    for place, loss in found.items():
+        print(f"noise {place:<10} validation loss {loss:.4f}")  # noqa: T201
+    return found
+
+
+if __name__ == "__main__":
+    main()

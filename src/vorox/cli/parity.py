@@ -1,0 +1,125 @@
+"""``vorox parity``: train two engines side by side and say where they part. Parsing and printing only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vorox.cli.arguments import sort_words
+from vorox.cli.output import AsJson, print_json
+
+if TYPE_CHECKING:
+    from vorox.core.engine import Engine
+    from vorox.core.schema import RunConfig
+    from vorox.data.dataset import Corpus
+    from vorox.training.parity import StepParity, Tolerances
+
+FIRST, SECOND = "torch", "jax"
+
+
+def parity(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then overrides."),
+    ],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of both engines.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Train the torch and the jax engine from the same weights on the same batches, and compare every step.
+
+    Logits, loss, norm of the gradient and parameters are compared; the first quantity out of tolerance is named and
+    the exit code is then 7. Use precision.dtype=fp32; lower precisions are meant to differ.
+    """
+    from vorox.cli.config import configuration_source
+    from vorox.core.config import load_config
+    from vorox.training.parity import Tolerances, compare
+    from vorox.training.rehearsal import first_batches
+    from vorox.training.schedule import Schedule, horizon
+    from vorox.training.session import num_train_rows
+
+    sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
+    source = configuration_source(sorted_words.positional[0] if sorted_words.positional else None)
+    configs = [load_config(source, [*sorted_words.overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
+    config = configs[0]
+    corpus = _corpus(config)
+    first, second = (_engine(one, corpus) for one in configs)
+    length = horizon(config, num_train_rows=num_train_rows(corpus), full_dataset_tokens=corpus.estimated_tokens)
+    schedule = Schedule.of(config.schedule, config.optimizer, length)
+    tolerances = Tolerances()
+    if not as_json:
+        typer.echo(f"{FIRST}: {_facts(first)}\n{SECOND}: {_facts(second)}\n\n{_row(TITLES)}")
+    with first_batches(config, corpus, first.data_shard, steps) as batches:
+        found = compare(
+            first, second, batches, steps, lr=schedule.lr, weight_decay=schedule.weight_decay,
+            on_step=None if as_json else lambda step: _print_step(step, steps, tolerances),
+        )  # fmt: skip
+    wrong = next((step for step in found if step.exceeded(tolerances)), None)
+    if as_json:
+        print_json(
+            {"equal": wrong is None, "tolerances": asdict(tolerances), "steps": [asdict(step) for step in found]}
+        )
+    _verdict(wrong, found, tolerances, quiet=as_json)
+
+
+TITLES = ("STEP", f"LOSS {FIRST}", f"LOSS {SECOND}", "LOGITS", "LOSS", "GRAD-NORM", "PARAMETERS", "UPDATE")
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"{cells[0]:>6}  {cells[1]:>12}  {cells[2]:>12}" + "".join(f"  {cell:>10}" for cell in cells[3:])
+
+
+def _print_step(step: StepParity, num_steps: int, tolerances: Tolerances) -> None:
+    if step.step % max(1, num_steps // 10) and step.step != num_steps - 1 and not step.exceeded(tolerances):
+        return
+    differences = (f"{value:.1e}" for value in step.differences.values())
+    typer.echo(_row((str(step.step + 1), *(f"{loss:.7f}" for loss in step.losses), *differences)))
+
+
+def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tolerances, *, quiet: bool) -> None:
+    from vorox.core.errors import NumericalError
+
+    if wrong is not None:
+        quantity = wrong.exceeded(tolerances) or ""
+        about = f" of {wrong.worst_parameter}" if quantity == "parameters" else ""
+        raise NumericalError(
+            f"the engines part at step {wrong.step + 1}: {quantity}{about} differ by "
+            f"{wrong.differences[quantity]:.2e}, allowed are {getattr(tolerances, quantity):.0e}",
+            hint="compare with precision.dtype=fp32; if it is, one of the engines computes something else",
+            saved="nothing was changed",
+        )
+    if not quiet:
+        largest = {name: max(step.differences[name] for step in found) for name in found[0].differences}
+        said = ", ".join(
+            f"{name} {value:.1e} (allowed {getattr(tolerances, name):.0e})" for name, value in largest.items()
+        )
+        typer.echo(f"\nequal over {len(found)} steps; largest differences: {said}")
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    from vorox.cli.preparation import PreparationDisplay
+    from vorox.data.dataset import prepare
+
+    display = PreparationDisplay()
+    try:
+        return prepare(config, on_progress=display)
+    finally:
+        display.close()
+
+
+def _engine(config: RunConfig, corpus: Corpus) -> Engine:
+    from vorox import backends
+    from vorox.core.distributed_context import DistributedContext
+    from vorox.models.spec import model_spec
+
+    spec = model_spec(
+        config.model,
+        tokenizer_vocab_size=corpus.tokenizer.vocab_size,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+    )
+    return backends.load(config.backend).create(config, spec, DistributedContext())
+
+
+def _facts(engine: Engine) -> str:
+    return ", ".join(f"{key} {value}" for key, value in engine.environment().items() if key != "engine")

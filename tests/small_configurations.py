@@ -1,0 +1,80 @@
+"""Tiny models and batches that the engines are tested with; no framework is imported here.
+
+Shape legend: A micro-batches, B rows, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
+from vorox.core.schema import RunConfig
+
+VOCAB = 61
+POSITIONS = 24
+LR = 3e-3
+
+GPT2: dict[str, Any] = {
+    "family": "gpt2", "positions": "learned", "norm": "layer_norm", "norm_bias": True, "activation": "gelu_tanh",
+    "attention_bias": True, "mlp_bias": True,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {"family": "llama"}
+QWEN3: dict[str, Any] = {"family": "qwen3", "qk_norm": True, "head_dim": 12, "num_kv_heads": 2}
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 40}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2 exact gelu, untied": GPT2 | {"activation": "gelu", "tie_embeddings": False},
+    "gpt2 relu, grouped": GPT2 | {"activation": "relu", "num_kv_heads": 2},
+    "gpt2 silu, rotary": GPT2 | {"activation": "silu", "positions": "rope"},
+    "gpt2 no biases": GPT2 | {"norm_bias": False, "attention_bias": False, "mlp_bias": False},
+    "llama": LLAMA,
+    "llama grouped, untied": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False},
+    "llama multi-query, biases": LLAMA | {"num_kv_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "llama geglu, learned positions": LLAMA | {"activation": "geglu", "positions": "learned"},
+    "llama layer norm": LLAMA | {"norm": "layer_norm"},
+    "qwen3": QWEN3,
+    "qwen3 learned positions": QWEN3 | {"positions": "learned"},
+}
+
+
+def configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
+    """A run of tiny rows; ``section__key=value`` sets any other key."""
+    sections: dict[str, Any] = {
+        "model": SHAPE | (LLAMA if model is None else model),
+        "data": {"sources": [{"name": "text", "format": "txt"}], "sequence_length_tokens": POSITIONS},
+        "train": {"num_steps": 10, "global_batch_sequences": 8, "micro_batch_sequences": 8},
+        "optimizer": {"lr": LR},
+        "runtime": {"device": "cpu", "num_threads": 1},
+    }
+    for name, value in overrides.items():
+        section, _, key = name.partition("__")
+        if key:
+            sections.setdefault(section, {})[key] = value
+        else:
+            sections[section] = value
+    return RunConfig.model_validate(sections)
+
+
+def random_rows(number: int, seed: int = 0, positions: int = POSITIONS) -> np.ndarray:
+    """Token ids, one longer than the positions."""
+    return np.random.default_rng([7, seed]).integers(0, VOCAB, (number, positions + 1), np.int32)
+
+
+def batch_of(rows: np.ndarray, micro_batches: int = 1, *, step: int = 0, keep: np.ndarray | None = None) -> Batch:
+    """Whole rows; ``keep`` (bool, ``[rows, T]``) says which positions are trained on."""
+    labels = rows[:, 1:].copy()
+    if keep is not None:
+        labels[~keep] = IGNORED_LABEL
+    shape = (micro_batches, len(rows) // micro_batches, rows.shape[1] - 1)
+    return Batch(
+        step=step,
+        tokens_ABT=np.ascontiguousarray(rows[:, :-1].reshape(shape)),
+        labels_ABT=np.ascontiguousarray(labels.reshape(shape)),
+        segment_ids_ABT=None,
+        position_ids_ABT=None,
+        row_digests_AB=np.zeros(shape[:2], np.uint64),
+        num_target_tokens=int((labels != IGNORED_LABEL).sum()),
+        cursor_after=DataCursor("", 0, step + 1, 0, 0),
+    )
