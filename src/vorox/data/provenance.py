@@ -350,5 +350,7 @@ def _nearest(name: str, uris: Sequence[str]) -> list[str]:
     by_last: dict[str, str] = {}
     for uri in uris:
         by_last.setdefault(uri.rpartition("/")[2], uri)
-    close = difflib.get_close_matches(name.rpartition("/")[2], list(by_last), n=3, cutoff=0.5)
-    return [by_last[last] for last in close]
+    wanted = name.rpartition("/")[2]
+    close = difflib.get_close_matches(wanted, list(by_last), n=3, cutoff=0.5)
+    likeness = [difflib.SequenceMatcher(None, wanted, last).ratio() for last in close]
+    return [by_last[last] for last, ratio in zip(close, likeness, strict=True) if ratio >= max(likeness) - 0.1]

@@ -121,7 +121,8 @@ def when(
             else "No step of this run."
         )
     if len(found) > len(shown):
-        typer.echo(f"The plan has it {len(found) - len(shown):,} times more behind the run's last step.")
+        beyond = len(found) - len(shown)
+        typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} behind the run's last step.")
 
 
 def _print_occurrences(found: Sequence[Occurrence]) -> None:
