@@ -35,6 +35,7 @@ from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.preparation import Streams
 from vorox.data.text.sources import Source, first_units, read_unit
 from vorox.data.text.splits import Split
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
 
@@ -250,7 +251,7 @@ class Preparation:
 
     def _work(self, source: Source, recipe: Recipe) -> UnitWork:
         split: Split = recipe.split["name"]
-        read = functools.partial(read_unit, source, split=split, validation=self.data.validation)
+        read = UnitReader(source, split, self.data.validation)
         cache = self.data.cache
         transforms = transforms_of(self.data, source.config, split, source.key)
         return UnitWork(

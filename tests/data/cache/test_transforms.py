@@ -453,5 +453,5 @@ def test_progress_and_statistics_are_told_in_the_thread_that_asks():
         assert metric(name).description
         assert isinstance(value, float)
     assert last.metrics()["pipeline/tokenize/items"] == len(CORPUS.units)
-    assert [stage.name for stage in last.stages] == ["read", "filter", "tokenize", "gather", "pack", "write"]
+    assert [stage.name for stage in last.stages] == ["decode", "filter", "tokenize", "gather", "pack", "write"]
     assert last.bottleneck in {stage.name for stage in last.stages}

@@ -136,3 +136,13 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
     titles = ["CACHE", "DOCUMENTS", "TEXT", "TOKENS", "ROWS", "CHUNKS", "FULL", "SIZE", "OF-UINT32", "OF-UINT16"]
     titles += ["BUILT", "BAD"]
     print_table(titles, rows, right=" ".join(titles[1:]))
+    for name, report in reports.items():
+        for transform, count in report.transforms.items():
+            added = f", added {count.added:,}" if count.added else ""
+            word = transform.partition("/")[2]
+            typer.echo(f"{name}: {word} removed {count.removed:,} of {count.taken:,} documents{added}")
+        if report.stages is not None and report.stages.bottleneck:
+            stages = {stage.name: stage for stage in report.stages.stages}
+            slowest = stages[report.stages.bottleneck]
+            share = quantities.percent(slowest.busy_seconds / slowest.threads / report.stages.seconds)
+            typer.echo(f"{name}: the slowest stage was {slowest.name}, busy {share} of the time")

@@ -30,7 +30,7 @@ from vorox.data.pipeline.duplicates import (
     place_in_source,
     read_unit_duplicates,
 )
-from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage
+from vorox.data.pipeline.pipeline import Pipeline, Stage
 from vorox.data.pipeline.stages import Batch, UnitStages, one_after_the_other
 from vorox.data.transforms.registry import Transform
 from vorox.data.transforms.signatures import Signature, index_for
@@ -81,7 +81,7 @@ class _Pass:
             self._take(units[known])
             known += 1
         filters = self._stages.filters(config)
-        stages = (Flow("read", self._stages.read), *filters, Stage("sign", self._signed, config.filter_threads))
+        stages = (*self._stages.sources(config), *filters, Stage("sign", self._signed, config.filter_threads))
         left = units[known:]
         signed: Iterator[Any]
         if config.staged:

@@ -1,4 +1,4 @@
-"""The stages from a unit of text to the bytes of its chunks: read, filter, tokenize, augment, gather, pack.
+"""The stages from a unit of text to the bytes of its chunks: fetch, decode, filter, tokenize, augment, gather, pack.
 
 Units go in, ``Batch``es of documents travel through the first stages, a unit's documents are gathered again and packed
 at the end. Every stage is a pure function of what it is given, so threads may run it in any order; where the work is
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,12 @@ from vorox.data.documents import BadRecord, Document, SourceFile, TokenDocument,
 from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.records import TokenArray
+from vorox.data.storage import Fetched, reading_from
 from vorox.data.transforms.apply import Applier, Counts, Entry, IsDuplicate, add_counts
 
 Record = Document | TokenDocument | BadRecord
 ReadUnit = Callable[[Unit], Iterable[Record]]
-"""The records of a unit, in order. One that other processes can have: ``functools.partial(read_unit, source, ...)``."""
+"""The records of a unit, in order. One that other processes can have and that fetches apart: ``text.UnitReader``."""
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _TEXT_OVERHEAD_BYTES = 64
@@ -76,6 +77,33 @@ class Batch:
             f"unit {self.unit.unit_id}, record {first.ordinal + 1} of file {first.file_index} "
             f"to record {last.ordinal + 1} of file {last.file_index}"
         )
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A ``ReadUnit`` that can read bytes ahead of decoding them."""
+
+    def __call__(self, unit: Unit, /) -> Iterable[Record]: ...
+    @property
+    def fetches(self) -> bool: ...
+    def fetched_bytes(self, unit: Unit, /) -> int: ...
+    def fetch(self, unit: Unit, /) -> Fetched: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedUnit:
+    """A unit and its bytes."""
+
+    unit: Unit
+    fetched: Fetched
+
+    @property
+    def size_bytes(self) -> int:
+        return self.fetched.size_bytes
+
+    @property
+    def place(self) -> str:
+        return self.unit.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +162,19 @@ class UnitStages:
 
     def stages(self, config: PipelineConfig) -> tuple[Stage | Flow, ...]:
         """The stages in order; those that would do nothing are left out."""
-        stages = [Flow("read", self.read), *self.filters(config)]
+        stages = [*self.sources(config), *self.filters(config)]
         stages.append(Stage("tokenize", self.tokenize, config.tokenize_threads))
         if any(transform.kind == "tokens" for transform in self.applier.transforms):
             stages.append(Stage("augment", self.augment, config.augment_threads))
         return (*stages, Flow("gather", self.gather), Stage("pack", self._packed, config.pack_threads))
+
+    def sources(self, config: PipelineConfig) -> list[Stage | Flow]:
+        """The stages up to the records; bytes are fetched apart where the source can do so."""
+        read = self.read_unit
+        decode = Flow("decode", self.decode)
+        if isinstance(read, Fetching) and read.fetches:
+            return [Stage("fetch", self.fetch, config.fetch_threads, reserve_bytes=read.fetched_bytes), decode]
+        return [decode]
 
     def filters(self, config: PipelineConfig) -> list[Stage | Flow]:
         """The stage that applies transforms of text, if there are any."""
@@ -154,10 +190,20 @@ class UnitStages:
         transforms = tuple(transform for transform in self.applier.transforms if transform.number < number)
         return replace(self, applier=replace(self.applier, transforms=transforms))
 
-    def read(self, units: Iterator[Unit]) -> Iterator[Batch]:
-        for unit in units:
+    def fetch(self, unit: Unit) -> FetchedUnit:
+        """Read what can be read before it is decoded."""
+        assert isinstance(self.read_unit, Fetching)
+        return FetchedUnit(unit, self.read_unit.fetch(unit))
+
+    def decode(self, units: Iterator[Unit | FetchedUnit]) -> Iterator[Batch]:
+        """The records of units in batches."""
+        for item in units:
+            unit = item.unit if isinstance(item, FetchedUnit) else item
             try:
-                yield from self._read(unit)
+                records = iter(self.read_unit(unit))
+                if isinstance(item, FetchedUnit):
+                    records = reading_from(records, item.fetched)
+                yield from self._decoded(unit, records)
             except OSError as error:
                 raise DataError(
                     f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
@@ -165,12 +211,12 @@ class UnitStages:
                     hint="check that the file is there and may be read, then run the same command again",
                 ) from error
 
-    def _read(self, unit: Unit) -> Iterator[Batch]:
+    def _decoded(self, unit: Unit, records: Iterator[Record]) -> Iterator[Batch]:
         entries: list[Entry] = []
         bad_records: list[BadRecord] = []
         size_bytes = bad_in_a_row = 0
         duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)
-        for record in self.read_unit(unit):
+        for record in records:
             if isinstance(record, BadRecord):
                 bad_records.append(record)
                 bad_in_a_row += 1

@@ -18,7 +18,7 @@ class StageStatistics:
     """What a stage did.
 
     Attributes:
-        name: ``read``, ``filter``, ``tokenize``, ``augment``, ``gather``, ``pack`` or ``write``.
+        name: ``fetch``, ``decode``, ``filter``, ``tokenize``, ``augment``, ``gather``, ``pack`` or ``write``.
         threads: Its threads.
         items: Items that it gave out.
         size_bytes: Their bytes.

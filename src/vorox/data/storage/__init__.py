@@ -1,5 +1,6 @@
 """Where bytes are, whatever the scheme: listings, immutable versions, ranged reads."""
 
+from vorox.data.storage.fetched import Fetched, reading_from
 from vorox.data.storage.local import local_path, root_of
 from vorox.data.storage.locations import STANDARD_LIBRARY, StoredFile, absolute, has_magic, place_in, scheme_of
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, in_one_budget, retry_budget
@@ -11,6 +12,7 @@ from vorox.data.storage.waiting import WaitingForData, waiting_for_data
 __all__ = [
     "STANDARD_LIBRARY",
     "ContentVersions",
+    "Fetched",
     "RetryBudget",
     "RetryPolicy",
     "StoredFile",
@@ -25,6 +27,7 @@ __all__ = [
     "open_range",
     "open_seekable",
     "place_in",
+    "reading_from",
     "retry_budget",
     "root_of",
     "scheme_of",

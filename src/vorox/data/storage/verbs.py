@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import BinaryIO
 
 from vorox.data.storage import local
+from vorox.data.storage.fetched import held_range
 from vorox.data.storage.locations import StoredFile, scheme_of
 from vorox.data.storage.remote import Store, list_remote, open_remote_range, open_remote_seekable
 
@@ -70,6 +71,10 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
     scheme = scheme_of(file.uri)
     if scheme is not None:
         end_byte = file.size_bytes if end_byte is None else end_byte
+        held = held_range(file, start_byte, end_byte)
+        if held is not None:
+            yield held
+            return
         with open_remote_range(_store(scheme), file, start_byte, end_byte) as reader:
             yield reader
         return

@@ -106,7 +106,7 @@ def list_source(
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    with retry_budget(_patience(config)):
+    with retry_budget(patience(config)):
         config, found, notes = find_files(config)
     _check(config, key)
     candidates = [file for file in found if file.stored.size_bytes > 0]
@@ -339,7 +339,7 @@ def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationCo
     Raises:
         DataError: A file cannot be read, or changed since it was listed.
     """
-    yield from in_one_budget(_read_unit(source, unit, split, validation), _patience(source.config))
+    yield from in_one_budget(_read_unit(source, unit, split, validation), patience(source.config))
 
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
@@ -348,6 +348,6 @@ def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationC
         yield from read_records(source.config, source.stored[span.file_index], span, accept)
 
 
-def _patience(config: SourceConfig) -> RetryPolicy:
+def patience(config: SourceConfig) -> RetryPolicy:
     """How a source wants its stores to be asked."""
     return RetryPolicy(retries_per_unit=config.max_retries_per_unit, stall_seconds=config.stall_seconds)
