@@ -94,7 +94,7 @@ def test_faults_change_no_step_and_provenance_agrees_both_ways(stores: FourStore
         document = chooser.choice(row.documents)
         seen.add(document.uri.partition(":")[0])
         text = text_of(stores, row.source, document.uri, document.ordinal)
-        assert document.text_xxh3 == xxhash.xxh3_64_intdigest(text)
+        assert document.text_xxh3 == xxhash.xxh3_64_intdigest(text.encode())
         times = when(trail, document.uri, ordinal=document.ordinal)
         assert (step, slot, row.row) in {(time.step, time.slot, time.row) for time in times}
     assert len(seen) == 4
