@@ -51,6 +51,7 @@ class _Child:
     connection: Connection
     counts: Counts = field(default_factory=Counts)
     finished: bool = False
+    died: bool = False
 
 
 def run_processes(builder: Builder, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
@@ -103,7 +104,7 @@ class _Team:
                     _ask_to_stop(child)
             if stopping:
                 self.end()
-            elif self._deaths:
+            else:
                 self._replace_the_dead()
         if self._error is not None:
             raise self._error
@@ -146,12 +147,12 @@ class _Team:
                     child.finished = True
         except (EOFError, OSError):
             if not child.finished:
-                child.finished = True
+                child.finished = child.died = True
                 child.process.join()
                 self._deaths += 1
 
     def _replace_the_dead(self) -> None:
-        dead = [child for child in self._children if child.process.exitcode not in {None, 0}]
+        dead = [child for child in self._children if child.died]
         if self._deaths > _DEATHS_WITHOUT_A_UNIT + self._num_workers:
             codes = sorted({str(child.process.exitcode) for child in dead})
             raise DataError(
@@ -160,7 +161,7 @@ class _Team:
             )  # fmt: skip
         for child in dead:
             self._before = sum_of([self._before, child.counts])
-            self._children.remove(child)
+            self._children = [other for other in self._children if other is not child]
             child.connection.close()
             self._start()
 
