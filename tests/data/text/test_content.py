@@ -51,7 +51,7 @@ def decompress(kind: Compression, data: bytes) -> bytes:
     return b"".join(iter(lambda: decoder.read(reader, 100), b""))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.integers(0, 5_000), kind=st.sampled_from(["gz", "zst"]), parts=st.integers(1, 4),
     ranges=st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 5_000)), max_size=8),

@@ -27,7 +27,7 @@ from vorox.data.text.formats import count_records, cut, read_record, read_record
 
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=30) | st.text('a",\r\n\0é;', max_size=30), max_size=25)
 PIECES = st.integers(1, 120)
-PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROFILE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def gzip_members(data: bytes) -> bytes:
@@ -220,3 +220,29 @@ def test_pieces_are_as_large_as_asked(tmp_path: Path, ending: str) -> None:
     pieces = list(cut(config("csv"), file, 0, None, 5_000))
     assert all(4_800 < piece.text_bytes <= 5_000 for piece in pieces[:-1])
     assert sum(piece.text_bytes for piece in pieces) == len(content) - len(b"id,text\n")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv", "a.csv.gz"])
+def test_the_first_piece_is_there_before_the_rest_is_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(str(n), f"{n * n}" * 30) for n in range(40_000)]
+    form, _, ending = name.removeprefix("a.").partition(".")
+    text = "".join(json.dumps({"text": text}) + "\n" for _, text in rows).encode()
+    content = text if form == "jsonl" else written_csv(rows, ",", csv.QUOTE_ALL, "\n")
+    file = stored(tmp_path, name, ENDINGS[f".{ending}" if ending else ""](content))
+    read_bytes = 0
+    plain_read = io.BufferedReader.read
+
+    class Counting(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal read_bytes
+            piece = plain_read(self, size)
+            read_bytes += len(piece)
+            return piece
+
+    for module in ("vorox.data.text.content.io", "vorox.data.storage.local.io"):
+        monkeypatch.setattr(f"{module}.BufferedReader", Counting)
+    first = next(cut(config(form), file, 0, None, 100_000))
+    assert first.text_bytes > 90_000
+    assert 0 < read_bytes < len(content) * 0.8

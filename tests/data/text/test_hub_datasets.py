@@ -22,10 +22,17 @@ NAME = "someone/corpus"
 NOTHING_HELD_OUT = ValidationConfig(held_out_fraction=0)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with hub_server() as running:
+        yield running
+
+
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with hub_server() as server:
-        yield server
+def hub(server: HubServer) -> HubServer:
+    server.commits.clear()
+    server.references.clear()
+    return server
 
 
 def rows(*texts: str) -> bytes:

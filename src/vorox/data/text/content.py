@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Generator
@@ -89,6 +90,17 @@ class _Known:
 
 _known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked process: nobody there would ever release a lock that another thread held."""
+    global _lock
+    _lock = threading.Lock()
+    _known.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _remembered(file: StoredFile) -> _Known:

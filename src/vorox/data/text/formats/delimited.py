@@ -20,7 +20,7 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.content import Limits, length_bytes, open_content, refuse_foreign
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, too_large
+from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_HEADER_BYTES = 1 << 20
@@ -158,22 +158,23 @@ def cut(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
 ) -> Iterator[Piece]:
     """Runs of whole records, behind the header."""
-    _, data_start = header(file, source.delimiter, Limits.of(source))
+    limits, delimiter = Limits.of(source), source.delimiter
+    _, data_start = header(file, delimiter, limits)
     if data_start == 0:
         return
     _column(source, file, source.text_field)
-    yield from _cut(file, source.delimiter, max(start, data_start), end, piece_bytes, first_ordinal, Limits.of(source))
+    begin = max(start, data_start)
+    key = ("csv", file, delimiter, begin, end, piece_bytes, first_ordinal, limits)
+    yield from remembered(key, lambda: _cut(file, delimiter, begin, end, piece_bytes, first_ordinal, limits))
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def _cut(
     file: StoredFile, delimiter: str, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
-) -> tuple[Piece, ...]:
-    """All pieces in one pass, remembered because both splits ask."""
+) -> Iterator[Piece]:
+    """The pieces in one pass."""
     with open_content(file, start, end, limits) as reader:
-        chunks = iter(lambda: reader.read(_CHUNK_BYTES), b"")
-        return tuple(cut_at_ends(_ends(chunks, start, RecordEnds(delimiter.encode())), start, piece_bytes,
-                                 first_ordinal))  # fmt: skip
+        ends = _ends(iter(lambda: reader.read(_CHUNK_BYTES), b""), start, RecordEnds(delimiter.encode()))
+        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal)
 
 
 def _ends(chunks: Iterator[bytes], offset: int, find: RecordEnds) -> Iterator[EndsOfChunk]:

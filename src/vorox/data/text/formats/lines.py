@@ -7,7 +7,6 @@ characters, and the pieces of a compressed file are those of the same file uncom
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -18,7 +17,7 @@ from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import DEFAULT_LIMITS, Limits, length_bytes, open_content, refuse_foreign
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends
+from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, remembered
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WINDOW_BYTES = 1 << 20
@@ -102,7 +101,9 @@ def cut_lines(
 ) -> Iterator[Piece]:
     """Runs of whole lines. The lines of a piece are counted when the next one is asked for."""
     if compression_of(file.uri) is not None:
-        yield from _cut_forward(file, start, end, piece_bytes, first_ordinal, Limits.of(source))
+        limits = Limits.of(source)
+        key = ("lines", file, start, end, piece_bytes, first_ordinal, limits)
+        yield from remembered(key, lambda: _cut_forward(file, start, end, piece_bytes, first_ordinal, limits))
         return
     end = file.size_bytes if end is None else end
     ordinal = first_ordinal
@@ -112,14 +113,13 @@ def cut_lines(
             ordinal += count_lines(file, low, high)
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def _cut_forward(
     file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
-) -> tuple[Piece, ...]:
-    """All pieces of a compressed file in one pass over it, remembered because both splits ask."""
+) -> Iterator[Piece]:
+    """The pieces of a compressed file in one pass over it."""
     with open_content(file, start, end, limits) as reader:
-        return tuple(cut_at_ends(_line_ends(iter(lambda: reader.read(WINDOW_BYTES), b""), start), start,
-                                 piece_bytes, first_ordinal))  # fmt: skip
+        ends = _line_ends(iter(lambda: reader.read(WINDOW_BYTES), b""), start)
+        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal)
 
 
 def _line_ends(chunks: Iterator[bytes], offset: int) -> Iterator[EndsOfChunk]:

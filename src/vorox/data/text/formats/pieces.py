@@ -7,11 +7,14 @@ would give, so that a file is cut alike whether it can be read backwards or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+_MOST_CUTS_REMEMBERED = 1 << 16
 
 EndsOfChunk = tuple[int, npt.NDArray[np.int64]]
 """(where a chunk of the content ends, where records end in it)."""
@@ -57,6 +60,24 @@ def cut_at_ends(
             last, last_ordinal = int(ends[-1]), passed
     if stop > low:
         yield Piece(low, stop, low_ordinal, stop - low)
+
+
+_remembered: OrderedDict[Hashable, tuple[Piece, ...]] = OrderedDict()
+
+
+def remembered(key: Hashable, make: Callable[[], Iterator[Piece]]) -> Iterator[Piece]:
+    """The pieces that ``make`` gives; once it gave all, they are known without it. Both splits ask for the same."""
+    known = _remembered.get(key)
+    if known is not None:
+        yield from known
+        return
+    pieces: list[Piece] = []
+    for piece in make():
+        pieces.append(piece)
+        yield piece
+    _remembered[key] = tuple(pieces)
+    while len(_remembered) > _MOST_CUTS_REMEMBERED:
+        _remembered.popitem(last=False)
 
 
 def records_in(

@@ -18,7 +18,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, parse_header
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
 from vorox.data.storage import StoredFile, open_range
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, too_large
+from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
 
 _CHUNK_BYTES = 1 << 20
 
@@ -75,15 +75,10 @@ def cut(
 ) -> Iterator[Piece]:
     """Runs of whole documents, behind the header."""
     begin = max(start, header(file).header_bytes)
-    yield from _cut(file, begin, end, piece_bytes, first_ordinal, _end_of_text(source))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _cut(
-    file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, end_of_text_id: int
-) -> tuple[Piece, ...]:
-    """All pieces in one pass, remembered because both splits ask."""
-    return tuple(cut_at_ends(_ends(file, start, end, end_of_text_id), start, piece_bytes, first_ordinal))
+    end_of_text_id = _end_of_text(source)
+    key = ("bin", file, begin, end, piece_bytes, first_ordinal, end_of_text_id)
+    ends = _ends(file, begin, end, end_of_text_id)
+    yield from remembered(key, lambda: cut_at_ends(ends, begin, piece_bytes, first_ordinal))
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
