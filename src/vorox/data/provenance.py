@@ -9,25 +9,22 @@ chunk says whose tokens a row holds. Invariant: the two are inverse; what ``wher
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vorox.core.attempts import StepInterval, intervals, read_attempts
-from vorox.core.errors import ConfigError, DataError
-from vorox.core.run_lookup import run_attempts
+from vorox.core.errors import ConfigError
 from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import SourceReader, cache_name, reader_of
-from vorox.data.plan import Plan
+from vorox.data.parts import SourceReader
 from vorox.data.storage import absolute
+from vorox.data.trail import Trail, noted, open_trail
 
-PLAN_NAME = "plan.jsonl"
-_MOST_CANDIDATES = 64
+__all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "Trail", "open_trail", "rows_at", "when", "where"]
+
 _MOST_NAMED = 8
 
 State = Literal["kept", "rolled_back", "open", "planned", "beyond"]
@@ -120,87 +117,6 @@ class Occurrence:
     attempt: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """A run's plan and the caches that it reads, open. Make one with ``open_trail``."""
-
-    directory: Path
-    plan: Plan
-    readers: tuple[SourceReader, ...]
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that the plan covers."""
-        return self.plan.num_positions // self.plan.start.global_batch_sequences
-
-    def positions_of_step(self, step: int) -> range:
-        """Positions of the slots of a step, in slot order.
-
-        Raises:
-            ConfigError: The plan has no such step.
-        """
-        if not 1 <= step <= self.num_steps:
-            raise ConfigError(
-                f"there is no step {step:,} in the run's plan, which has the steps 1 to {self.num_steps:,}",
-                where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
-            )  # fmt: skip
-        batch = self.plan.start.global_batch_sequences
-        return range((step - 1) * batch, step * batch)
-
-    def step_and_slot(self, position: int) -> tuple[int, int]:
-        step, slot = divmod(position, self.plan.start.global_batch_sequences)
-        return step + 1, slot
-
-
-def open_trail(run_directory: Path) -> Trail:
-    """Open what a run's provenance is computed from.
-
-    Raises:
-        DataError: The run has no plan, or the cache that it was made for is not there any more.
-    """
-    plan = Plan.open(run_directory / PLAN_NAME)
-    choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
-    failure: DataError | None = None
-    for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
-        try:
-            caches = [CacheReader.open(directory, complete=False) for directory in directories]
-            readers = tuple(reader_of(source, cache) for source, cache in zip(plan.sources, caches, strict=True))
-            plan.check(readers)
-            return Trail(run_directory, plan, readers)
-        except DataError as error:
-            failure = failure or error
-    assert failure is not None, "a source without a directory was refused"
-    raise failure
-
-
-def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
-    """Cache directories that may be a source's: as its attempts noted, else by name below today's root of caches."""
-    source = plan.sources[source_index]
-    name = cache_name(source)
-    noted = [
-        path for caches in _noted(run_directory, "caches") if (path := cast("dict[str, str]", caches).get(name, ""))
-    ]
-    found = [Path(path) for path in noted if Path(path).is_dir()]
-    if not found:
-        from vorox.core.run_context import recorded_config
-        from vorox.data.cache_places import cache_root
-
-        root = cache_root(recorded_config(run_directory).data)
-        found = sorted(root.glob(f"{name}-train-{source.recipe_digest[:12]}-*"))
-    if not found:
-        raise DataError(
-            f"the cache of source {source.name!r} is not there", where=(noted or [source.name])[0],
-            hint="bring it back, or build it again from the same files with `vorox data build` and the run's name",
-        )  # fmt: skip
-    return list(dict.fromkeys(found))
-
-
-def _noted(run_directory: Path, name: str) -> list[object]:
-    """What the attempts noted in ``run.json`` under a name, the newest first."""
-    notes = [cast("dict[str, object]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
-    return [note[name] for note in reversed(notes) if name in note]
-
-
 def where(trail: Trail, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
     """The documents behind the rows of a step.
 
@@ -288,7 +204,7 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
         DataError: A chunk is missing or damaged.
     """
     history = intervals(read_attempts(trail.directory))
-    total_steps = next((steps for steps in _noted(trail.directory, "total_steps") if type(steps) is int), None)
+    total_steps = next((steps for steps in noted(trail.directory, "total_steps") if type(steps) is int), None)
     found: list[Occurrence] = []
     for index, file_index in _files(trail, uri):
         reader, source = trail.readers[index], trail.plan.sources[index]

@@ -56,25 +56,31 @@ def refresh_database(
         DataError: A cache is gone, or the database cannot be had.
     """
     target = metadata_target(run_directory, recorded_config(run_directory).log)
-    trail = open_trail(run_directory)
-    span = None if sample_steps is None else _span(trail, *sample_steps)
-    projection = Projection(run_directory, trail.plan, trail.readers)
     away: tuple[type[Exception], ...] = MetadataCache.errors(target)
     try:
-        with MetadataCache(run_directory / DATABASE_NAME if target is None else target) as cache:
-            projection.introduce(cache)
-            cache.write(projection.observe())
-            if inventory:
-                for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
-                    cache.write(inventory_rows(reader))
-            if span is not None:
-                rows = sample_rows(projection.run_id, _origins(trail, *span))
-                cache.materialise(projection.run_id, *span, rows)
+        with (
+            open_trail(run_directory) as trail,
+            MetadataCache(run_directory / DATABASE_NAME if target is None else target) as cache,
+        ):
+            _refresh(cache, trail, inventory, sample_steps)
     except away as error:
         where = str(target) if isinstance(target, Path) else "PostgreSQL"
         raise DataError(
             f"the metadata database cannot be had: {redact(str(error))}", where=where, hint="try again when it is back"
         ) from error
+
+
+def _refresh(cache: MetadataCache, trail: Trail, inventory: bool, sample_steps: tuple[int, int] | None) -> None:
+    span = None if sample_steps is None else _span(trail, *sample_steps)
+    projection = Projection(trail.directory, trail.plan, trail.readers)
+    projection.introduce(cache)
+    cache.write(projection.observe())
+    if inventory:
+        for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
+            cache.write(inventory_rows(reader))
+    if span is not None:
+        rows = sample_rows(projection.run_id, _origins(trail, *span))
+        cache.materialise(projection.run_id, *span, rows)
 
 
 def _span(trail: Trail, first_step: int, last_step: int) -> tuple[int, int]:

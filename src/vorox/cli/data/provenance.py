@@ -33,18 +33,18 @@ def where(
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance
 
-    trail = provenance.open_trail(find_run(root, run))
-    rows = provenance.where(trail, step, slot)
     texts: dict[tuple[int, int], FoundText] = {}
-    if text:
-        from vorox.data.original_text import TextFinder
+    with provenance.open_trail(find_run(root, run)) as trail:
+        rows = provenance.where(trail, step, slot)
+        if text:
+            from vorox.data.original_text import TextFinder
 
-        finder = TextFinder(trail)
-        texts = {
-            (row.position, part): finder.find(row, document)
-            for row in rows
-            for part, document in enumerate(row.documents)
-        }
+            finder = TextFinder(trail)
+            texts = {
+                (row.position, part): finder.find(row, document)
+                for row in rows
+                for part, document in enumerate(row.documents)
+            }
     if as_json:
         print_json([_row_json(row, texts) for row in rows])
         return
@@ -105,8 +105,8 @@ def when(
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance
 
-    trail = provenance.open_trail(find_run(root, run))
-    found = provenance.when(trail, source, byte, ordinal=record)
+    with provenance.open_trail(find_run(root, run)) as trail:
+        found = provenance.when(trail, source, byte, ordinal=record)
     if as_json:
         print_json([asdict(one) for one in found])
         return
