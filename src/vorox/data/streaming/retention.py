@@ -140,7 +140,7 @@ class Ring:
                 self.changed.notify_all()
 
     def _make_room(self, tenant: Tenant, unit: int, size_bytes: int, given_up: Callable[[], bool]) -> bool:
-        while not (self.closed or given_up()):
+        while not self.closed:
             resident = self._resident()
             used_bytes = sum(self._reserved.values()) + sum(size for _, _, size, _ in resident)
             for one in self._tenants:
@@ -161,6 +161,8 @@ class Ring:
                 used_bytes -= size
             if used_bytes + size_bytes <= self.limit_bytes:
                 return True
+            if given_up():
+                return False
             if own == 0:
                 raise self._too_small(tenant, used_bytes + size_bytes)
             self.changed.wait(_LOOK_AGAIN_SECONDS)

@@ -10,6 +10,7 @@ the very row that needs it; neither the network nor the room on disk changes an 
 from __future__ import annotations
 
 import bisect
+import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.builder import prepare_directory
+from vorox.data.cache.builder import prepare_directory, refused_write
 from vorox.data.cache.commit import commit_unit
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.leases import Leases
@@ -264,6 +265,11 @@ class Stream:
                             break
                         leases.release(built.unit_id)
                         kept += 1
+            except OSError as error:
+                saved = f"{len(self.manifest.units)} of {len(self._units)} units are recorded"
+                refused = refused_write(error, self.directory, saved=saved, needed_bytes=self.ring.limit_bytes)
+                refused.__cause__ = error
+                self._failed(claimed[kept] if kept < len(claimed) else targets[0], refused)
             except BaseException as error:  # whatever it is, who waits for the unit must see it
                 self._failed(claimed[kept] if kept < len(claimed) else targets[0], error)
 
@@ -303,13 +309,22 @@ class Stream:
             wanted |= dict.fromkeys(sorted(range(*self._segments[segment]), key=lambda unit: unit in done))
         return [unit for unit in wanted if unit not in settled]
 
+    def _urgent(self) -> set[int]:
+        """Units that somebody waits for."""
+        urgent = set(self._demanded)
+        if self._awaited is not None:
+            urgent.update(self.manifest.missing_units(*self._segments[self._awaited]).tolist())
+        return urgent - self._resident - self._errors.keys()
+
     def _is_interrupted(self) -> bool:
-        """Whether what is being built should wait for something more urgent."""
+        """Whether something is waited for that is not among what is being built."""
         with self.ring.changed:
-            urgent = {unit for unit in self._demanded if unit not in self._errors}
-            if self._awaited is not None:
-                urgent |= {*self.manifest.missing_units(*self._segments[self._awaited]).tolist()} - self._errors.keys()
-            return self.ring.closed or not urgent <= self._targets | self._resident
+            return self.ring.closed or not self._urgent() <= self._targets
+
+    def _gives_way(self, unit: int) -> bool:
+        """Whether a unit that there is no room for should not wait, because another one is waited for."""
+        urgent = self._urgent()
+        return bool(urgent) and unit not in urgent
 
     def _claim(self, targets: Sequence[int], leases: Leases, claimed: list[int]) -> Iterator[Unit]:
         """The units that no other process builds or has built by now."""
@@ -337,7 +352,8 @@ class Stream:
         if not is_new:
             _check_content(self.directory, manifest, unit, records)
         size_bytes = sum(record.size_bytes for record in records)
-        with self.ring.room(self, unit, size_bytes, given_up=self._is_interrupted) as there_is_room:
+        given_up = functools.partial(self._gives_way, unit)
+        with self.ring.room(self, unit, size_bytes, given_up=given_up) as there_is_room:
             if not there_is_room:
                 return False
             if is_new:

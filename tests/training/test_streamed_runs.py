@@ -1,0 +1,179 @@
+"""Runs whose text is streamed: step by step what they are over a cache, however often interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numpy_engine import NumpyEngine, NumpyResult
+from tiny_runs import configuration, run, use_numpy_engine, write_text
+from vorox.core.errors import ConfigError, DataError
+from vorox.train import Outcome, make_setting
+from vorox.training.chain import read_chain
+from vorox.training.replay import replay
+
+STEPS = 80
+GROWTH = [
+    f"train.num_steps={STEPS}",
+    "checkpoint.every_steps=10",
+    "eval.every_steps=null",
+    "train.global_batch_sequences=8",
+    "data.cache.unit_bytes=1500",
+    "data.growth.mode=strict",
+    "data.growth.later_passes=segments",
+    "data.growth.max_segment_units=2",
+]
+LIMIT_BYTES = 24_000
+STREAMED = [*GROWTH, "data.mode=streaming", f"data.streaming.retention_bytes={LIMIT_BYTES}"]
+
+
+class Killed(BaseException):
+    """Ends a run in the middle, as far as that is possible without ending the process."""
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nobody cuts the power here
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before, "a thread was left behind"
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the uninterrupted run over a cache that stays comes to: more than one pass."""
+    directory = tmp_path_factory.mktemp("cached")
+    with pytest.MonkeyPatch.context() as patch:
+        use_numpy_engine(patch)
+        outcome = run(configured(directory, GROWTH))
+    rows = sum(path.stat().st_size for path in (directory / "cache").rglob("*-train-*/chunks/*/*.psc"))
+    assert rows > 1.3 * LIMIT_BYTES, "the corpus must not fit"
+    return result(outcome)
+
+
+def configured(directory: Path, overrides: list[str]) -> Any:
+    write_text(directory / "text", documents=60)
+    return configuration(directory, overrides)
+
+
+def result(outcome: Outcome) -> dict[str, Any]:
+    entries = read_chain(outcome.run_directory).values()
+    return {"chain": [entry.chain for entry in entries], "fingerprint": outcome.fingerprint}
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    original, done = NumpyEngine.train_step, []
+
+    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> NumpyResult:
+        if batch.step + 1 == step and not done:
+            done.append(step)
+            action()
+        return original(self, batch, **kwargs)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def kill() -> None:
+    raise Killed
+
+
+@contextlib.contextmanager
+def watched(directory: Path) -> Iterator[list[int]]:
+    """The most bytes that chunks of streams took on disk meanwhile."""
+    most, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            total = 0
+            for path in directory.glob("cache/streams/*/chunks/*/*"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += path.stat().st_size
+            most[0] = max(most[0], total)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def test_streamed_is_cached_within_its_room(tmp_path: Path, cached: dict[str, Any]) -> None:
+    with watched(tmp_path) as most:
+        outcome = run(configured(tmp_path, STREAMED))
+    assert result(outcome) == cached
+    assert 0 < most[0] <= LIMIT_BYTES
+    (stream,) = (tmp_path / "cache" / "streams").iterdir()
+    assert (stream / "CACHE").exists()
+    report = replay(outcome.run_directory, lambda config: make_setting(config, _dist(), _log(), None, build=False))
+    assert report.is_exact
+    assert report.num_steps == STEPS
+
+
+def _dist() -> Any:
+    from vorox.core.distributed_context import DistributedContext
+
+    return DistributedContext()
+
+
+def _log() -> Any:
+    from vorox.core.log import RunLog
+
+    return RunLog(None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_twice_at_any_step(
+    seed: int, tmp_path: Path, cached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser = random.Random(seed)
+    first, second = sorted(chooser.sample(range(1, STEPS + 1), 2))
+    threads = chooser.choice([0, 1, 3])
+    config = configured(tmp_path, [*STREAMED, f"data.loader.num_threads={threads}"])
+    for step in (first, second):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, kill)
+            with pytest.raises(Killed):
+                run(config)
+        if chooser.random() < 0.5:
+            for path in tmp_path.glob("cache/streams/*/chunks/*/u*.psc"):
+                path.unlink()
+    assert result(run(config)) == cached
+
+
+def test_text_that_changed_after_its_chunks_were_removed_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local file that changes under a run is found when it is read again; its old rows are not to be had."""
+    config = configured(tmp_path, STREAMED)
+    text = tmp_path / "text" / "text.jsonl"
+
+    def tamper() -> None:
+        raw = text.read_bytes()
+        text.write_bytes(raw.replace(b"the", b"teh", 1))
+        for path in tmp_path.glob("cache/streams/*/chunks/*/u*.psc"):
+            path.unlink(missing_ok=True)
+
+    at_step(monkeypatch, 40, tamper)
+    with pytest.raises(DataError) as caught:
+        run(config)
+    assert "changed" in caught.value.what
+    assert caught.value.exit_code == 4
+
+
+def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keeps only some segments at a time"):
+        configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
+    settled = configured(tmp_path, ["data.mode=streaming"])
+    assert (settled.data.growth.mode, settled.data.growth.later_passes) == ("strict", "segments")
