@@ -43,6 +43,7 @@ from vorox.training.loop import Run
 from vorox.training.observer import Observer, Queue
 from vorox.training.provenance import Provenance, open_provenance
 from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.training.starting_weights import start_from_weights
 from vorox.training.stop import StopRequest
 
 DETERMINISM = {
@@ -98,6 +99,10 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     )  # fmt: skip
     _record_length(plan, position, state, length)
     if state is None:
+        started = start_from_weights(config, setting.spec, setting.engine)
+        if started is not None:
+            run.note(**started)
+            log.event("started_from", f"Weights of {started['from_weights']}", **started)
         state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     else:
         resume.check_plan(plan, state.progress.cursor)

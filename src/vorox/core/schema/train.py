@@ -38,6 +38,14 @@ class TrainConfig(Section):
         description="block: keep only block inputs and recompute the rest in the backward pass; "
         "dots (jax): keep the matrix products as well.",
     )
+    from_weights: str | None = Field(
+        default=None,
+        description="Start from these weights instead of random ones: a run, a checkpoint (of either engine) or a "
+        "directory of transformers. The optimizer starts afresh.",
+    )
+    from_optimizer: bool = Field(
+        default=False, description="Take over the optimizer's state of that checkpoint as well."
+    )
     max_nonfinite_steps: int = Field(
         default=3,
         ge=0,
