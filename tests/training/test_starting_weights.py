@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "model.num_layers=2"))
     with pytest.raises(CheckpointError, match="the optimizer state holds exp_avg, exp_avg_sq and updates"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "train.from_optimizer=true", *muon))
-    with pytest.raises(ConfigError, match="it needs train.from_weights"):
+    with pytest.raises(ConfigError, match=r"it needs train\.from_weights"):
         config_of(tmp_path, "torch", "train.from_optimizer=true")
     checkpoint = begun / "checkpoints" / "step-00000012" / "model.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-1])

@@ -28,7 +28,7 @@ from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
-_FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
+FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
 """Fields of the spec that do not say what the stored numbers mean."""
 
 Arrays = Callable[[], Iterable[NamedArray]]
@@ -191,7 +191,7 @@ def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> No
     differing = [
         f"{name} = {stored.get(name)} (here {value})"
         for name, value in sorted(wanted.items())
-        if name not in _FREE_TO_CHANGE and stored.get(name) != value
+        if name not in FREE_TO_CHANGE and stored.get(name) != value
     ]
     if differing:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)}", where=where)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.config import config_digest, differences
+from vorox.core.config import config_digest, differences, flat_values
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import VoroxError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
+from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
@@ -228,7 +229,10 @@ def open_session(
         f"{total_steps:,} steps; determinism {facts['determinism']}: {DETERMINISM[str(facts['determinism'])]}",
         environment=facts,
     )
-    tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
+    tracker = Tracker.open(
+        run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log,
+        settings=redact_value(flat_values(config)),
+    )  # fmt: skip
     with (
         contextlib.closing(tracker),
         open_provenance(run, config.log, progress, plan, feed.plan_readers(plan, corpus), setting.log) as provenance,

@@ -16,7 +16,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
-from vorox.models.engine_state import read_weights
+from vorox.models.engine_state import FREE_TO_CHANGE, read_weights
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
@@ -92,9 +92,10 @@ def _take_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
         raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
     theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1).to_json()
     ours = spec.to_json()
-    free = {"dropout_fraction", "init_std", "scale_residual_init"}
     differing = [
-        f"{key} = {theirs[key]} (here {ours[key]})" for key in ours if key not in free and theirs[key] != ours[key]
+        f"{key} = {theirs[key]} (here {ours[key]})"
+        for key in ours
+        if key not in FREE_TO_CHANGE and theirs[key] != ours[key]
     ]
     if differing:
         raise ConfigError(

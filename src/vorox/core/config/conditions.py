@@ -106,6 +106,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "schedule.weight_decay linear or cosine",
     ),
     Condition("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
+    Condition("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
     Condition("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
     Condition("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
     Condition("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),

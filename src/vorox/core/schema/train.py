@@ -91,6 +91,11 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
+    wandb: bool = Field(
+        default=False,
+        description="Also send metrics to Weights & Biases; offline into the run directory without a key.",
+    )
+    wandb_project: str = Field(default="vorox", description="Project of the run there.", min_length=1)
     metadata: Literal["off", "sqlite", "postgres"] = Field(
         default="sqlite",
         description="Database that records, in the background, which data was consumed. sqlite: metadata.sqlite in "
