@@ -35,6 +35,8 @@ _LONGEST_WORD = 64
 _MOST_LITERALS = 64
 _SAMPLE_CHARACTERS = 1 << 17
 _CHECKED_ONE_IN = 512
+_UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+"""Normalizers that leave ASCII as it is."""
 _AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!<|>é中\u3000٣ſ😀\u0300\0"
 
 
@@ -85,10 +87,10 @@ class FastPath:
         reference: Encoder,
         *,
         literals: Sequence[str],
-        only_ascii: bool,
+        normalizer: Any = None,
     ) -> None:
         self._pattern, self._word_library, self._dtype, self._reference = words, word_library, dtype, reference
-        self._literals, self._only_ascii = literals, only_ascii
+        self._literals, self._normalizer = literals, normalizer
         self._known: dict[str, bytes] = {}
         self._tested = False
         self._testing = threading.Lock()
@@ -155,13 +157,15 @@ class FastPath:
     def _windows(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
         """The words of a text in lists of bounded size, and their characters; None if it is not for this path."""
         if not text.isascii():
-            if self._only_ascii:
-                yield None, 0
-                return
             text_bytes(text)  # says where half a surrogate pair is
         if any(literal in text for literal in self._literals):
             yield None, 0
             return
+        if self._normalizer is not None and not text.isascii():
+            text = self._normalizer.normalize_str(text)
+            if any(literal in text for literal in self._literals):
+                yield None, 0
+                return
         start = 0
         while len(text) - start > _WINDOW_CHARACTERS:
             words = self._pattern.words(text[start : start + _WINDOW_CHARACTERS])
@@ -219,7 +223,7 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
     normalizer: dict[str, Any] = value["normalizer"] or {}
     pattern = cutting_pattern(value)
     literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
-    known_normalizer = not normalizer or normalizer.get("type") in {"NFC", "NFKC"}
+    known_normalizer = not normalizer or normalizer.get("type") in _UNICODE_FORMS
     if pattern is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
         return None
     words = word_pattern(pattern)
@@ -233,4 +237,5 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     }
     library: Any = LibraryTokenizer.from_str(json.dumps(whole_words))
-    return FastPath(words, library, dtype, reference, literals=literals, only_ascii=bool(normalizer))
+    whole: Any = LibraryTokenizer.from_str(json.dumps({**value, "added_tokens": []}))
+    return FastPath(words, library, dtype, reference, literals=literals, normalizer=whole.normalizer)
