@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -245,6 +245,48 @@ class TestIds:
         assert not pickle.loads(pickle.dumps(tokenizers["llama3"].reference())).is_fast
 
 
+class TestSeveralCuts:
+    """Pre-tokenizers that cut more than once, as those of StarCoder, SmolLM and DeepSeek."""
+
+    SPLIT: ClassVar[dict[str, Any]] = {"type": "Split", "behavior": "Isolated", "invert": False}
+    BYTES: ClassVar[dict[str, Any]] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    STEPS: ClassVar[dict[str, list[dict[str, Any]]]] = {
+        "single digits": [{"type": "Digits", "individual_digits": True}, {**BYTES, "use_regex": True}],
+        "all digits": [{"type": "Digits", "individual_digits": False}, {**BYTES, "use_regex": True}],
+        "three digits, then words": [
+            {**SPLIT, "pattern": {"Regex": r"\p{N}{1,3}"}},
+            {**SPLIT, "pattern": {"Regex": r"[!-/:-~]+"}},
+            {**SPLIT, "pattern": {"Regex": LLAMA3}},
+            {**BYTES, "use_regex": False},
+        ],
+    }
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def several() -> list[Tokenizer]:
+        made: list[Tokenizer] = []
+        for steps in TestSeveralCuts.STEPS.values():
+            value = json.loads(library_with(GPT2_PATTERN).to_str())
+            value["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+            made.append(Tokenizer(json.dumps(value), "<|endoftext|>", where="test", fast=True))
+        return made
+
+    @settings(max_examples=150, deadline=None)
+    @given(text=ANY_TEXT | st.text("ab12\u0663\u00bd !.é"))
+    def test_ids_are_those_of_the_library(self, several: list[Tokenizer], text: str) -> None:
+        for tokenizer in several:
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+            assert tokenizer.is_fast
+
+    def test_of_whole_files_in_windows(self, several: list[Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+        for window in (90, 1 << 20):
+            monkeypatch.setattr(module, "_WINDOW_CHARACTERS", window)
+            for tokenizer in several:
+                for text in (*TEXTS, "12345 67\u0663 é" * 300):
+                    assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+                assert tokenizer.is_fast
+
+
 class TestWhereThereIsNone:
     @pytest.mark.parametrize("kind", ["byte", "char"])
     def test_tables_are_faster_still(self, kind: Any) -> None:
@@ -255,7 +297,11 @@ class TestWhereThereIsNone:
             {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
             {"type": "Sequence", "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
+                {"type": "Punctuation", "behavior": "Contiguous"},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            ]},
+            {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False},
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
             ]},
             None,

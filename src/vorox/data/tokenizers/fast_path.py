@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.data.records import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, word_pattern
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, word_patterns
 
 _logger = logging.getLogger(__name__)
 
@@ -55,21 +55,25 @@ def adversarial_texts() -> list[str]:
     ]
 
 
-def cutting_pattern(value: dict[str, Any]) -> str | None:
-    """The regular expression by which a parsed tokenizer.json cuts text into words that are encoded apart."""
+def cutting_patterns(value: dict[str, Any]) -> list[str]:
+    """The regular expressions by which a parsed tokenizer.json cuts text into words that are encoded apart.
+
+    Each cuts what the one before it left. Empty where the tokenizer cuts in another way, or not at all.
+    """
     pre_tokenizer: dict[str, Any] = value["pre_tokenizer"] or {}
-    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    last = steps[-1]
+    *steps, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
-        return None
-    uses_pattern = last.get("use_regex", True)
-    if len(steps) == 1:
-        return GPT2_PATTERN if uses_pattern else None
-    first = steps[0]
-    isolated = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
-    if len(steps) != 2 or uses_pattern or not isolated:
-        return None
-    return first["pattern"].get("Regex")
+        return []
+    patterns: list[str] = []
+    for step in steps:
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]
+        if step["type"] == "Digits":
+            patterns.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
+        elif step["type"] == "Split" and isolated:
+            patterns.append(step["pattern"]["Regex"])
+        else:
+            return []
+    return [*patterns, GPT2_PATTERN] if last.get("use_regex", True) else patterns
 
 
 class FastPath:
@@ -81,7 +85,7 @@ class FastPath:
 
     def __init__(
         self,
-        words: WordPattern,
+        words: WordPattern | WordPatterns,
         word_library: Any,
         dtype: TokenType,
         reference: Encoder,
@@ -221,12 +225,12 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
         reference: The way that decides.
     """
     normalizer: dict[str, Any] = value["normalizer"] or {}
-    pattern = cutting_pattern(value)
+    patterns = cutting_patterns(value)
     literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
     known_normalizer = not normalizer or normalizer.get("type") in _UNICODE_FORMS
-    if pattern is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
+    if not patterns or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
         return None
-    words = word_pattern(pattern)
+    words = word_patterns(patterns)
     if words is None:
         return None
     whole_words: dict[str, Any] = {
