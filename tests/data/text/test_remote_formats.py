@@ -81,6 +81,5 @@ def test_an_object_that_changes_under_way_is_an_error(folder: Path, proxy: Fault
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
     content._known.clear()
     with pytest.raises(DataError, match="changed") as caught:
-        for unit in units:
-            list(read_unit(listed, unit, "train", EVERYTHING))
+        [list(read_unit(listed, unit, "train", EVERYTHING)) for unit in units]
     assert caught.value.where == location
