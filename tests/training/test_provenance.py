@@ -245,6 +245,7 @@ def test_a_missing_connection_string_is_refused_before_the_first_step(
         configuration(tmp_path, ["log.metadata_dsn_variable=MY_DSN"])
 
 
+@pytest.mark.slow
 def test_postgres_stopped_in_mid_run_and_started_again(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_postgres_stopped_in_mid_run_and_started_again(
     assert Spool(directory()).size_bytes == 0
 
 
+@pytest.mark.slow
 def test_killed_with_a_spool_the_next_start_drains_it(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:

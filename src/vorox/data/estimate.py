@@ -7,7 +7,6 @@ the standard error of that estimate over the units, 0 when everything is built.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,6 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
-from vorox.data.storage.waiting import may_wait
-
-_POLL_SECONDS = 0.1
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -55,24 +51,12 @@ class DatasetEstimate:
         )
 
 
-def with_first_units(cache: CacheReader, num_units: int = 1) -> CacheReader:
-    """A reader of a cache that sees its first units, after waiting for them if need be.
-
-    Raises:
-        DataError: They cannot be built.
-    """
-    with may_wait(str(cache.directory)) as wait:
-        while True:
-            planned = cache.manifest.planned_units
-            if planned and not len(cache.missing_units(0, min(num_units, planned))):
-                return cache
-            wait.because("its first units are not built yet", failed=False)
-            time.sleep(_POLL_SECONDS)
-            cache = cache.refreshed(awaited_units=num_units)
-
-
-def estimate(caches: Sequence[CacheReader]) -> DatasetEstimate:
+def estimate(caches: Sequence[CacheReader], first_units: int | None = None) -> DatasetEstimate:
     """Measure the caches of all sources.
+
+    Args:
+        caches: One of each source.
+        first_units: Measure only so many units of each, so that the answer does not depend on what is built by now.
 
     Raises:
         DataError: A source has no unit built yet.
@@ -80,32 +64,31 @@ def estimate(caches: Sequence[CacheReader]) -> DatasetEstimate:
     tokens = rows = built = whole = 0
     variance: float | None = 0.0
     for cache in caches:
-        found = _one(cache)
+        found = _one(cache, first_units)
         tokens, rows, built, whole = tokens + found[0], rows + found[1], built + found[2], whole + found[3]
         variance = None if variance is None or found[4] is None else variance + found[4]
     error = None if variance is None else math.sqrt(variance) / max(tokens, 1)
     return DatasetEstimate(tokens, rows, error, built, whole)
 
 
-def _one(cache: CacheReader) -> tuple[int, int, int, int, float | None]:
-    """Tokens, rows, built bytes, all bytes and the variance of the tokens of one source."""
-    manifest = cache.manifest
-    units = manifest.units["unit"].astype(np.int64)
+def _one(cache: CacheReader, first_units: int | None) -> tuple[int, int, int, int, float | None]:
+    """Tokens, rows, measured bytes, all bytes and the variance of the tokens of one source."""
+    manifest, size = cache.manifest, _unit_bytes(cache)
+    limit = manifest.planned_units if first_units is None else first_units
+    measured = manifest.units[manifest.units["unit"] < limit]
+    units, tokens = measured["unit"].astype(np.int64), measured["tokens"].astype(np.int64)
     if not len(units):
         raise DataError("no unit of the cache is built yet", where=str(cache.directory), hint="wait for the first")
-    tokens = manifest.units["tokens"].astype(np.int64)
+    rows, built, whole = int(np.diff(manifest.unit_row_starts)[units].sum()), size[units], int(size.sum())
     if len(units) == manifest.planned_units:
-        size = _unit_bytes(cache)
-        return int(tokens.sum()), manifest.num_rows, int(size.sum()), int(size.sum()), 0.0
-    size = _unit_bytes(cache)
-    built, whole, number = size[units], int(size.sum()), len(units)
-    ratio = whole / int(built.sum())
+        return int(tokens.sum()), rows, whole, whole, 0.0
+    ratio, number = whole / int(built.sum()), len(units)
     variance: float | None = None
     if number > 1:
         residuals: Float64Array = tokens - tokens.sum() / built.sum() * built
         spread = float((residuals**2).sum()) / (number - 1)
         variance = manifest.planned_units**2 * (1 - number / manifest.planned_units) * spread / number
-    return round(int(tokens.sum()) * ratio), round(manifest.num_rows * ratio), int(built.sum()), whole, variance
+    return round(int(tokens.sum()) * ratio), round(rows * ratio), int(built.sum()), whole, variance
 
 
 def _unit_bytes(cache: CacheReader) -> npt.NDArray[np.int64]:

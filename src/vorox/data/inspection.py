@@ -17,12 +17,14 @@ from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusSource
-from vorox.data.documents import BadRecord, TokenDocument
+from vorox.data.documents import BadRecord
 from vorox.data.records import TokenArray
 from vorox.data.storage import content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.splits import SPLITS, Split
 from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
+from vorox.data.transforms.apply import Applier
+from vorox.data.transforms.registry import transforms_of
 
 _BLOCK_ROWS = 1024
 _TRACED_ROWS = 8
@@ -196,7 +198,7 @@ def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None
     for source, split, reader, _ in _caches(corpus):
         name = f"{source.name} {split}"
         attempt(lambda reader=reader, name=name: reader.verify(lambda done, total: report(name, done, total)))
-        attempt(lambda source=source, reader=reader: _trace(corpus, source, reader))
+        attempt(lambda source=source, split=split, reader=reader: _trace(corpus, source, split, reader))
     if len(problems) > 1:
         raise DataError(
             f"{len(problems)} checks failed: " + "; ".join(problem.what for problem in problems),
@@ -214,7 +216,8 @@ def _silent(what: str, done: int, total: int) -> None:
 def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
     files = source.source.files
     for index, (stored, file) in enumerate(zip(source.source.stored, files, strict=True), 1):
-        if content_hash(stored) != file.version:
+        hashed = stored.version is None  # elsewhere the store pins it: what was listed just now is what it was
+        if hashed and content_hash(stored) != file.version:
             raise DataError(
                 "the file's content is not what its recorded hash says", where=file.uri,
                 hint="restore the file; or remove the folder `versions` of the cache root and build from it as it is",
@@ -222,24 +225,28 @@ def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
         report(f"{source.name} files", index, len(files))
 
 
-def _trace(corpus: Corpus, source: CorpusSource, reader: CacheReader) -> None:
+def _trace(corpus: Corpus, source: CorpusSource, split: str, reader: CacheReader) -> None:
     tokenizer = corpus.tokenizer.reference()  # not the way by which the cache was built
+    data = corpus.config
+    transforms = transforms_of(data, source.source.config, split, source.source.key)
+    applier = Applier(transforms, data.transform_seed, reader.files, tokenizer)
     by_uri = {stored.uri: stored for stored in source.source.stored}
     for row in _spread(reader, _TRACED_ROWS).tolist():
         tokens, places = _segments(reader, row)
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
-            at = (0, document.ordinal, document.byte_offset, document.byte_length)
+            at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
             record = read_record(source.source.config, by_uri[document.uri], *at)
             place = f"{document.uri}, record {document.ordinal + 1:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
-            own = record.tokens if isinstance(record, TokenDocument) else tokenizer.encode(record.text)
-            ids = [*own.tolist(), corpus.tokenizer.end_of_text_id]
-            first = document.document_token_offset
-            if ids[first : first + document.length] != tokens[start:end].tolist():
+            first, stored = document.document_token_offset, tokens[start:end].tolist()
+            made = applier.token_sequences(record, tokenizer.encode)
+            ended = ([*ids.tolist(), tokenizer.end_of_text_id] for ids in made)
+            if not any(ids[first : first + document.length] == stored for ids in ended):
                 raise DataError(
                     f"row {row} of the cache does not hold the tokens of this document", where=place,
-                    hint="the tokenizer's library or the file changed; build into another data.cache.directory",
+                    hint="the tokenizer's library, a transform or the file changed; build into another "
+                    "data.cache.directory",
                 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
+from vorox.data.estimate import DatasetEstimate, estimate
 from vorox.data.growth import PlanGrower, Tell
 from vorox.data.loader import BatchStream, open_batches, validation_batches
 from vorox.data.parts import SourceReader, measure_parts, readers_of
@@ -90,6 +91,16 @@ def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
         stages = [known for known in stages if known.start_position < position]
         stages.append(WantedStage(position, shares or weights, pieces))
     return stages
+
+
+def dataset_size(config: RunConfig, corpus: Corpus) -> DatasetEstimate:
+    """One pass over the full dataset: exact where it is built, else an estimate.
+
+    In mode ``strict`` it is measured on the first segments alone, so that two runs get the same length and warm-up
+    whatever is built by the time they begin.
+    """
+    growth = config.data.growth
+    return estimate(corpus.train, growth.first_segment_units if growth.mode == "strict" else None)
 
 
 def plan_readers(plan: Plan, corpus: Corpus) -> list[SourceReader | None]:

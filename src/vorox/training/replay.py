@@ -19,7 +19,6 @@ from vorox.core.config import config_digest
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
-from vorox.data.estimate import estimate
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_start
@@ -192,7 +191,7 @@ def _recorded_horizon(run_directory: Path, setting: Setting) -> Horizon:
     for metadata in _manifests(run_directory).values():
         if metadata["config_digest"] == digest:
             return Horizon.from_json(metadata["horizon"])
-    size = estimate(setting.corpus.train)
+    size = feed.dataset_size(setting.config, setting.corpus)
     return horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
 
 

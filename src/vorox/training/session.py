@@ -23,7 +23,6 @@ from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
-from vorox.data.estimate import estimate
 from vorox.data.loader import BatchStream, first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import Extension
@@ -131,7 +130,7 @@ def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
 
 def _length(setting: Setting) -> Horizon:
     """The length that the configuration asks for, by what is known of the full dataset now."""
-    size = estimate(setting.corpus.train)
+    size = feed.dataset_size(setting.config, setting.corpus)
     length = horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     if size.is_exact:
         return replace(length, dataset_tokens=size.tokens)
@@ -304,7 +303,9 @@ def _observer(
         provenance=provenance,
         horizon=length,
         every_steps=config.log.every_steps,
-        rows_per_epoch=max(1, round(estimate(setting.corpus.train).rows * config.train.epoch_dataset_fraction)),
+        rows_per_epoch=max(
+            1, round(feed.dataset_size(config, setting.corpus).rows * config.train.epoch_dataset_fraction)
+        ),
         vocab_size=setting.spec.vocab_size,
         engine=setting.engine,
         queue=Queue(

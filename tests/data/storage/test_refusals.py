@@ -200,12 +200,15 @@ class TestHub:
                     cdn.error_503_fraction = 1.0
                     assert "HTTP 503" in refused(lambda: read("hf://someone/corpora/a.txt")).what
 
-    def test_content_that_is_not_what_was_listed(self) -> None:
+    @pytest.mark.parametrize("large_from_bytes", [1, 1 << 20])
+    def test_content_that_is_not_what_was_listed(self, large_from_bytes: int) -> None:
         with hub_server() as hub:
+            hub.large_from_bytes = large_from_bytes
             sha = hub.commit("someone/corpora", {"a.txt": BODY})
             (file,) = list_files("hf://someone/corpora", (".txt",))
+            assert read_file(file) == BODY
             hub.commits["someone/corpora"][sha]["a.txt"] = BODY.replace(b"text", b"TEXT")
-            assert "blob:" in refused(lambda: read_file(file)).what
+            assert "became blob:" in refused(lambda: read_file(file)).what
             del hub.commits["someone/corpora"][sha]
             assert "it is gone" in refused(lambda: read_file(file)).what
 

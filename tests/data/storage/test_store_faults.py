@@ -194,3 +194,18 @@ def test_many_random_faults_change_nothing(store: Shelf) -> None:
         assert proxy.faults["answer"] >= 1
         assert proxy.faults["truncate"] >= 3
         assert_every_byte_was_sent_once(proxy)
+
+
+def test_a_look_at_a_large_object_fetches_little_of_it(store: Shelf) -> None:
+    store.put("large.bin", bytes(4 << 20))
+    for start, end, looked_bytes, most_bytes in [(1 << 20, None, 100, 3 << 18), (5, 1_005, 1_000, 1_000)]:
+        with store.behind() as (root, proxy), retry_budget(RetryPolicy()):
+            (file,) = list_files(f"{root}/large.bin", ())
+            with open_range(file, start, end) as reader:
+                assert len(reader.read(looked_bytes)) == looked_bytes
+            assert sum(request.sent_bytes for request in reads(proxy)) <= most_bytes
+    with store.behind() as (root, proxy), retry_budget(RetryPolicy()):
+        (file,) = list_files(f"{root}/large.bin", ())
+        with open_range(file) as reader:
+            assert sum(len(piece) for piece in iter(lambda: reader.read(1 << 20), b"")) == 4 << 20
+        assert len(reads(proxy)) < 17

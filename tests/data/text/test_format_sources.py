@@ -182,3 +182,16 @@ def test_endings_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(made)
     listed = list_source(source(tmp_path, "jsonl"))
     assert listed.places == ("a.jsonl", "b.ndjson.gz", "c.JSONL.ZST")
+
+
+def test_a_limit_reads_no_more_of_a_compressed_file_than_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.jsonl.zst", [f"line {n} " * 100 for n in range(20_000)])
+
+    def never(*_: object) -> int:
+        raise AssertionError("the whole file was read")
+
+    monkeypatch.setattr("vorox.data.text.formats.length_bytes", never)
+    listed = list_source(source(tmp_path, "jsonl", max_bytes=1_000_000))
+    assert 990_000 < listed.size_bytes <= 1_000_000

@@ -7,8 +7,9 @@ import json
 import logging
 import pickle
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -63,6 +64,11 @@ def library_with(pattern: str, *, size: int = 600, special: bool = True, normali
 def tokenizer_with(pattern: str, **options: Any) -> Tokenizer:
     text = library_with(pattern, **options).to_str()
     return Tokenizer(text, "<|endoftext|>", where="test", fast=True)
+
+
+@pytest.fixture(scope="module")
+def normalising() -> Tokenizer:
+    return tokenizer_with(LLAMA3, normalizer=normalizers.NFC())
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +190,48 @@ class TestIds:
         assert tokenizer.end_of_text_id not in ids
         assert 600 in ids  # the added token, which is not special, is one even in text
 
-    def test_normalised_text_goes_to_the_library_unless_it_is_ascii(self) -> None:
-        tokenizer = tokenizer_with(LLAMA3, normalizer=normalizers.NFC())
-        for text in ("plain", "e\u0301 e\u0301tude", "é"):
+    @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+    def test_text_is_normalised_as_the_library_does(self, form: str) -> None:
+        tokenizer = tokenizer_with(LLAMA3, normalizer=getattr(normalizers, form)())
+        path = tokenizer._fast
+        assert path is not None
+        for text in (
+            "plain",
+            "e\u0301 e\u0301tude",
+            "é",
+            "ﬁ ½ Å",
+            "\u0301\u0300a\u0323\u0307",
+            "한글 \u1112\u1161\u11ab",
+        ):
             assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+            assert path.encode_words([text])[0] is not None
         assert tokenizer.is_fast
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=ANY_TEXT | st.text("e\u0301\u0323a\u0300ﬁ½한\u1112\u1161 "))
+    def test_any_text_is_normalised_as_the_library_does(self, normalising: Tokenizer, text: str) -> None:
+        assert normalising.encode(text).tolist() == library_ids(normalising, text)
+        assert normalising.is_fast
+
+    def test_threads_share_what_they_learn(self, tokenizers: dict[str, Tokenizer]) -> None:
+        tokenizer = tokenizers["o200k"].with_fast_path()
+        parts = [[text[start : start + 700] for start in range(0, len(text), 700)] for text in TEXTS * 4]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(tokenizer.encode_batch, parts))
+        reference = tokenizer.reference()
+        for part, ids in zip(parts, found, strict=True):
+            for one, expected in zip(ids, reference.encode_batch(part), strict=True):
+                assert np.array_equal(one, expected)
+        assert tokenizer.is_fast
+
+    def test_long_documents(self, tokenizers: dict[str, Tokenizer]) -> None:
+        for unit in ("word word\n", "größer 中文 it's\n"):
+            text = unit * (3_000_000 // len(unit))
+            tokenizer = tokenizers["trained"]
+            ids = tokenizer.encode(text)
+            assert tokenizer.token_byte_lengths()[ids].sum() == len(text.encode())
+            assert np.array_equal(ids[:1000], library_ids(tokenizer, text[:20_000])[:1000])
+            assert tokenizer.is_fast
 
     def test_half_surrogates_are_refused_as_ever(self, tokenizers: dict[str, Tokenizer]) -> None:
         for tokenizer in tokenizers.values():
@@ -202,6 +245,48 @@ class TestIds:
         assert not pickle.loads(pickle.dumps(tokenizers["llama3"].reference())).is_fast
 
 
+class TestSeveralCuts:
+    """Pre-tokenizers that cut more than once, as those of StarCoder, SmolLM and DeepSeek."""
+
+    SPLIT: ClassVar[dict[str, Any]] = {"type": "Split", "behavior": "Isolated", "invert": False}
+    BYTES: ClassVar[dict[str, Any]] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    STEPS: ClassVar[dict[str, list[dict[str, Any]]]] = {
+        "single digits": [{"type": "Digits", "individual_digits": True}, {**BYTES, "use_regex": True}],
+        "all digits": [{"type": "Digits", "individual_digits": False}, {**BYTES, "use_regex": True}],
+        "three digits, then words": [
+            {**SPLIT, "pattern": {"Regex": r"\p{N}{1,3}"}},
+            {**SPLIT, "pattern": {"Regex": r"[!-/:-~]+"}},
+            {**SPLIT, "pattern": {"Regex": LLAMA3}},
+            {**BYTES, "use_regex": False},
+        ],
+    }
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def several() -> list[Tokenizer]:
+        made: list[Tokenizer] = []
+        for steps in TestSeveralCuts.STEPS.values():
+            value = json.loads(library_with(GPT2_PATTERN).to_str())
+            value["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+            made.append(Tokenizer(json.dumps(value), "<|endoftext|>", where="test", fast=True))
+        return made
+
+    @settings(max_examples=150, deadline=None)
+    @given(text=ANY_TEXT | st.text("ab12\u0663\u00bd !.é"))
+    def test_ids_are_those_of_the_library(self, several: list[Tokenizer], text: str) -> None:
+        for tokenizer in several:
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+            assert tokenizer.is_fast
+
+    def test_of_whole_files_in_windows(self, several: list[Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+        for window in (90, 1 << 20):
+            monkeypatch.setattr(module, "_WINDOW_CHARACTERS", window)
+            for tokenizer in several:
+                for text in (*TEXTS, "12345 67\u0663 é" * 300):
+                    assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+                assert tokenizer.is_fast
+
+
 class TestWhereThereIsNone:
     @pytest.mark.parametrize("kind", ["byte", "char"])
     def test_tables_are_faster_still(self, kind: Any) -> None:
@@ -212,7 +297,11 @@ class TestWhereThereIsNone:
             {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
             {"type": "Sequence", "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
+                {"type": "Punctuation", "behavior": "Contiguous"},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            ]},
+            {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False},
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
             ]},
             None,

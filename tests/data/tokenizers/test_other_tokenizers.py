@@ -76,6 +76,15 @@ class TestTiktoken:
             for pattern in (CL100K, R50K)
         ]
 
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def saved(pairs: list[tuple[Tokenizer, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+        """What transformers makes of the saved tokenizers."""
+        folders = [tmp_path_factory.mktemp("saved") for _ in pairs]
+        for (tokenizer, _), folder in zip(pairs, folders, strict=True):
+            tokenizer.save(folder)
+        return [transformers.AutoTokenizer.from_pretrained(folder) for folder in folders]
+
     @settings(max_examples=150, deadline=None)
     @given(text=ANY_TEXT)
     def test_ids_are_those_of_tiktoken(self, pairs: list[tuple[Tokenizer, Any]], text: str) -> None:
@@ -94,6 +103,15 @@ class TestTiktoken:
         assert pairs[0][0].end_of_text_id == 420
         assert pairs[0][0].vocab_size == 421
         assert 420 not in pairs[0][0].encode("<|endoftext|>").tolist()
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=ANY_TEXT)
+    def test_ids_are_those_of_transformers_as_well(self, saved: list[Any], pairs: list[Any], text: str) -> None:
+        for theirs, (tokenizer, oracle) in zip(saved, pairs, strict=True):
+            text_without_specials = text.replace("<|endoftext|>", "")
+            ids = theirs.encode(text_without_specials, add_special_tokens=False)
+            assert ids == tokenizer.encode(text_without_specials).tolist()
+            assert ids == oracle.encode_ordinary(text_without_specials)
 
     def test_saved_file_gives_transformers_the_same_ids(
         self, pairs: list[tuple[Tokenizer, Any]], tmp_path: Path

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from postgres_server import Postgres
@@ -188,6 +187,8 @@ def make_version(target: Path | str, version: int) -> None:
                 connection.execute(statement)
         connection.close()
     else:
+        import psycopg
+
         with psycopg.connect(target) as connection:
             connection.execute("CREATE SCHEMA vorox")
             connection.execute("SET search_path TO vorox")
@@ -213,6 +214,8 @@ def test_a_newer_database_is_refused_and_left_alone(target: Path | str) -> None:
             connection.execute("UPDATE metadata_version SET version = 99")
         connection.close()
     else:
+        import psycopg
+
         with psycopg.connect(target) as connection:
             connection.execute("UPDATE vorox.metadata_version SET version = 99")
     with pytest.raises(ConfigError, match="version 99"):

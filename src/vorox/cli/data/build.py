@@ -122,6 +122,7 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
             f"{report.documents:,}",
             quantities.size(report.text_bytes),
             quantities.count(report.tokens),
+            f"{report.text_bytes / max(report.tokens - report.documents, 1):.2f}",
             f"{report.rows:,}",
             f"{report.chunks:,}",
             quantities.percent(report.utilisation_fraction, 2),
@@ -133,8 +134,8 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         ]
         for name, report in reports.items()
     ]
-    titles = ["CACHE", "DOCUMENTS", "TEXT", "TOKENS", "ROWS", "CHUNKS", "FULL", "SIZE", "OF-UINT32", "OF-UINT16"]
-    titles += ["BUILT", "BAD"]
+    titles = ["CACHE", "DOCUMENTS", "TEXT", "TOKENS", "BYTES/TOKEN", "ROWS", "CHUNKS", "FULL", "SIZE"]
+    titles += ["OF-UINT32", "OF-UINT16", "BUILT", "BAD"]
     print_table(titles, rows, right=" ".join(titles[1:]))
     for name, report in reports.items():
         for transform, count in report.transforms.items():

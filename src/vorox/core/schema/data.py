@@ -14,8 +14,8 @@ class TransformConfig(Section):
     """One function between reading and packing."""
 
     name: str = Field(
-        description="length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, token_dropout, or a "
-        "function of your own as my_package.my_module:function.",
+        description="length, token_length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, "
+        "token_dropout, local_model, or a function of your own as my_package.my_module:function.",
     )
     args: Mapping[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
     splits: tuple[Literal["train", "validation"], ...] = Field(

@@ -86,7 +86,7 @@ def verify(
     check_recipe(directory, read_recipe(directory), recipe)
     now, planned = Manifest.read_log(directory), manifest.planned_units
     now.check_recipe(directory, recipe.digest)
-    if not _contents(manifest) <= _contents(now):
+    if not manifest.contents <= now.contents:
         raise DataError("the manifest changed since the cache was opened", where=str(directory), hint="verify again")
     files, units = read_files(directory), read_units(directory)
     if len(units) < planned:
@@ -111,10 +111,6 @@ def verify(
     for unit, quarantined in manifest.units[["unit", "quarantined"]].tolist():
         if quarantined:
             verify_quarantine(directory, unit, quarantined)
-
-
-def _contents(manifest: Manifest) -> set[tuple[int, int, bytes]]:
-    return set(manifest.chunks[["unit", "part", "content"]].tolist())
 
 
 def _verify_chunk(

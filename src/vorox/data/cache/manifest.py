@@ -124,9 +124,19 @@ class Manifest:
             try:
                 return self._refreshed(directory)
             except DataError:
-                if _signature(directory / LOG_NAME) == before:
-                    raise
-                # A torn line was cut off and written over while it was read.
+                if _signature(directory / LOG_NAME) != before:
+                    continue  # a torn line was cut off and written over while it was read
+                if self.position.num_entries and self._is_part_of(again := Manifest.read_log(directory)):
+                    return again  # the cache was built anew, in another order
+                raise
+
+    def _is_part_of(self, other: Manifest) -> bool:
+        return self.recipe == other.recipe and self.contents <= other.contents
+
+    @cached_property
+    def contents(self) -> set[tuple[int, int, bytes]]:
+        """Address and content of every chunk."""
+        return set(self.chunks[["unit", "part", "content"]].tolist())
 
     def _refreshed(self, directory: Path) -> Manifest:
         path = directory / LOG_NAME

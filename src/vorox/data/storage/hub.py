@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
@@ -23,6 +23,9 @@ from vorox.data.storage.remote import Asker, Keep
 from vorox.data.storage.retry import RetryPolicy, current_budget
 from vorox.data.storage.transport import NotThere, Receive, get_json, raise_for_status, receive_range, request
 
+if TYPE_CHECKING:
+    import aiohttp
+
 _CREDENTIALS_HINT = (
     "set HF_TOKEN to a token that may read it, and accept the conditions of the repository on its page where it asks"
 )
@@ -31,6 +34,7 @@ _URI = re.compile(
     r"(?:/(?P<path>.*))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +145,17 @@ class HubStore:
                 )  # fmt: skip
             except NotThere:
                 transport.gone(file.uri)
-            answers = [*response.history, response]
-            for told in (answer.headers.get("X-Linked-ETag") for answer in answers):
-                if told is not None and told.strip('"') != file.version.removeprefix("blob:"):
-                    transport.changed(file.uri, f"{file.version} became blob:{told.strip(chr(34))}")
+            for told in map(_blob_of, [*response.history, response]):
+                if told is not None and told != file.version:
+                    transport.changed(file.uri, f"{file.version} became {told}")
             await receive_range(response, start_byte, end_byte, file.size_bytes, uri=file.uri, receive=receive)
+
+
+def _blob_of(answer: aiohttp.ClientResponse) -> str | None:
+    """Which content the hub itself says that it sends; where it redirected to, the ETag is another store's."""
+    told = answer.headers.get("X-Linked-ETag") or ("" if answer.history else answer.headers.get("ETag", ""))
+    match = _BLOB.fullmatch(told.removeprefix("W/").strip('"'))
+    return f"blob:{match[0]}" if match else None
 
 
 def _file(place: HubPlace, commit: str, entry: Mapping[str, Any]) -> StoredFile:

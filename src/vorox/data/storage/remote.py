@@ -27,6 +27,8 @@ Keep = Callable[[str], bool]
 
 _PIECES_AHEAD = 2
 _LEAST_RANDOM_BYTES = 1 << 20
+_FIRST_PIECE_BYTES = 1 << 18
+_OPEN_SHARE = 8
 
 
 class Asker:
@@ -147,29 +149,41 @@ class _Piece:
 
 
 class _RangeReader(io.RawIOBase):
-    """The bytes ``[start, end)`` one after the other, a few pieces ahead of the reader."""
+    """The bytes ``[start, end)`` one after the other, a few pieces ahead of the reader.
 
-    def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int) -> None:
+    It begins with one small piece, because many readers want only a look. Where no end is known, the pieces grow with
+    what was read, so that what was fetched in vain is a small part of what was not.
+    """
+
+    def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> None:
         self._store, self._file = store, file
-        self._asked_byte, self._end_byte = start_byte, end_byte
+        self._start_byte = self._asked_byte = start_byte
+        self._end_byte = file.size_bytes if end_byte is None else end_byte
+        self._has_end = end_byte is not None
         self._budget = current_budget()
         self._pieces: deque[_Piece] = deque()
         self._view = memoryview(b"")
-        self._ask()
+        self._ask(1)
 
     def readable(self) -> bool:
         return True
 
-    def _ask(self) -> None:
-        while self._asked_byte < self._end_byte and len(self._pieces) < _PIECES_AHEAD:
-            end = min(self._asked_byte + self._budget.policy.piece_bytes, self._end_byte)
+    def _piece_bytes(self) -> int:
+        most = self._budget.policy.piece_bytes
+        if self._asked_byte == self._start_byte or not self._has_end:
+            return min(most, max(_FIRST_PIECE_BYTES, (self._asked_byte - self._start_byte) // _OPEN_SHARE))
+        return most
+
+    def _ask(self, pieces_ahead: int) -> None:
+        while self._asked_byte < self._end_byte and len(self._pieces) < pieces_ahead:
+            end = min(self._asked_byte + self._piece_bytes(), self._end_byte)
             self._pieces.append(_Piece(self._store, self._file, self._asked_byte, end, self._budget))
             self._asked_byte = end
 
     def readinto(self, buffer: Any) -> int:
         if not self._view and self._pieces:
             self._view = memoryview(self._pieces.popleft().bytes())
-            self._ask()
+            self._ask(_PIECES_AHEAD)
         target = memoryview(buffer).cast("B")
         count = min(len(target), len(self._view))
         target[:count] = self._view[:count]
@@ -183,7 +197,7 @@ class _RangeReader(io.RawIOBase):
         super().close()
 
 
-def open_remote_range(store: Store, file: StoredFile, start_byte: int, end_byte: int) -> BinaryIO:
+def open_remote_range(store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> BinaryIO:
     """A part of a listed object, read ahead."""
     return cast("BinaryIO", io.BufferedReader(_RangeReader(store, file, start_byte, end_byte), 1 << 20))
 

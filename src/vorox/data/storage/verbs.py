@@ -70,8 +70,7 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
     """
     scheme = scheme_of(file.uri)
     if scheme is not None:
-        end_byte = file.size_bytes if end_byte is None else end_byte
-        held = held_range(file, start_byte, end_byte)
+        held = held_range(file, start_byte, file.size_bytes if end_byte is None else end_byte)
         if held is not None:
             yield held
             return

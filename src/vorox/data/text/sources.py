@@ -164,10 +164,18 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
     if config.max_bytes is None:
         return whole, file.size_bytes, False
     left = config.max_bytes - used_bytes
-    size = measure(config, file)
-    if size <= left:
-        return whole, size, size == left
-    first = next(cut(config, file, 0, None, left), None)
+    pieces = cut(config, file, 0, None, left)
+    if compression_of(file.uri) is None:
+        size = measure(config, file)
+        if size <= left:
+            return whole, size, size == left
+        first = next(pieces, None)
+    else:  # its length is not known, and not worth reading all of it
+        first = next(pieces, None)
+        if first is None:
+            return None, 0, False
+        if first.text_bytes <= left and next(pieces, None) is None:
+            return None, first.text_bytes, first.text_bytes == left
     if first is None or first.text_bytes > left:
         return 0, 0, True
     return first.end_byte, first.text_bytes, True

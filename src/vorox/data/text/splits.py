@@ -40,7 +40,8 @@ def file_split(validation: ValidationConfig, place: str) -> Split:
 def document_filter(validation: ValidationConfig, split: Split, place: str) -> Callable[[int], bool]:
     """Whether the record that starts at a byte of this file belongs to the split; always, unless documents are split.
 
-    The byte offset is the key, so that a record's split is known without reading what lies before it.
+    The byte offset is the key, so that a record's split is known without reading what lies before it; in Parquet, whose
+    rows have no bytes of their own, the ordinal stands in its place.
     """
     if validation.split != "document":
         return lambda _: True

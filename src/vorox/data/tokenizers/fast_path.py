@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.data.records import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, word_pattern
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, word_patterns
 
 _logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _LONGEST_WORD = 64
 _MOST_LITERALS = 64
 _SAMPLE_CHARACTERS = 1 << 17
 _CHECKED_ONE_IN = 512
+_UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+"""Normalizers that leave ASCII as it is."""
 _AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!<|>é中\u3000٣ſ😀\u0300\0"
 
 
@@ -53,21 +55,25 @@ def adversarial_texts() -> list[str]:
     ]
 
 
-def cutting_pattern(value: dict[str, Any]) -> str | None:
-    """The regular expression by which a parsed tokenizer.json cuts text into words that are encoded apart."""
+def cutting_patterns(value: dict[str, Any]) -> list[str]:
+    """The regular expressions by which a parsed tokenizer.json cuts text into words that are encoded apart.
+
+    Each cuts what the one before it left. Empty where the tokenizer cuts in another way, or not at all.
+    """
     pre_tokenizer: dict[str, Any] = value["pre_tokenizer"] or {}
-    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    last = steps[-1]
+    *steps, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
-        return None
-    uses_pattern = last.get("use_regex", True)
-    if len(steps) == 1:
-        return GPT2_PATTERN if uses_pattern else None
-    first = steps[0]
-    isolated = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
-    if len(steps) != 2 or uses_pattern or not isolated:
-        return None
-    return first["pattern"].get("Regex")
+        return []
+    patterns: list[str] = []
+    for step in steps:
+        isolated = step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]
+        if step["type"] == "Digits":
+            patterns.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
+        elif step["type"] == "Split" and isolated:
+            patterns.append(step["pattern"]["Regex"])
+        else:
+            return []
+    return [*patterns, GPT2_PATTERN] if last.get("use_regex", True) else patterns
 
 
 class FastPath:
@@ -79,16 +85,16 @@ class FastPath:
 
     def __init__(
         self,
-        words: WordPattern,
+        words: WordPattern | WordPatterns,
         word_library: Any,
         dtype: TokenType,
         reference: Encoder,
         *,
         literals: Sequence[str],
-        only_ascii: bool,
+        normalizer: Any = None,
     ) -> None:
         self._pattern, self._word_library, self._dtype, self._reference = words, word_library, dtype, reference
-        self._literals, self._only_ascii = literals, only_ascii
+        self._literals, self._normalizer = literals, normalizer
         self._known: dict[str, bytes] = {}
         self._tested = False
         self._testing = threading.Lock()
@@ -155,13 +161,15 @@ class FastPath:
     def _windows(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
         """The words of a text in lists of bounded size, and their characters; None if it is not for this path."""
         if not text.isascii():
-            if self._only_ascii:
-                yield None, 0
-                return
             text_bytes(text)  # says where half a surrogate pair is
         if any(literal in text for literal in self._literals):
             yield None, 0
             return
+        if self._normalizer is not None and not text.isascii():
+            text = self._normalizer.normalize_str(text)
+            if any(literal in text for literal in self._literals):
+                yield None, 0
+                return
         start = 0
         while len(text) - start > _WINDOW_CHARACTERS:
             words = self._pattern.words(text[start : start + _WINDOW_CHARACTERS])
@@ -217,12 +225,12 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
         reference: The way that decides.
     """
     normalizer: dict[str, Any] = value["normalizer"] or {}
-    pattern = cutting_pattern(value)
+    patterns = cutting_patterns(value)
     literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
-    known_normalizer = not normalizer or normalizer.get("type") in {"NFC", "NFKC"}
-    if pattern is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
+    known_normalizer = not normalizer or normalizer.get("type") in _UNICODE_FORMS
+    if not patterns or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
         return None
-    words = word_pattern(pattern)
+    words = word_patterns(patterns)
     if words is None:
         return None
     whole_words: dict[str, Any] = {
@@ -233,4 +241,5 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     }
     library: Any = LibraryTokenizer.from_str(json.dumps(whole_words))
-    return FastPath(words, library, dtype, reference, literals=literals, only_ascii=bool(normalizer))
+    whole: Any = LibraryTokenizer.from_str(json.dumps({**value, "added_tokens": []}))
+    return FastPath(words, library, dtype, reference, literals=literals, normalizer=whole.normalizer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -109,11 +109,22 @@ class WordPattern:
         if text.isascii():
             words: list[str] = self._compiled.findall(text)
             return words if len("".join(words)) == len(text) else None
-        replaced = text.translate(self._table)
-        if chr(_ODD) in replaced:
+        replaced = self._replaced(text)
+        return None if replaced is None else _cut(text, self._compiled.findall(replaced))
+
+    def pieces(self, text: str) -> list[str] | None:
+        """What the pattern matches and what lies between, one after the other; None where it cannot be told."""
+        replaced = text if text.isascii() else self._replaced(text)
+        if replaced is None:
             return None
-        places = [0, *accumulate(map(len, self._compiled.findall(replaced)))]
-        return [text[start:end] for start, end in pairwise(places)] if places[-1] == len(text) else None
+        return _cut(
+            text, [piece for piece in re.split(f"({self._compiled.pattern})", replaced, flags=re.ASCII) if piece]
+        )
+
+    def _replaced(self, text: str) -> str | None:
+        """The text with a stand-in for every character outside ASCII; None if one of them has none."""
+        replaced = text.translate(self._table)
+        return None if chr(_ODD) in replaced else replaced
 
     def _classes(self, character: str) -> tuple[bool, ...]:
         return tuple(contains(character) for contains in self._contains)
@@ -155,6 +166,29 @@ class WordPattern:
         return re.compile(text, re.ASCII)
 
 
+class WordPatterns:
+    """Patterns one after the other: each cuts what the one before it left, the last one into words."""
+
+    def __init__(self, patterns: Sequence[WordPattern]) -> None:
+        self._first, self._last = patterns[:-1], patterns[-1]
+
+    def words(self, text: str) -> list[str] | None:
+        runs = [text]
+        for pattern in self._first:
+            cut = [pattern.pieces(run) for run in runs]
+            runs = [piece for pieces in cut if pieces is not None for piece in pieces]
+            if None in cut:
+                return None
+        found = [self._last.words(run) for run in runs]
+        return None if None in found else [word for words in found if words is not None for word in words]
+
+
+def _cut(text: str, parts: Sequence[str]) -> list[str] | None:
+    """The text in parts of these lengths; None if they are not all of it."""
+    places = [0, *accumulate(map(len, parts))]
+    return [text[start:end] for start, end in pairwise(places)] if places[-1] == len(text) else None
+
+
 class _Table(dict[int, int]):
     """For ``str.translate``: learns a character when it first meets it."""
 
@@ -171,6 +205,14 @@ def _membership(name: str) -> Callable[[str], bool]:
     """Whether a character is in a class, asked of the library."""
     removing: Any = pre_tokenizers.Split(Regex(name), behavior="removed")
     return lambda character: not removing.pre_tokenize_str(character)
+
+
+def word_patterns(patterns: Sequence[str]) -> WordPattern | WordPatterns | None:
+    """A function that cuts by these patterns one after the other; None if Python's engine might cut otherwise."""
+    known = [found for pattern in patterns if (found := word_pattern(pattern)) is not None]
+    if not known or len(known) != len(patterns):
+        return None
+    return known[0] if len(known) == 1 else WordPatterns(known)
 
 
 def word_pattern(pattern: str) -> WordPattern | None:

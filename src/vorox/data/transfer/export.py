@@ -82,7 +82,8 @@ def export(
     try:
         make_directory(output.parent)
         with StagedDirectory(output) as directory:
-            for name, split, reader in caches:
+            digests = [reader.digest for _, _, reader in caches]  # refuses what is not complete, before all work
+            for (name, split, reader), digest in zip(caches, digests, strict=True):
                 destination = _destination(directory, name, split, reader, to, shard_tokens)
                 documents = _tokens(reader, destination, on_progress or _silent)
                 written = WRITERS[to](documents, destination)
@@ -92,7 +93,7 @@ def export(
                     {
                         "source": name,
                         "split": split,
-                        "cache": reader.digest,
+                        "cache": digest,
                         "documents": destination.num_documents,
                         "tokens": destination.num_tokens,
                         "files": [asdict(file) for file in written],

@@ -133,6 +133,19 @@ class Applier:
             ids = [array for array in made if array is not None]
         return left, ids
 
+    def token_sequences(
+        self, record: Document | TokenDocument, encode: Callable[[str], Ids]
+    ) -> list[Ids]:  # fmt: skip
+        """All ids that a record comes to, one array for each document made of it; nothing of it is a duplicate.
+
+        For checks of what is in a cache, where what was there before is not.
+        """
+        entry = Entry(record, None if isinstance(record, TokenDocument) else record.text)
+        kept: dict[int, IsDuplicate] = {transform.number: lambda _: False for transform in self.transforms}
+        entries = self.texts([entry], kept, {})
+        ids = [record.tokens if isinstance(record, TokenDocument) else encode(entry.text or "") for entry in entries]
+        return self.tokens(entries, ids, {})[1]
+
     def _texts_of(self, transform: Transform, entry: Entry) -> list[Entry]:
         result = self._call(transform, entry, entry.text)
         texts = list(cast("Sequence[object]", result)) if isinstance(result, list | tuple) else [result]

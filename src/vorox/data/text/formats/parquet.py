@@ -9,11 +9,15 @@ group is never cut, so a unit is at least one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
@@ -63,13 +67,19 @@ def _opened(file: StoredFile, limits: Limits) -> Generator[Any]:
             ) from error  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def row_groups(file: StoredFile, text_field: str, limits: Limits) -> tuple[RowGroup, ...]:
+def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[RowGroup]:
     """The row groups of a file that have rows.
 
     Raises:
         DataError: It is no Parquet file, has not that column, or its footer cannot be true.
     """
+    for row in _row_groups(file, text_field, limits).tolist():
+        yield RowGroup(*row)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
+    """A row for each: numbers, because there are many in large files, and many such files."""
     with _opened(file, limits) as opened:
         _check_column(file, opened, text_field)
         footer = opened.metadata
@@ -97,7 +107,7 @@ def row_groups(file: StoredFile, text_field: str, limits: Limits) -> tuple[RowGr
                 "cannot be", where=file.uri, hint="the footer is damaged: fetch or write the file again",
             )  # fmt: skip
         previous = group.end_byte
-    return tuple(found)
+    return np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
 
 
 def _start(chunk: Any) -> int:
@@ -175,7 +185,7 @@ def read_records(
 ) -> Iterator[Document | BadRecord]:
     """The rows of the row groups in a span whose ordinal ``accept`` takes."""
     limits = Limits.of(source)
-    groups = row_groups(file, source.text_field, limits)
+    groups = list(row_groups(file, source.text_field, limits))
     with _opened(file, limits) as opened:
         for name in source.metadata_fields:
             _check_metadata(file, opened, name)

@@ -1,0 +1,168 @@
+"""What may go: what nothing names, nobody holds and no run reads; and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from cache_corpus import build_corpus, recipe_for, small_corpus, work_of
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.cache.build import build
+from vorox.data.cache.collection import find_caches, find_garbage, remove, remove_cache
+from vorox.data.cache.leases import Leases
+from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.replacement import replacing
+from vorox.data.plan import Plan
+from vorox.data.plan_events import PlanSource, PlanStart
+
+CORPUS = small_corpus()
+TRAIN, VALIDATION, OTHER = "text-train-0123456789ab-00112233", "text-validation-a-00112233", "text-train-b-44556677"
+
+
+def dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def test_only_what_nothing_names_and_nobody_holds_is_found(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    build_corpus(directory, CORPUS)
+    digest = CacheReader.open(directory).digest
+    assert find_garbage(tmp_path) == []
+    dead, place = dead_process(), directory / "chunks" / "01"
+    left = place / f".tmp-{socket.gethostname()}-{dead}-0123abcd-u000000001-0.psc"
+    kept = place / f".tmp-{socket.gethostname()}-{os.getpid()}-0123abcd-u000000001-0.psc"
+    for path in (left, kept):
+        path.write_bytes(b"x" * 1000)
+    extra = [chunk_path(directory, unit, part) for unit, part in ((1, 77), (3000, 0))]
+    for path in extra:
+        path.parent.mkdir(exist_ok=True)
+        shutil.copyfile(chunk_path(directory, 1, 0), path)
+    with Leases(directory) as leases:
+        assert leases.take(3000)
+        void = directory / "leases" / "u000000002"
+        void.write_text(f'{{"host": "{socket.gethostname()}", "pid": {dead}, "started": 0, "token": "t"}}')
+        assert {item.path for item in find_garbage(tmp_path)} == {left, extra[0], void}
+    found = find_garbage(tmp_path)
+    assert {item.path for item in found} == {left, *extra, void}
+    assert remove(found) == sum(item.size_bytes for item in found) > 1000
+    assert [path.exists() for path in (left, *extra, void, kept)] == [False] * 4 + [True]
+    reader = CacheReader.open(directory)
+    reader.verify()
+    assert reader.digest == digest
+
+
+def test_a_chunk_that_was_committed_since_it_was_found_stays(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    build_corpus(directory, CORPUS)
+    log = directory / "manifest" / "log.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    found = find_garbage(tmp_path)
+    assert {item.path.parent.name for item in found} == {"03"}
+    log.write_bytes(whole)
+    assert remove(found) == 0
+    CacheReader.open(directory).verify()
+
+
+def make_run(runs: Path, name: str, reader: CacheReader) -> None:
+    (runs / name).mkdir(parents=True)
+    source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
+    Plan.create(runs / name / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
+
+
+def test_caches_are_listed_with_who_reads_them(tmp_path: Path) -> None:
+    work, root, runs = work_of(CORPUS), tmp_path / "caches", tmp_path / "runs"
+    for number, name in enumerate((TRAIN, VALIDATION, OTHER)):
+        recipe = recipe_for(work.tokenizer, source={"name": name})
+        build_corpus(root / name, CORPUS, recipe=recipe)
+        for path in (root / name / "RECIPE.json", root / name / "manifest" / "log.jsonl"):
+            os.utime(path, (time.time() - 1000 * number - 500,) * 2)
+    make_run(runs, "first", CacheReader.open(root / TRAIN))
+    make_run(runs, "second", CacheReader.open(root / TRAIN))
+    (root / "versions").mkdir()
+    with Leases(root / OTHER) as leases:
+        assert leases.take(1)
+        found = {cache.directory.name: cache for cache in find_caches(root, runs)}
+    assert set(found) == {TRAIN, VALIDATION, OTHER}
+    assert found[TRAIN].runs == found[VALIDATION].runs == ("first", "second")  # one source, one content
+    assert found[OTHER].runs == ()
+    assert [found[name].is_busy for name in (TRAIN, VALIDATION, OTHER)] == [False, False, True]
+    assert 400 < found[TRAIN].idle_seconds < 600 < 2400 < found[OTHER].idle_seconds < 2600
+    sizes = sum(path.stat().st_size for path in (root / OTHER).rglob("*") if path.is_file())
+    assert abs(found[OTHER].size_bytes - sizes) < 2000  # its lease is gone by now
+    remove_cache(root / OTHER)
+    assert sorted(path.name for path in root.iterdir()) == [TRAIN, VALIDATION, "versions"]
+    (runs / "first" / "plan.jsonl").write_bytes(b"{}\n{}\n{}\n")
+    with pytest.raises(DataError, match="the plan of run first cannot be read"):
+        find_caches(root, runs)
+
+
+# Building anew
+
+
+def rebuild(directory: Path, fail_after: int | None = None) -> str:
+    work = work_of(CORPUS)
+    with replacing(directory, wanted=True) as place:
+        assert place != directory
+        digest = build(place, work, CORPUS.units, last_unit=fail_after).digest
+        if fail_after is not None:
+            raise RuntimeError
+    return digest
+
+
+def test_a_rebuilt_cache_takes_the_place_of_the_old_one_under_a_reader(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    digest = build_corpus(directory, CORPUS, codec="raw").digest
+    reader = CacheReader.open(directory)
+    before = reader.documents_of(0)
+    assert rebuild(directory) == digest
+    assert Manifest.open(directory).chunks["size_bytes"].sum() < reader.manifest.chunks["size_bytes"].sum()
+    assert reader.documents_of(0) == before
+    assert reader.refreshed().digest == digest
+    for row in range(reader.num_rows):  # chunks that were not mapped before
+        reader.documents_of(row)
+    assert [path.name for path in tmp_path.iterdir()] == [TRAIN]
+    CacheReader.open(directory).verify()
+
+
+def test_a_rebuild_that_fails_leaves_the_old_cache(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    digest = build_corpus(directory, CORPUS).digest
+    with pytest.raises(RuntimeError):
+        rebuild(directory, fail_after=2)
+    assert CacheReader.open(directory).digest == digest
+    found = find_garbage(tmp_path)
+    assert [item.reason for item in found] == ["a rebuild that was given up"]
+    assert rebuild(directory) == digest  # goes on from what was there
+    assert find_garbage(tmp_path) == []
+
+
+def test_a_crash_between_the_renames_is_put_right(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    digest = build_corpus(directory, CORPUS).digest
+    directory.rename(tmp_path / f".replaced-{TRAIN}")
+    with replacing(directory, wanted=False) as place:
+        assert place == directory
+    assert CacheReader.open(directory).digest == digest
+    assert rebuild(directory) == digest
+
+
+def test_a_cache_that_is_being_built_is_not_replaced(tmp_path: Path) -> None:
+    directory = tmp_path / TRAIN
+    build_corpus(directory, CORPUS)
+    with Leases(directory) as leases:
+        assert leases.take(2)
+        with pytest.raises(ConfigError, match=f"is being built by process {os.getpid()}"):
+            rebuild(directory)
+    rebuild(directory)

@@ -1,0 +1,227 @@
+"""What is lost or damaged is found: every bit that flips anywhere, links that lead out, lists of another cache."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
+from vorox.core.chained_log import HashChainedLog
+from vorox.core.errors import DataError
+from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.condition import Depth, damaged_units, what_is_wrong
+from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
+from vorox.data.cache.reader import CacheReader
+
+CORPUS = small_corpus()
+
+
+def with_bad_line() -> Corpus:
+    lines = CORPUS.contents[0].decode().splitlines()
+    return corpus_of([[*lines[:8], "! bad", *lines[9:]]], 7)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "raw"])
+def test_a_thousand_flipped_bits_of_chunks_are_all_found(tmp_path: Path, codec: str) -> None:
+    build_corpus(tmp_path, CORPUS, codec=codec, block_rows=2)
+    manifest = Manifest.open(tmp_path)
+    paths = [chunk_path(tmp_path, record.unit, record.part) for record in map(manifest.chunk, range(3))]
+    contents = [path.read_bytes() for path in paths]
+    generator = random.Random(7)
+    found = 0
+    for _ in range(1000):
+        which = generator.randrange(len(paths))
+        raw = bytearray(contents[which])
+        raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+        try:
+            Chunk(paths[which], memoryview(bytes(raw))).verify()
+        except DataError:
+            found += 1
+    assert found == 1000
+
+
+def is_found(directory: Path) -> bool:
+    try:
+        CacheReader.open(directory).verify()
+    except DataError:
+        return True
+    return False
+
+
+def test_a_flipped_bit_in_any_file_of_a_cache_is_found(tmp_path: Path) -> None:
+    """Each file in turn, so that small lists are not lost among large chunks."""
+    build_corpus(tmp_path, with_bad_line())
+    names = sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file() and path.name != "LOCK"
+    )
+    assert any(name.startswith("quarantine/") for name in names)
+    assert {"RECIPE.json", "FILES.jsonl", "UNITS.jsonl", LOG_NAME} <= set(names)
+    generator = random.Random(11)
+    for name in names:
+        path = tmp_path / name
+        sound = path.read_bytes()
+        for _ in range(1000 // len(names) + 1):
+            raw = bytearray(sound)
+            place = generator.randrange(len(raw))
+            raw[place] ^= 1 << generator.randrange(8)
+            path.write_bytes(raw)
+            assert is_found(tmp_path), f"{name}, byte {place}: nobody noticed"
+        path.write_bytes(sound)
+    CacheReader.open(tmp_path).verify()
+
+
+@pytest.mark.parametrize("depth", ["quick", "full"])
+def test_lost_and_cut_chunks_are_found_at_a_look_and_flipped_bits_by_reading(tmp_path: Path, depth: Depth) -> None:
+    clean = build_corpus(tmp_path, CORPUS)
+    manifest = Manifest.open(tmp_path)
+    assert damaged_units(tmp_path, manifest, depth) == {}
+    chunk_path(tmp_path, 0, 0).unlink()
+    cut = chunk_path(tmp_path, 1, 0)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    shutil.copyfile(chunk_path(tmp_path, 3, 0), chunk_path(tmp_path, 2, 0))
+    flipped = chunk_path(tmp_path, 3, 0)
+    raw = bytearray(flipped.read_bytes())
+    raw[Chunk.open(flipped).header.payload_offset] ^= 4
+    flipped.write_bytes(raw)
+    expected = [0, 1, 2] if depth == "quick" else [0, 1, 2, 3]
+    seen: list[tuple[int, int]] = []
+    found = damaged_units(tmp_path, manifest, depth, lambda done, total: seen.append((done, total)))
+    assert sorted(found) == expected
+    assert seen[-1] == (len(manifest.chunks), len(manifest.chunks))
+    report = build_corpus(tmp_path, CORPUS, check=depth)
+    assert (report.units_built, report.digest) == (len(expected), clean.digest)
+    assert damaged_units(tmp_path, manifest, depth) == {}
+    assert build_corpus(tmp_path, CORPUS, check="full").units_built == 4 - len(expected)
+    CacheReader.open(tmp_path).verify()
+
+
+def test_missing_and_damaged_units_are_filled_by_processes_too(tmp_path: Path) -> None:
+    clean = build_corpus(tmp_path, CORPUS)
+    log = tmp_path / LOG_NAME
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    for part in tmp_path.glob("chunks/03/*"):
+        part.unlink()
+    chunk_path(tmp_path, 1, 0).write_bytes(b"nothing")
+    report = build_corpus(tmp_path, CORPUS, check="quick", workers=2)
+    assert (report.units_built, report.digest) == (2, clean.digest)
+    CacheReader.open(tmp_path).verify()
+
+
+# What leads elsewhere
+
+
+@pytest.mark.parametrize("what", ["chunk", "directory", "chunks"])
+def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path: Path, what: str) -> None:
+    inside, outside = tmp_path / "cache", tmp_path / "outside"
+    clean = build_corpus(inside, CORPUS)
+    path = {
+        "chunk": chunk_path(inside, 2, 0),
+        "directory": chunk_path(inside, 2, 0).parent,
+        "chunks": inside / "chunks",
+    }[what]
+    path.rename(outside)
+    path.symlink_to(outside)
+    reader = CacheReader.open(inside)
+    for action in (reader.verify, lambda: reader.documents_of(int(reader.unit_row_starts[2]))):
+        with pytest.raises(DataError, match=r"symbolic link leads out|chunks are damaged"):
+            action()
+    record = Manifest.open(inside).unit_chunks(2)[0]
+    assert "symbolic link leads out of the cache" in str(what_is_wrong(inside, record, "quick"))
+    before = sorted(outside.rglob("*"))
+    if what == "chunk":
+        assert build_corpus(inside, CORPUS, check="quick").digest == clean.digest
+        assert not path.is_symlink()  # the place is taken by a file, what it led to is left alone
+        CacheReader.open(inside).verify()
+    else:
+        with pytest.raises(DataError, match="symbolic link leads out"):
+            build_corpus(inside, CORPUS, check="quick")
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_a_cache_may_lie_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "caches").symlink_to(tmp_path / "other disk")
+    build_corpus(tmp_path / "caches" / "c", CORPUS)
+    CacheReader.open(tmp_path / "caches" / "c").verify()
+
+
+def forge(directory: Path, change) -> None:
+    """Write the log anew with changed entries; its chain is sound, as that of who means harm would be."""
+    bodies = HashChainedLog(directory / LOG_NAME).read()[0]
+    (directory / LOG_NAME).unlink()
+    (directory / "manifest" / "snapshot.bin").unlink(missing_ok=True)
+    HashChainedLog(directory / LOG_NAME).append([change(body) for body in bodies])
+
+
+@pytest.mark.parametrize(
+    "value", ["../../../../etc/passwd", "../0", -1, 1 << 60, 2.5, None, True, [1], {"unit": 1}, "0"]
+)
+@pytest.mark.parametrize("name", ["unit", "part", "rows"])
+def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, value: object) -> None:
+    build_corpus(tmp_path, CORPUS)
+
+    def change(body):
+        for chunk in body.get("add", [])[:1]:
+            chunk[name] = value
+        return body
+
+    forge(tmp_path, change)
+    for action in (lambda: CacheReader.open(tmp_path), lambda: build_corpus(tmp_path, CORPUS)):
+        with pytest.raises(DataError, match="the manifest cannot be true") as caught:
+            action()
+        assert caught.value.exit_code == 4
+        assert caught.value.where.endswith(LOG_NAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: {**body, "done": [{**unit, "unit": 99} for unit in body.get("done", [])]}, "unit 99, 4 units"),
+        (lambda body: {**body, "add": [{**chunk, "content": "../x"} for chunk in body.get("add", [])]}, "SHA-256"),
+        (lambda body: {**body, "add": [{"unit": 1}]}, "not of the form"),
+        (lambda body: {**body, "add": 7}, "not of the form"),
+        (lambda body: {**body, "file": "../../x"}, "kind that this version does not know: file"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_cannot_be_true_is_refused(tmp_path: Path, change, message: str) -> None:
+    build_corpus(tmp_path, CORPUS)
+    forge(tmp_path, change)
+    with pytest.raises(DataError, match=message):
+        CacheReader.open(tmp_path)
+
+
+def test_a_manifest_of_another_cache_is_refused(tmp_path: Path) -> None:
+    build_corpus(tmp_path / "a", CORPUS)
+    build_corpus(tmp_path / "b", CORPUS, recipe=recipe_for(work_of(CORPUS).tokenizer, packing="concat"))
+    shutil.copytree(tmp_path / "b" / "manifest", tmp_path / "a" / "manifest", dirs_exist_ok=True)
+    for action in (lambda: CacheReader.open(tmp_path / "a"), lambda: build_corpus(tmp_path / "a", CORPUS)):
+        with pytest.raises(DataError, match="the manifest belongs to another cache"):
+            action()
+
+
+def test_a_chunk_of_another_cache_is_refused(tmp_path: Path) -> None:
+    """Same rows, other recipe: the header says so."""
+    build_corpus(tmp_path / "a", CORPUS)
+    build_corpus(tmp_path / "b", CORPUS, recipe=recipe_for(work_of(CORPUS).tokenizer, source={"name": "other"}))
+    shutil.copyfile(chunk_path(tmp_path / "b", 1, 0), chunk_path(tmp_path / "a", 1, 0))
+    reader = CacheReader.open(tmp_path / "a")
+    with pytest.raises(DataError, match="not the chunk that the manifest names"):
+        reader.documents_of(int(reader.unit_row_starts[1]))
+
+
+def test_lists_of_another_source_are_found(tmp_path: Path) -> None:
+    build_corpus(tmp_path, CORPUS)
+    log = HashChainedLog(tmp_path / "FILES.jsonl")
+    bodies = log.read()[0]
+    log.path.unlink()
+    text = json.dumps(bodies).replace(CORPUS.files[1].version[:8], "version?")
+    log.append(json.loads(text))
+    with pytest.raises(DataError, match="was not built from what the lists"):
+        CacheReader.open(tmp_path).verify()
+    (tmp_path / "UNITS.jsonl").unlink()
+    with pytest.raises(DataError, match="the list of units has 0"):
+        CacheReader.open(tmp_path).verify()
