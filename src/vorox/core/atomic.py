@@ -156,9 +156,7 @@ _TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+?)-(?P<pid>\d
 def sweep_temporary(directory: Path) -> list[Path]:
     """Remove what dead writers of this host left in ``directory``; returns what was removed."""
     removed: list[Path] = []
-    for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
-        if not is_temporary_of_the_dead(path):
-            continue
+    for path in filter(is_temporary_of_the_dead, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
         if path.is_dir():
             _perform("remove", path, lambda path=path: shutil.rmtree(path, ignore_errors=True))
         else:

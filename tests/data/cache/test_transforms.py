@@ -159,7 +159,8 @@ def test_the_report_says_what_transforms_did_and_which_stage_is_slowest(tmp_path
     assert report.stages.bottleneck in [stage.name for stage in report.stages.stages]
     assert told[-1].stages is not None
     again = build(tmp_path, work, CORPUS.units)
-    assert (again.stages, again.transforms) == (None, {})
+    assert (again.stages, again.transforms) == (None, report.transforms)
+    assert build(tmp_path / "two", work, CORPUS.units, workers=2).transforms == report.transforms
 
 
 def test_the_first_of_equal_texts_in_the_source_stays(tmp_path):

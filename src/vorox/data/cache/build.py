@@ -18,7 +18,7 @@ from vorox.data.cache.builder import Builder, BuildOptions, Mode, OnProgress, ne
 from vorox.data.cache.condition import Depth, damaged_units
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
-from vorox.data.cache.report import BuildReport, build_report
+from vorox.data.cache.report import BuildReport, build_report, transform_counts
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.cache.workers import run_processes
 from vorox.data.documents import Unit
@@ -69,7 +69,7 @@ def build(
     manifest = _complete(directory, work, units, last_unit)
     if units and (check is not None or manifest is None):
         with builder.explained():
-            manifest = prepare_directory(directory, work, units)
+            manifest = prepare_directory(directory, work, units, stop=stop)
         damaged = damaged_units(directory, manifest, check, on_check) if check is not None else {}
         if damaged:
             options = BuildOptions(mode, bad_record_fraction, last_unit, frozenset(damaged), check or "quick")
@@ -97,7 +97,7 @@ def build(
         built_text_bytes=builder.progress.text_bytes,
         seconds=time.perf_counter() - started,
         stages=builder.progress.stages,
-        transforms=builder.transforms,
+        transforms=transform_counts(directory) if work.transforms else {},
     )
 
 

@@ -33,7 +33,6 @@ from vorox.data.cache.report import BuildProgress, committed
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
-from vorox.data.transforms.apply import Counts, add_counts
 
 SNAPSHOT_FROM_ENTRIES = 256
 """A shorter log opens quickly enough without a snapshot."""
@@ -72,8 +71,12 @@ def never() -> bool:
     return False
 
 
-def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) -> Manifest:
-    """Clear away what dead builders left and record what is to be built. Any number of builders may do so.
+def prepare_directory(
+    directory: Path, work: UnitWork, units: Sequence[Unit], *, stop: Callable[[], bool] = never
+) -> Manifest:
+    """Clear away what dead builders left, record what is to be built, find duplicates where a transform removes them.
+
+    Any number of builders may do so. Once ``stop`` says yes, the search for duplicates is left as it is.
 
     Raises:
         DataError: The cache is of another recipe or source, or is damaged.
@@ -95,7 +98,7 @@ def prepare_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) ->
         if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
             entry = planned_entry(len(units), work.recipe.digest, len(work.files))
             manifest = manifest.appended(directory, [entry])
-    work.at(directory).find_duplicates(units)
+    work.at(directory).find_duplicates(units, stop=stop)
     return manifest
 
 
@@ -115,7 +118,6 @@ class Builder:
         progress: How far it is, and what this builder did for it.
         units_built: Units that this builder made.
         units_adopted: Units that it found complete on disk, left by one that died.
-        transforms: What each transform did to the units that it made.
     """
 
     def __init__(
@@ -131,7 +133,6 @@ class Builder:
         self.directory = directory
         self.units_built = self.units_adopted = 0
         self.work, self.options = work.at(directory), options
-        self.transforms: Counts = {}
         self._units = units
         self._on_progress, self._stop = on_progress, stop
         self._source_bytes_U = source_bytes(units)
@@ -253,7 +254,6 @@ class Builder:
         self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
         self._settled.add(built.unit_id)
         self.units_built += counts
-        add_counts(self.transforms, built.transforms)
         self._see(manifest)
         if counts and self.units_built % SNAPSHOT_INTERVAL_ENTRIES == 0:
             manifest.write_snapshot(self.directory)

@@ -71,7 +71,8 @@ def commit_unit(
             while staged:
                 rename(*staged[0])
                 del staged[0]
-            return current.appended(directory, [unit_entry(built.statistics, records)]), True
+            transforms = {name: count.to_json() for name, count in built.transforms.items()}
+            return current.appended(directory, [unit_entry(built.statistics, records, transforms)]), True
     finally:
         for temporary, _ in staged:
             drop_staged(temporary)

@@ -4,6 +4,7 @@
 
     {"planned": 812, "files": 90, "recipe": "<sha256>"}       so many units of so many files exist, built or not
     {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
+                                                              (and in "transforms" what each transform did)
 
 A unit counts when its entry is complete; the chunks that it names are durable before it is written. A later entry for
 the same chunk (a repair) may change the file, never the content. ``manifest/snapshot.bin`` holds the state after a
@@ -258,9 +259,12 @@ class Manifest:
         return [self.chunk(index) for index in range(low, high)]
 
 
-def unit_entry(statistics: UnitStatistics, chunks: Iterable[ChunkRecord]) -> dict[str, Any]:
-    """The entry that makes a unit's chunks count."""
-    return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [dataclasses.asdict(statistics)]}
+def unit_entry(
+    statistics: UnitStatistics, chunks: Iterable[ChunkRecord], transforms: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """The entry that makes a unit's chunks count; it also says what each transform did to the unit."""
+    done = dataclasses.asdict(statistics) | ({"transforms": transforms} if transforms else {})
+    return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [done]}
 
 
 def planned_entry(num_units: int, recipe: str = "", num_files: int = 0) -> dict[str, Any]:

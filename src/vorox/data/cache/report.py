@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.data.cache.manifest import Manifest
+from vorox.core.chained_log import HashChainedLog, LogPosition
+from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.pipeline.statistics import PipelineStatistics
-from vorox.data.transforms.apply import TransformCount
+from vorox.data.transforms.apply import Counts, TransformCount, add_counts
 
 
 class _Sizes:
@@ -97,7 +99,8 @@ class BuildReport(_Sizes):
         chunks: Chunk files of the cache.
         units_missing: Units that are planned and not built: another builder's, or left by one that was stopped.
         stages: How the stages of this process got on; None where nothing was built in it.
-        transforms: What each transform did to the units that this process built: ``0/length``.
+        transforms: What each transform did to the units of the cache, by its place in the list and its name:
+            ``0/length``. Of units that were adopted nothing is known.
     """
 
     digest: str
@@ -140,6 +143,19 @@ def committed(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict
         "padding_tokens": _total(manifest.chunks, "padding_tokens"),
         "compressed_bytes": _total(manifest.chunks, "size_bytes"),
     }
+
+
+def transform_counts(directory: Path) -> Counts:
+    """What each transform did to the units of a cache, whoever built them."""
+    bodies, _ = HashChainedLog(directory / LOG_NAME).read_after(LogPosition())
+    units: dict[int, dict[str, list[int]]] = {}
+    for done in (done for body in bodies for done in body.get("done", ())):
+        if "transforms" in done:
+            units[done["unit"]] = done["transforms"]
+    total: Counts = {}
+    for counts in units.values():
+        add_counts(total, {name: TransformCount(*values) for name, values in counts.items()})
+    return total
 
 
 def build_report(

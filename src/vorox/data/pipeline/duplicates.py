@@ -88,7 +88,7 @@ def read_unit_duplicates(path: Path) -> UnitDuplicates:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"the list of duplicates of a unit cannot be read: {error}", where=str(path),
-            hint=f"remove {path.parent}: it is found again, and what is built stays",
+            hint=f"remove {path.parent} and run `vorox data fill`: it is found again, and what is built stays",
         ) from error  # fmt: skip
     return UnitDuplicates(
         header["unit"], header["source_set"], header["before"], removed, signatures, digest.hex()
@@ -129,7 +129,7 @@ def _as_found(directory: Path | None, files: Sequence[SourceFile], transform: Tr
     if (found.unit_id, found.source_set) != (unit.unit_id, source_set_digest(unit, files).hex()):
         raise DataError(
             "the list of duplicates is of another unit", where=str(path),
-            hint=f"remove {path.parent}: it is found again, and what is built stays",
+            hint=f"remove {path.parent} and run `vorox data fill`: it is found again, and what is built stays",
         )  # fmt: skip
     removed: set[Place] = {(row[0], row[1], row[2]) for row in found.removed_R3.tolist()}
     return lambda entry: place_in_source(entry) in removed

@@ -106,7 +106,7 @@ class _Pass:
         if (found.before, found.source_set) != (self._before, source_set_digest(unit, self._stages.files).hex()):
             raise DataError(
                 "the list of duplicates follows from other text than this cache's", where=str(path),
-                hint=f"remove {path.parent}: it is found again, and what is built stays",
+                hint=f"remove {path.parent} and run `vorox data fill`: it is found again, and what is built stays",
             )  # fmt: skip
         for signature in found.signatures_KW:
             self._index.add(signature)

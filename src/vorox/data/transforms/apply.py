@@ -53,6 +53,9 @@ class TransformCount:
     removed: int = 0
     added: int = 0
 
+    def to_json(self) -> list[int]:
+        return [self.taken, self.removed, self.added]
+
     def add(self, other: TransformCount) -> None:
         self.taken += other.taken
         self.removed += other.removed
