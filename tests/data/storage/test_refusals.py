@@ -128,6 +128,18 @@ class TestAmazon:
             assert (file.version or "").startswith("etag:")
             assert proxy.faults == {"answer": 1}
 
+    def test_public_buckets_are_read_without_credentials(self, s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fsspec.config import conf, set_conf_env
+
+        monkeypatch.setitem(conf, "s3", {})
+        monkeypatch.setenv("FSSPEC_S3_ANON", "true")
+        set_conf_env(conf)
+        s3.client.put_object_acl(Bucket="corpora", Key="a.txt", ACL="public-read")
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            assert read("s3://corpora/a.txt") == BODY
+            assert proxy.log.requests
+            assert not any("Authorization" in request.headers for request in proxy.log.requests)
+
     def test_a_name_that_s3_does_not_allow(self, s3: object) -> None:
         assert "allows no such name" in refused(lambda: list_files("s3://a b/x", ()), ConfigError).what
         assert "names no bucket" in refused(lambda: list_files("s3:///x", ()), ConfigError).what
