@@ -106,6 +106,8 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
         log.event("long_warmup", warning, level="warning")
     for note in corpus.notes:
         log.event(f"source_{note.kind}", note.text, level="warning")
+    if corpus.notes:
+        run.note(sources=[note.text for note in corpus.notes])
     if changes:
         listed = "; ".join(map(str, changes))
         log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
