@@ -33,24 +33,26 @@ INTERVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Told by the observer; decides nothing."""
+    """Told by the observer; decides nothing. Only the main process of a run writes anything."""
 
-    attempt: AttemptRecord
+    attempt: AttemptRecord | None
     run_id: str
     batch: int
     writer: MetadataWriter | None
 
     def started(self, progress: Progress) -> None:
         """A step was started; the run stands after it."""
-        self.attempt.reached(progress.step)
+        if self.attempt is not None:
+            self.attempt.reached(progress.step)
 
     def saved(self, progress: Progress) -> None:
         """A checkpoint of this state was committed."""
-        self.attempt.saved(progress.step)
+        if self.attempt is not None:
+            self.attempt.saved(progress.step)
 
     def skipped(self, progress: Progress, kind: str, detail: str) -> None:
         """A step was done and changed nothing."""
-        if self.writer is not None:
+        if self.writer is not None and self.attempt is not None:
             step, position = progress.step, progress.cursor.position
             place = {"run_id": self.run_id, "attempt": self.attempt.number, "kind": kind, "first_step": step}
             span = {"last_step": step, "first_position": position - self.batch, "end_position": position}
@@ -98,6 +100,9 @@ def open_provenance(
     """
     target = metadata_target(run.directory, config)
     projection = Projection(run.directory, plan, tuple(readers))
+    if not run.is_main:
+        yield Provenance(None, projection.run_id, plan.start.global_batch_sequences, None)
+        return
     with AttemptRecord(run.directory, run.attempt, progress.step, progress.cursor.position) as attempt:
         writer: MetadataWriter | None = None
         if target is not None:
