@@ -585,3 +585,37 @@ def test_weights_by_stage_and_part(tmp_path: Path) -> None:
     stages = load_config(file).data.stages
     assert [dict(stage.weights) for stage in stages] == [{"a.easy": 1}, {"a.easy": "1/3", "a.hard": 0.7}]
     assert [stage.sequence_length_tokens for stage in stages] == [16, None]
+
+
+# Synonyms
+
+
+def test_names_of_other_codebases_are_taken_and_translated() -> None:
+    config = load_config(
+        "quickstart",
+        [
+            "--model.n_layer=3", "--model.n_head=2", "--model.n_embd=64", "model.num_kv_heads=null", "--batch_size=8",
+            "--per_device_batch_size=2", "--seq_len=128", "--num_tokens=10000", "--save_dir=./kept",
+            "--save_interval=7", "--model.dropout=0.1", "--from_pretrained=some-run",
+        ],
+    )  # fmt: skip
+    assert (config.model.num_layers, config.model.num_heads, config.model.hidden_size) == (3, 2, 64)
+    assert (config.train.global_batch_sequences, config.train.micro_batch_sequences) == (8, 2)
+    assert config.data.sequence_length_tokens == 128
+    assert (config.train.num_tokens, config.train.num_steps) == (10_000, None)
+    assert (config.run.directory, config.checkpoint.every_steps) == ("./kept", 7)
+    assert (config.model.dropout_fraction, config.train.from_weights) == (0.1, "some-run")
+
+
+def test_a_folder_of_shards_is_a_source() -> None:
+    (source,) = resolve_config("quickstart", ["--data_dir=shards"]).config.data.sources
+    assert (source.format, source.paths) == ("bin", ("shards",))
+
+
+def test_a_synonym_is_explained_by_the_key_that_it_means(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("preset: quickstart\nbatch_size: 32\nmodel:\n  n_layer: 5\n")
+    explanation = explain("model.n_layer", resolve_config(file))
+    assert explanation.field.key == "model.num_layers"
+    assert explanation.synonyms == ("model.n_layer",)
+    assert [(value.value, value.origin) for value in explanation.values] == [(5, f"{file}:4")]

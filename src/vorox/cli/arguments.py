@@ -39,9 +39,10 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
     """
     from vorox.core.config.fields import nearest, schema_fields
     from vorox.core.config.overrides import is_override
+    from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
-    known = {key for key in schema_fields() if "." not in key} | {"preset"}
+    known = {key for key in (*schema_fields(), *SYNONYMS) if "." not in key} | {"preset"}
     positional: list[str] = []
     overrides: list[str] = []
     for word in words:

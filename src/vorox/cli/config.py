@@ -129,6 +129,8 @@ def _explanation_lines(explanation: Explanation) -> list[str]:
         return lines
     lines.append(f"  type      {field.type_name}" + (f", {field.accepted}" if field.accepted else ""))
     lines.append(f"  default   {explanation.default or 'none: it must be given'}")
+    if explanation.synonyms:
+        lines.append(f"  also      {', '.join(explanation.synonyms)}")
     if explanation.needs:
         lines.append(f"  needs     {explanation.needs}; without, it is refused")
     if not explanation.changes_run:

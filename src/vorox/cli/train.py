@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vorox.training.display import Display, Level, StepView
 
 DEFAULT_PRESET = "quickstart"
-_OPTIONS = ("--resume", "--name", "--minutes", "--dry-run", "--help")
+_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--dry-run", "--help")
 _ENDED = frozenset({"finished"})
 
 
@@ -37,6 +37,10 @@ def train(
             "or the run or checkpoint to go on from, with its own configuration.",
         ),
     ] = "auto",
+    from_weights: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|CHECKPOINT|DIRECTORY", help="Start from these weights (train.from_weights)."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
     minutes: Annotated[float | None, typer.Option(help="Train as many steps as fit into this time.")] = None,
     dry_run: Annotated[
@@ -49,7 +53,10 @@ def train(
     `vorox config explain KEY` says what a setting does.
     """
     sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
-    config, resume_from = _choose(sorted_words.positional, sorted_words.overrides, resume, name)
+    overrides = list(sorted_words.overrides)
+    if from_weights is not None:
+        overrides.append(f"train.from_weights={_quoted(from_weights)}")
+    config, resume_from = _choose(sorted_words.positional, overrides, resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe
 
@@ -57,6 +64,7 @@ def train(
             typer.echo(line)
         return
     command = ["vorox", "train", *(words or []), "--resume", resume]
+    command += [] if from_weights is None else ["--from-weights", from_weights]
     command += [] if name is None else ["--name", name]
     command += [] if minutes is None else ["--minutes", f"{minutes:g}"]
     if minutes is not None and resume_from == "auto":

@@ -18,6 +18,7 @@ from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import metric, reduce
 from vorox.experiments.sinks import METRICS_NAME, JsonLinesSink, Sink, TensorBoardSink
+from vorox.experiments.wandb_sink import WandbSink
 
 
 class Tracker:
@@ -44,6 +45,7 @@ class Tracker:
         resume_step: int = 0,
         distributed: DistributedContext | None = None,
         log: RunLog | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> Tracker:
         """The tracker of this process of a run.
 
@@ -54,6 +56,7 @@ class Tracker:
             resume_step: Steps finished when this attempt began; values of later steps by earlier attempts are void.
             distributed: Only the first process writes.
             log: Where trouble is reported; the terminal if not given.
+            settings: The run's configuration, for sinks that show it.
 
         Raises:
             ConfigError: A sink was asked for whose package is not installed.
@@ -63,6 +66,8 @@ class Tracker:
             sinks.append(JsonLinesSink(run_directory, attempt=attempt, resume_step=resume_step))
             if config.tensorboard:
                 sinks.append(TensorBoardSink(run_directory, resume_step=resume_step))
+            if config.wandb:
+                sinks.append(WandbSink(run_directory, project=config.wandb_project, settings=settings or {}))
         return cls(sinks, log or RunLog(None))
 
     def observe(self, values: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
-_FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
+FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
 """Fields of the spec that do not say what the stored numbers mean."""
 
 Arrays = Callable[[], Iterable[NamedArray]]
@@ -106,15 +106,30 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
             where=str(directory),
             hint="optimizer.name and precision.dtype must be those of the run",
         )
-    model, moments = WeightsFile(directory / MODEL_FILE), WeightsFile(directory / OPTIMIZER_FILE)
-    is_huggingface = huggingface_family(spec) is not None
-    model.check_entries(huggingface_entries(spec) if is_huggingface else _canonical_entries(spec))
+    weights, moments = _open_weights(directory, spec), WeightsFile(directory / OPTIMIZER_FILE)
     moments.check_entries(_optimizer_entries(spec, like))
     return StoredState(
-        weights=from_huggingface(spec, model) if is_huggingface else model,
+        weights=weights,
         moments=_split_kinds(moments),
         counters=body["counters"],
     )
+
+
+def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
+    """The parameters alone, under canonical names, whatever optimizer they were trained with.
+
+    Raises:
+        CheckpointError: They belong to another architecture, or the files are not what ``save`` writes.
+    """
+    _check_spec(spec, _read_body(directory / ENGINE_FILE)["spec"], where=str(directory))
+    return _open_weights(directory, spec)
+
+
+def _open_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
+    model = WeightsFile(directory / MODEL_FILE)
+    is_huggingface = huggingface_family(spec) is not None
+    model.check_entries(huggingface_entries(spec) if is_huggingface else _canonical_entries(spec))
+    return from_huggingface(spec, model) if is_huggingface else model
 
 
 def fingerprint(state: EngineState) -> str:
@@ -176,7 +191,7 @@ def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> No
     differing = [
         f"{name} = {stored.get(name)} (here {value})"
         for name, value in sorted(wanted.items())
-        if name not in _FREE_TO_CHANGE and stored.get(name) != value
+        if name not in FREE_TO_CHANGE and stored.get(name) != value
     ]
     if differing:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)}", where=where)

@@ -27,6 +27,7 @@ from vorox.training.chain import CHAIN_NAME, ChainEntry, number, read_chain
 from vorox.training.checkpointing import Checkpoint, RunState, latest_valid, read_state, step_directories
 from vorox.training.schedule import Horizon, Schedule, extended, horizon
 from vorox.training.session import Setting
+from vorox.training.starting_weights import start_from_weights
 
 PLAN_NAME = "plan.jsonl"
 
@@ -176,6 +177,7 @@ def _start(run_directory: Path, setting: Setting, plan: Plan, checkpoint: Checkp
     """The state to start from, with the engine in it."""
     length = _recorded_horizon(run_directory, setting)
     if checkpoint is None:
+        start_from_weights(setting.config, setting.spec, setting.engine)
         return RunState(Progress(0, 0, first_cursor(plan, setting.config.run.seed)), length)
     resume.load(setting.engine, checkpoint, setting.spec.to_json())
     state = read_state(checkpoint.path)

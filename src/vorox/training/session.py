@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.config import config_digest, differences
+from vorox.core.config import config_digest, differences, flat_values
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import VoroxError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
+from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
@@ -42,6 +43,7 @@ from vorox.training.loop import Run
 from vorox.training.observer import Observer, Queue
 from vorox.training.provenance import Provenance, open_provenance
 from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.training.starting_weights import start_from_weights
 from vorox.training.stop import StopRequest
 
 DETERMINISM = {
@@ -97,6 +99,10 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     )  # fmt: skip
     _record_length(plan, position, state, length)
     if state is None:
+        started = start_from_weights(config, setting.spec, setting.engine)
+        if started is not None:
+            run.note(**started)
+            log.event("started_from", f"Weights of {started['from_weights']}", **started)
         state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     else:
         resume.check_plan(plan, state.progress.cursor)
@@ -224,7 +230,10 @@ def open_session(
         f"{total_steps:,} steps; determinism {facts['determinism']}: {DETERMINISM[str(facts['determinism'])]}",
         environment=facts,
     )
-    tracker = Tracker.open(run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log)
+    tracker = Tracker.open(
+        run.directory, config.log, attempt=run.attempt, resume_step=progress.step, log=setting.log,
+        settings=redact_value(flat_values(config)),
+    )  # fmt: skip
     with (
         contextlib.closing(tracker),
         open_provenance(run, config.log, progress, plan, feed.plan_readers(plan, corpus), setting.log) as provenance,

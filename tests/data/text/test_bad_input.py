@@ -54,7 +54,7 @@ def parquet(**columns: Any) -> bytes:
 def test_a_compressed_file_that_ends_early(tmp_path: Path, form: str, ending: str) -> None:
     text = "text\n" + "".join(f"{n * n % 9973}\n" for n in range(5_000))
     plain = parquet(text=text.split()) if form == "parquet" else text.encode()
-    whole = gzip.compress(plain) if ending == ".gz" else zstandard.compress(plain)
+    whole = gzip.compress(plain, mtime=0) if ending == ".gz" else zstandard.compress(plain)
     path = tmp_path / f"a.{form}{ending}"
     path.write_bytes(whole[: len(whole) * 2 // 3])
     error = refusal(source(tmp_path, form))
@@ -182,9 +182,9 @@ def test_empty_files_are_left_out_and_told(tmp_path: Path, form: str) -> None:
     full = {"txt": b"x", "jsonl": b'{"text": "x"}', "csv": b"text\nx", "parquet": parquet(text=["x"])}[form]
     (tmp_path / f"a.{form}").write_bytes(b"")
     (tmp_path / f"b.{form}").write_bytes(full)
-    (tmp_path / f"c.{form}.gz").write_bytes(gzip.compress(full))
+    (tmp_path / f"c.{form}.gz").write_bytes(gzip.compress(full, mtime=0))
     if form != "parquet":  # what is no Parquet at all is refused
-        (tmp_path / f"d.{form}.gz").write_bytes(gzip.compress(b""))
+        (tmp_path / f"d.{form}.gz").write_bytes(gzip.compress(b"", mtime=0))
     config = source(tmp_path, form)
     assert [r.text for r in records(config) if isinstance(r, Document)] == ["x", "x"]
     (note,) = list_source(config).notes
@@ -194,7 +194,7 @@ def test_empty_files_are_left_out_and_told(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "name", "data"),
     [
-        ("txt", "a.txt.gz", gzip.compress(b"")), ("jsonl", "a.jsonl.zst", zstandard.compress(b"")),
+        ("txt", "a.txt.gz", gzip.compress(b"", mtime=0)), ("jsonl", "a.jsonl.zst", zstandard.compress(b"")),
         ("csv", "a.csv", b"text\n"), ("parquet", "a.parquet", parquet(text=pa.array([], pa.string()))),
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_source_without_a_record_is_refused(tmp_path: Path, form: str, name: s
 @pytest.mark.parametrize(
     ("start", "looks"),
     [
-        (gzip.compress(b"x"), "gzip data, but its name does not end in .gz"),
+        (gzip.compress(b"x", mtime=0), "gzip data, but its name does not end in .gz"),
         (zstandard.compress(b"x"), "zstd data, but its name does not end in .zst"),
         (b"PAR1\0\0", "Parquet"), (b"PK\x03\x04", "a zip archive"), (b"\x7fELF\2", "a program"),
         (b"\x89PNG\r\n", "a PNG image"), (b"%PDF-1.7", "a PDF document"), (b"\xff\xfea\0", "UTF-16 text"),

@@ -38,6 +38,7 @@ _FILES = ("txt", "jsonl", "csv", "parquet", "bin")
 _FIELDS = ("jsonl", "csv", "parquet")
 
 CONDITIONS: tuple[Condition, ...] = (
+    Condition("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
     Condition("data.sources.*.paths", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
     Condition("data.sources.*.fallback", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
     Condition("data.sources.*.text_field", "data.sources.*.format", _is(*_FIELDS), "format jsonl, csv or parquet"),
@@ -105,6 +106,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "schedule.weight_decay linear or cosine",
     ),
     Condition("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
+    Condition("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
     Condition("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
     Condition("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
     Condition("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),

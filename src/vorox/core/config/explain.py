@@ -9,6 +9,7 @@ from typing import Any, cast
 from vorox.core.config.conditions import CONDITIONS
 from vorox.core.config.fields import REQUIRED, SchemaField, find_field, schema_fields, wildcard
 from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest, known_key
+from vorox.core.config.synonyms import synonyms_of
 from vorox.core.config.yaml_reader import Json
 from vorox.core.config.yaml_writer import write_inline
 
@@ -32,6 +33,7 @@ class Explanation:
         needs: The setting without which it has no effect; empty if it always has one.
         changes_run: Whether another value makes another run (see ``config.NOT_IN_DIGEST``).
         keys: For a section, the keys directly inside it.
+        synonyms: Other names that are accepted for it.
     """
 
     field: SchemaField
@@ -39,6 +41,7 @@ class Explanation:
     needs: str
     changes_run: bool
     keys: tuple[str, ...]
+    synonyms: tuple[str, ...]
 
     @property
     def default(self) -> str:
@@ -59,6 +62,7 @@ class Explanation:
             "needs": self.needs,
             "changes_run": self.changes_run,
             "keys": list(self.keys),
+            "synonyms": list(self.synonyms),
             "values": [{"key": value.key, "value": value.value, "origin": value.origin} for value in self.values],
         }
 
@@ -73,14 +77,15 @@ def explain(key: str, resolved: ResolvedConfig | None = None) -> Explanation:
     Raises:
         ConfigError: There is no such key; the nearest are named.
     """
-    field = find_field(known_key(key))
+    key = known_key(key)
+    field = find_field(key)
     assert field is not None
     needs = next((condition.remedy for condition in CONDITIONS if condition.key == field.key), "")
     depth = field.key.count(".") + (2 if field.type_name == "list of sections" else 1)
     inside = tuple(
         name for name in schema_fields() if name.startswith(f"{field.key}.") and name.count(".") == depth
     )  # fmt: skip
-    return Explanation(field, _values(key, field, resolved), needs, in_digest(field.key), inside)
+    return Explanation(field, _values(key, field, resolved), needs, in_digest(field.key), inside, synonyms_of(key))
 
 
 def _values(key: str, field: SchemaField, resolved: ResolvedConfig | None) -> tuple[Value, ...]:

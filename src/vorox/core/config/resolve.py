@@ -21,6 +21,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.synonyms import key_of
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.validation import validate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
@@ -296,12 +297,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def known_key(key: str) -> str:
-    """The key itself, if it is one.
+    """The key itself, if it is one, or the one that a synonym means.
 
     Raises:
         ConfigError: There is no such key; the nearest are named.
     """
-    if find_field(key) is None:
+    meant = key_of(key)
+    if find_field(meant) is None:
         near = nearest(key)
         raise ConfigError(f"there is no key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
-    return key
+    return meant

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, cast
 
 from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
 from vorox.core.config.overrides import Assignment
 from vorox.core.config.presets import ModelPresets
+from vorox.core.config.synonyms import translated
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
 
 
@@ -45,8 +46,6 @@ class Origin:
 
 
 DEFAULT_ORIGIN = Origin(-1, "default")
-SYNONYMS: Final[Mapping[KeyPath, KeyPath]] = {("train", "target_epochs"): ("train", "num_epochs")}
-"""Keys that go by a second name; what is resolved and recorded is the first."""
 _ABSENT: Final = object()
 
 
@@ -152,7 +151,7 @@ class ConfigTree:
         """Apply everything that one source says, over what is there."""
         layer = self._num_layers
         self._num_layers += 1
-        assignments = [replace(entry, path=SYNONYMS.get(entry.path, entry.path)) for entry in assignments]
+        assignments = [translated(entry) for entry in assignments]
         self._expand_model(assignments, layer)
         for assignment in assignments:
             self._assign(assignment, layer)

@@ -38,6 +38,14 @@ class TrainConfig(Section):
         description="block: keep only block inputs and recompute the rest in the backward pass; "
         "dots (jax): keep the matrix products as well.",
     )
+    from_weights: str | None = Field(
+        default=None,
+        description="Start from these weights instead of random ones: a run, a checkpoint (of either engine) or a "
+        "directory of transformers. The optimizer starts afresh.",
+    )
+    from_optimizer: bool = Field(
+        default=False, description="Take over the optimizer's state of that checkpoint as well."
+    )
     max_nonfinite_steps: int = Field(
         default=3,
         ge=0,
@@ -83,6 +91,11 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
+    wandb: bool = Field(
+        default=False,
+        description="Also send metrics to Weights & Biases; offline into the run directory without a key.",
+    )
+    wandb_project: str = Field(default="vorox", description="Project of the run there.", min_length=1)
     metadata: Literal["off", "sqlite", "postgres"] = Field(
         default="sqlite",
         description="Database that records, in the background, which data was consumed. sqlite: metadata.sqlite in "

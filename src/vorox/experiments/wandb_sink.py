@@ -1,0 +1,109 @@
+"""Weights & Biases: what is measured, also there, without a step ever waiting for it.
+
+Values go into a queue; one thread starts the client (which takes a second or more), sends, and ends it. Without a key
+(``WANDB_API_KEY`` or a login in ``~/.netrc``) the client records offline into ``<run>/wandb``, to be sent later with
+``wandb sync``. The run there has the id of ours, so a resumed run goes on in the same place. Secrets are the client's
+business; none passes through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import netrc
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vorox.core.errors import ConfigError
+
+HOST = "api.wandb.ai"
+QUEUE_STEPS = 100_000
+"""Steps that wait at most while the client does not take any; what comes then is dropped and counted."""
+CLOSE_SECONDS = 30.0
+
+
+class WandbSink:
+    """Sends to one run of a project.
+
+    Args:
+        run_directory: Where the client keeps its files; its name is the run's id.
+        project: Project of the run.
+        settings: The run's configuration, as it is shown there.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_directory: Path, *, project: str, settings: Mapping[str, Any]) -> None:
+        import importlib.util
+
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "log.wandb=true needs the wandb package", where="log.wandb", hint='pip install "vorox[wandb]"'
+            )
+        self.mode = _mode()
+        self._dropped = 0
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
+        arguments = (run_directory, project, dict(settings))
+        self._thread = threading.Thread(target=self._work, args=arguments, name="vorox-wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand the values of a step over; returns at once."""
+        self._raise()
+        try:
+            self._queue.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._dropped += 1
+            raise RuntimeError(f"the client takes nothing; {self._dropped} steps were dropped") from None
+
+    def flush(self) -> None:
+        """Nothing to do: the thread sends as fast as it can."""
+        self._raise()
+
+    def close(self) -> None:
+        """Wait a moment for what is queued, then let go; offline nothing is lost that the client has taken."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(CLOSE_SECONDS)
+        self._raise()
+        if self._thread.is_alive():
+            raise TimeoutError(f"the client has not finished within {CLOSE_SECONDS:g} s")
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _work(self, run_directory: Path, project: str, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+
+            run = wandb.init(
+                project=project, id=run_directory.name, name=run_directory.name, dir=str(run_directory),
+                mode=self.mode, resume="allow" if self.mode == "online" else None, config=settings, save_code=False,
+                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True),
+            )  # fmt: skip
+            while (entry := self._queue.get()) is not None:
+                run.log(entry[1], step=entry[0])
+            run.finish()
+        except BaseException as error:
+            self._error = error
+
+
+def _mode() -> Any:
+    """``online`` only where somebody gave a key; an explicit WANDB_MODE counts."""
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"]
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc().authenticators(HOST) is not None:
+            return "online"
+    return "offline"

@@ -1,0 +1,105 @@
+"""Where a run's weights come from when it does not draw them: another run, a checkpoint, or a transformers directory.
+
+In: ``train.from_weights`` and a fresh engine. Out: the engine with those weights, and what is to be recorded of them.
+Files speak canonical or Hugging Face names, so it does not matter which engine wrote them; a model of other dimensions
+is refused with the differences before anything is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.engine import Engine
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.run_lookup import find_run
+from vorox.core.schema import RunConfig
+from vorox.models.engine_state import FREE_TO_CHANGE, read_weights
+from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
+from vorox.models.names import from_huggingface
+from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weights_file import open_directory
+from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+
+
+def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
+    """Give a fresh engine the weights that the configuration names, if it names any.
+
+    Returns:
+        For the run's record: where they came from and the engine's fingerprint with them.
+
+    Raises:
+        ConfigError: There is nothing at that place, or it is another model.
+        CheckpointError: What is there is damaged, or has no optimizer state that this engine can take over.
+    """
+    if config.train.from_weights is None:
+        return None
+    place = _place(config)
+    found = _checkpoint(place)
+    if found is None:
+        if config.train.from_optimizer:
+            raise ConfigError(
+                f"{place} holds weights of transformers and no optimizer state", where="train.from_optimizer",
+                hint="leave it away, or start from a run or checkpoint",
+            )  # fmt: skip
+        _take_huggingface(place, spec, engine)
+        said = str(place)
+    else:
+        if config.train.from_optimizer:
+            engine.load(found.path)
+        else:
+            engine.import_weights(read_weights(found.path, spec))
+        said = str(found.path)
+    return {"from_weights": said, "fingerprint": engine.fingerprint()}
+
+
+def _place(config: RunConfig) -> Path:
+    name = str(config.train.from_weights)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    try:
+        return find_run(config.run.directory, name).absolute()
+    except ConfigError as error:
+        raise ConfigError(
+            f"there are no weights at {name!r}: {error.what}", where="train.from_weights",
+            hint="give a run, a checkpoint directory, or a directory with config.json and model.safetensors",
+        ) from error  # fmt: skip
+
+
+def _checkpoint(place: Path) -> Checkpoint | None:
+    """The checkpoint that a place is, or the newest of a run; ``None`` for a transformers directory."""
+    if (place / MANIFEST_NAME).exists():
+        checkpoint = verify(place)
+        return checkpoint if "spec" in checkpoint.metadata else None  # an export has a manifest as well
+    if (place / CONFIG_NAME).exists():
+        return None
+    checkpoint = latest_valid(place)
+    if checkpoint is None:
+        raise ConfigError(
+            "neither a run with a checkpoint, a checkpoint, nor a directory of transformers",
+            where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
+        )  # fmt: skip
+    return checkpoint
+
+
+def _take_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
+    try:
+        values = json.loads((place / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
+    theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1).to_json()
+    ours = spec.to_json()
+    differing = [
+        f"{key} = {theirs[key]} (here {ours[key]})"
+        for key in ours
+        if key not in FREE_TO_CHANGE and theirs[key] != ours[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"the weights are of another model: {', '.join(differing)}", where="train.from_weights",
+            hint="set the model's keys, and the tokenizer, to those of the weights",
+        )  # fmt: skip
+    engine.import_weights(from_huggingface(spec, (pair for file in open_directory(place) for pair in file)))
