@@ -16,6 +16,10 @@ from vorox.core.config.tree import ConfigTree, Origin
 from vorox.core.config.yaml_reader import Json, read_mapping
 
 
+_BELOW_EVERY_LAYER = -0.5
+"""Whoever says a key, in whatever layer, says more than a preset; only defaults say less."""
+
+
 @functools.cache
 def source_presets() -> Mapping[str, Mapping[str, Json]]:
     """The named sources; every value is a key of an entry of ``data.sources``."""
@@ -39,7 +43,7 @@ def fill_sources(tree: ConfigTree) -> None:
             hint = did_you_mean(name, source_presets()) or f"there are {', '.join(source_presets())}"
             tree.add_problem(f"{key}={name} is unknown; {hint}", said, (key,))
             preset = {"format": "txt", "paths": ["stand-in"]}  # so that what follows from it is not reported as well
-        origin = Origin(said.layer - 0.5, f"{key}={name} ({said.text})")
+        origin = Origin(_BELOW_EVERY_LAYER, f"{key}={name} ({said.text})")
         for option, value in preset.items():
             if option not in entry:
                 tree.set_below(f"data.sources.{index}.{option}", value, origin)
