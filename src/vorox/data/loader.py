@@ -10,6 +10,7 @@ Shape legend: N rows of a step in this process, A micro-batches, B rows of a mic
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -265,15 +266,17 @@ def _present(reader: RowReader | None) -> RowReader:
 
 def _read(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
     """Rows of several sources in slot order."""
-    blocks: list[RowBlock] = []
-    slots: list[Int64Array] = []
-    for index, reader in enumerate(readers):
-        chosen = np.flatnonzero(source_index == index)
-        if chosen.size == rows.size:
-            return _present(reader).read_rows(rows)
-        if chosen.size:
-            blocks.append(_present(reader).read_rows(rows[chosen]))
-            slots.append(chosen)
+    if not rows.size:  # a shard of the last validation batch
+        return next(reader for reader in readers if reader is not None).read_rows(rows)
+    order = np.argsort(source_index, kind="stable")
+    sources = source_index[order]
+    if sources[0] == sources[-1]:
+        return _present(readers[int(sources[0])]).read_rows(rows)
+    cuts = [0, *(np.flatnonzero(sources[1:] != sources[:-1]) + 1).tolist(), len(order)]
+    slots = [order[first:last] for first, last in itertools.pairwise(cuts)]
+    blocks = [
+        _present(readers[int(sources[first])]).read_rows(rows[at]) for first, at in zip(cuts[:-1], slots, strict=True)
+    ]
     return interleave(blocks, slots)
 
 
