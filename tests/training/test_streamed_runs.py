@@ -16,6 +16,8 @@ import pytest
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
+from vorox.data.dataset import prepare
+from vorox.data.preparation import HowToBuild
 from vorox.train import Outcome, make_setting
 from vorox.training.chain import read_chain
 from vorox.training.replay import replay
@@ -172,8 +174,24 @@ def test_text_that_changed_after_its_chunks_were_removed_stops_the_run(
     assert caught.value.exit_code == 4
 
 
+def test_a_run_goes_on_streamed_where_it_was_cached_and_back(
+    tmp_path: Path, cached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, overrides in ((30, GROWTH), (60, STREAMED)):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, kill)
+            with pytest.raises(Killed):
+                run(configured(tmp_path, overrides))
+    assert result(run(configured(tmp_path, GROWTH))) == cached
+    assert len(list((tmp_path / "runs").glob("*/"))) == 1
+
+
 def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps only some segments at a time"):
         configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
+    with pytest.raises(ConfigError, match="each builds what it reads"):
+        configured(tmp_path, [*STREAMED, "data.growth.build=false"])
+    with pytest.raises(ConfigError, match="never built as a whole"):
+        prepare(configured(tmp_path, STREAMED), how=HowToBuild(wait_for="complete"))
     settled = configured(tmp_path, ["data.mode=streaming"])
     assert (settled.data.growth.mode, settled.data.growth.later_passes) == ("strict", "segments")

@@ -242,6 +242,11 @@ class Preparation:
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
         """The rows of the training text, built while they are read."""
         assert self.streams is not None
+        if self.how.wait_for == "complete":
+            raise ConfigError(
+                "a streamed corpus is never built as a whole: its chunks are made while training runs, and removed",
+                where="data.mode", hint="set data.mode=cached to build a cache that stays",
+            )  # fmt: skip
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         units = self._units(place, "train", None)
         reader = self.streams.open(

@@ -180,6 +180,20 @@ class Stream:
         with self.ring.changed:
             self._resident.discard(unit)
 
+    def discard(self, unit: int, error: DataError) -> None:
+        """Remove the chunks of a unit that turned out to be damaged, so that they are built again.
+
+        Raises:
+            DataError: ``error`` itself, if no chunk is there that could be damaged.
+        """
+        with self.ring.changed:
+            files = resident_units(self.directory).get(unit)
+            if not files:
+                raise error
+            for path in files:
+                path.unlink(missing_ok=True)
+            self._resident.discard(unit)
+
     def grown(self, *, awaited_units: int = 0) -> Manifest:
         """What is recorded by now.
 
