@@ -43,8 +43,8 @@ _LOOK_EVERY_SECONDS = 0.1
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
-``check NAME train`` (counted in chunks), ``build NAME train``, ``build NAME validation``, and ``wait NAME train`` while
-other builders have the rest in hand. Rates while building: ``text_mb_per_second``, ``tokens_per_second``,
+``check NAME train`` (counted in chunks), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
+``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building: ``text_mb_per_second``, ``tokens_per_second``,
 ``documents_per_second``, ``chunks``, ``utilisation_fraction``, ``ratio_to_uint32``, ``ratio_to_uint16``."""
 
 
@@ -278,6 +278,9 @@ def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]
 
     def on_progress(progress: BuildProgress) -> None:
         nonlocal done, text_bytes
+        if progress.compared_bytes:
+            report(f"compare {name}", progress.compared_bytes, progress.source_bytes, {})
+            return
         done = max(progress.source_bytes_done, done + progress.text_bytes - text_bytes)
         done, text_bytes = min(done, progress.source_bytes), progress.text_bytes
         seconds = max(time.perf_counter() - started, 1e-9)

@@ -165,7 +165,11 @@ def test_the_report_says_what_transforms_did_and_which_stage_is_slowest(tmp_path
 
 def test_the_first_of_equal_texts_in_the_source_stays(tmp_path):
     work = work_of(CORPUS, [config("exact_duplicates")])
-    report = build(tmp_path, work, CORPUS.units, mode="inverse")
+    told: list[BuildProgress] = []
+    report = build(tmp_path, work, CORPUS.units, mode="inverse", on_progress=told.append)
+    ends = np.cumsum([unit.size_bytes for unit in CORPUS.units]).tolist()
+    assert [progress.compared_bytes for progress in told if progress.compared_bytes] == ends
+    assert told[-1].compared_bytes == 0
     seen: set[str] = set()
     expected = [place for place in PLACES if not (place[2] in seen or seen.add(place[2]))]
     assert texts(tmp_path) == sorted(expected)

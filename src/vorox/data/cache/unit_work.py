@@ -97,11 +97,18 @@ class UnitWork:
         """The same work for the cache in a directory."""
         return replace(self, directory=directory)
 
-    def find_duplicates(self, units: Sequence[Unit], *, stop: Callable[[], bool] | None = None) -> None:
+    def find_duplicates(
+        self,
+        units: Sequence[Unit],
+        *,
+        on_compared: Callable[[int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         """Do the first pass, or what is missing of it, where a transform looks for duplicates in the whole source.
 
         Args:
             units: All units of the cache, in order.
+            on_compared: Told after every unit how many bytes of text have been looked at.
             stop: Asked before every unit.
 
         Raises:
@@ -109,7 +116,8 @@ class UnitWork:
         """
         if corpus_wide(self.transforms):
             assert self.directory is not None, "UnitWork.at says where the first pass is kept"
-            find_duplicates(self.directory, self.stages(), units, self.pipeline, stop=stop)
+            stages = self.stages()
+            find_duplicates(self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop)
 
     def run(
         self,
