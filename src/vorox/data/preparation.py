@@ -44,8 +44,9 @@ _LOOK_EVERY_SECONDS = 0.1
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
 ``check NAME train`` (counted in chunks), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
-``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building: ``text_mb_per_second``, ``tokens_per_second``,
-``documents_per_second``, ``chunks``, ``utilisation_fraction``, ``ratio_to_uint32``, ``ratio_to_uint16``."""
+``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building:
+``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
+``ratio_to_uint32``, ``ratio_to_uint16``."""
 
 
 @dataclass(frozen=True, slots=True)
