@@ -35,7 +35,7 @@ from vorox.data.tokenizers.encoders import (
     token_bytes,
     writes_bytes,
 )
-from vorox.data.tokenizers.fast_path import fast_path
+from vorox.data.tokenizers.fast_path import FastPath, fast_path
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -105,11 +105,19 @@ class Tokenizer:
 
     def with_fast_path(self) -> Tokenizer:
         """The same tokenizer, which takes the fast path where there is one that is equal."""
-        return Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer", fast=True)
+        return self._by_way_of(fast_path(self._value, self.dtype, self._reference))
 
     def reference(self) -> Tokenizer:
         """The same tokenizer without a fast path: what decides."""
-        return self if self._fast is None else Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer")
+        return self if self._fast is None else self._by_way_of(None)
+
+    def _by_way_of(self, path: FastPath | None) -> Tokenizer:
+        """A copy that shares everything but the way to the ids."""
+        other = object.__new__(Tokenizer)
+        other.__dict__.update(self.__dict__)
+        other._fast = path
+        other._encode = path or self._reference
+        return other
 
     def special_id(self, token: str) -> int | None:
         """The id of a special token; ``None`` where there is none of that name."""
@@ -129,7 +137,8 @@ class Tokenizer:
             )  # fmt: skip
         library: Any = LibraryTokenizer.from_str(json.dumps(self._value))
         library.add_special_tokens([_special(token) for token in missing])
-        return Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens", fast=self.is_fast)
+        made = Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens")
+        return made if self._fast is None else made.with_fast_path()
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
