@@ -137,17 +137,17 @@ class Projection:
         self._segments: dict[tuple[object, ...], Row] = {}
 
     def introduce(self, cache: MetadataCache) -> None:
-        """Write what a database must know of the run before its steps."""
+        """Write all that a database must know of the run by now: it may be a new one, or have been wiped."""
         self._num_events = self._plan.num_events
         cache.write(run_rows(self.run_id, self._directory, self._plan, self._readers))
         cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
         self._segments = {row.key: row for row in segment_rows(self.run_id, self._plan)}
         cache.replace("segment", self.run_id, self._segments.values())
+        cache.write(self._attempts())
 
     def observe(self) -> Iterator[Row]:
         """How the run stands now: its attempts, and the plan's events if there are new ones."""
-        batch = self._plan.start.global_batch_sequences
-        yield from attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)
+        yield from self._attempts()
         if self._plan.num_events != self._num_events:
             self._num_events = self._plan.num_events
             yield from plan_rows(self.run_id, self._plan)
@@ -156,3 +156,7 @@ class Projection:
             for key, row in before.items():
                 if key not in self._segments:  # taken back, because the cache grew before any step came to it
                     yield Row("segment", {**row.values, "num_epochs": 0, "num_rows": 0})
+
+    def _attempts(self) -> Iterator[Row]:
+        batch = self._plan.start.global_batch_sequences
+        return attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)
