@@ -177,7 +177,7 @@ def test_gc_without_a_configuration_looks_where_caches_are_by_default(
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_signal_ends_a_build_with_75_and_the_next_goes_on(place: Path, vorox: Run, workers: str) -> None:
-    write(place / "text", "b", 3000)
+    write(place / "text", "b", 1500)
     words = [sys.executable, "-c", "import sys; from vorox.cli import main; sys.exit(main())"]
     process = subprocess.Popen(
         [*words, "data", "build", "c.yaml", "--workers", workers],
