@@ -27,6 +27,8 @@ from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
+from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.storage.waiting import may_wait
 from vorox.data.streaming.retention import Ring, mark, resident_units
 from vorox.data.streaming.windows import Range, Window
 
@@ -101,6 +103,7 @@ class Stream:
         self.directory = directory
         self.ring = ring
         self.statistics = StreamStatistics()
+        self.stages: PipelineStatistics | None = None
         self.manifest = Manifest.open(directory)
         self._unit_work, self._units, self._bad_record_fraction = work.at(directory), units, bad_record_fraction
         self._segments = segments
@@ -154,9 +157,10 @@ class Stream:
         Raises:
             DataError: It cannot be built, or comes out as something else than what was recorded.
         """
-        with self.ring.changed:
+        with may_wait(str(self.directory)) as wait, self.ring.changed:
             if unit in self._resident:
                 return
+            wait.because(f"unit {unit} is being built", failed=False)
             self._demanded[unit] = self._demanded.get(unit, 0) + 1
             self._postponed.discard(unit)
             self._start()
@@ -268,13 +272,17 @@ class Stream:
         if base is not None:
             self._window.say(self._segments[base : base + 1 + self._prefetch_segments])
 
+    def _see(self, stages: PipelineStatistics) -> None:
+        self.stages = stages
+
     def _work(self) -> None:
         while (targets := self._next_targets()) is not None:
             claimed: list[int] = []
             kept = 0
             try:
                 with Leases(self.directory) as leases:
-                    for built in self._unit_work.run(self._claim(targets, leases, claimed), stop=self._is_interrupted):
+                    units = self._claim(targets, leases, claimed)
+                    for built in self._unit_work.run(units, on_statistics=self._see, stop=self._is_interrupted):
                         if not self._keep(built):
                             break
                         leases.release(built.unit_id)
