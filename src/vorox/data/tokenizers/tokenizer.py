@@ -57,8 +57,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, end_of_text: str, *, where: str, fast: bool = False) -> None:
-        value = _without_options(text, where)
-        library: Any = LibraryTokenizer.from_str(json.dumps(value))
+        value, library = _without_options(text, where)
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
             library.add_special_tokens([_special(end_of_text)])
             value = json.loads(library.to_str())
@@ -286,17 +285,16 @@ def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts
         )  # fmt: skip
 
 
-def _without_options(text: str, where: str) -> dict[str, Any]:
-    """The parsed tokenizer with everything off that would cut, pad or randomise a document."""
+def _without_options(text: str, where: str) -> tuple[dict[str, Any], Any]:
+    """The parsed tokenizer with everything off that would cut, pad or randomise a document, and the library's own."""
     try:
-        LibraryTokenizer.from_str(text)
         value: dict[str, Any] = json.loads(text)
+        value["truncation"] = value["padding"] = None
+        if value["model"].get("dropout"):
+            value["model"]["dropout"] = None
+        return value, LibraryTokenizer.from_str(json.dumps(value))
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             f"not a tokenizer.json that this version of tokenizers reads: {error}", where=where,
             hint="save it anew with tokenizer.save(...) or transformers' save_pretrained",
         ) from error  # fmt: skip
-    value["truncation"] = value["padding"] = None
-    if value["model"].get("dropout"):
-        value["model"]["dropout"] = None
-    return value
