@@ -285,6 +285,19 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
         rows(strict, 5)
 
 
+def test_what_cannot_be_mended_is_said_with_the_damage(tmp_path: Path) -> None:
+    write(tmp_path / "text", "a", "b")
+    reader = held(prepare(configuration(tmp_path)))[0]
+    path = sorted(reader.directory.glob("chunks/02/*.psc"))[0]
+    path.unlink()
+    for file in (tmp_path / "text").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="cannot open a chunk") as caught:
+        rows(reader, 5)
+    assert caught.value.where == str(path)
+    assert "building the unit again failed" in caught.value.hint
+
+
 def test_a_cache_on_a_disk_that_is_read_only_is_opened(tmp_path: Path) -> None:
     write(tmp_path / "text", "a")
     config = configuration(tmp_path)

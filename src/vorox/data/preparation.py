@@ -238,7 +238,11 @@ class Preparation:
         if self.how.on_mend is not None:
             self.how.on_mend(f"{name}: {error}; building unit {unit} again")
         work, config = self._work(place.source, recipe), place.source.config
-        rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+        try:
+            rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+        except DataError as failure:
+            hint = f"{error.hint}; building the unit again failed: {failure.what}"
+            raise DataError(error.what, where=error.where, hint=hint) from failure
 
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
         """The rows of the training text, built while they are read."""
@@ -249,6 +253,7 @@ class Preparation:
                 where="data.mode", hint="set data.mode=cached to build a cache that stays",
             )  # fmt: skip
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
+        mark_used(place.directory)
         units = self._units(place, "train", None)
         reader = self.streams.open(
             place.directory, self._work(source, recipe), units, bad_record_fraction=source.config.bad_record_fraction
