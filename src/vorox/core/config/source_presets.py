@@ -15,7 +15,6 @@ from vorox.core.config.presets import PRESETS_DIRECTORY
 from vorox.core.config.tree import ConfigTree, Origin
 from vorox.core.config.yaml_reader import Json, read_mapping
 
-
 _BELOW_EVERY_LAYER = -0.5
 """Whoever says a key, in whatever layer, says more than a preset; only defaults say less."""
 
