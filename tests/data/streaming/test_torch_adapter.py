@@ -34,6 +34,7 @@ def test_batches_are_those_of_the_dataset(tmp_path, straight):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_come_in_one_order_with_workers(workers, tmp_path, straight):
     """They are processes of their own, which share the directory and the work."""
