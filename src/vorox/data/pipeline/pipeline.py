@@ -167,7 +167,7 @@ class Pipeline:
                 _, item = taken
                 if isinstance(item, _Failure):
                     raise item.error
-                self._counters[-1].add(1, item.size_bytes, 0.0)
+                self._counters[-1].add(_counts(item), item.size_bytes, 0.0)
                 yield item
         finally:
             self._close()
@@ -218,7 +218,7 @@ class Pipeline:
                     item = stage.work(item)
                 except BaseException as error:
                     item = self._failure(error, stage.name, item.place)
-                counter.add(1, item.size_bytes, time.perf_counter() - started)
+                counter.add(_counts(item), item.size_bytes, time.perf_counter() - started)
             behind.fill(sequence, item, item.size_bytes)
         behind.finish(before.taken)
 
@@ -235,7 +235,7 @@ class Pipeline:
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
-            counter.add(int(item is not None and _is_good(item)), item.size_bytes if item else 0, busy_seconds)
+            counter.add(_counts(item), item.size_bytes if item else 0, busy_seconds)
             if item is None or not behind.put(sequence, item, item.size_bytes):
                 break
             sequence += 1
@@ -246,6 +246,11 @@ class Pipeline:
     def _failure(self, error: BaseException, stage: str, place: str) -> _Failure:
         self._failed = True
         return _Failure(error, stage, place)
+
+
+def _counts(item: Any) -> int:
+    """1 for what is counted as an item; words about others, failures and the end are not."""
+    return int(item is not None and _is_good(item) and not getattr(item, "is_word", False))
 
 
 def _is_good(item: Any) -> bool:
