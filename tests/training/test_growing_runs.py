@@ -51,6 +51,8 @@ class NoBackgroundBuild:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         del arguments, options
 
+    is_running = False
+
     def check(self) -> None: ...
 
     def close(self) -> None: ...
@@ -108,7 +110,9 @@ def batches(directory: Path) -> dict[int, str]:
 
 def replayed(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
     def make(config: RunConfig) -> Setting:
-        return vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+        kept = directory / "tokenizer"
+        log = RunLog(None)
+        return vorox.train.make_setting(config, DistributedContext(), log, None, build=False, tokenizer_directory=kept)
 
     return replay(directory, make, first_step=first_step, last_step=last_step)
 
@@ -316,6 +320,19 @@ def test_a_mixture_changed_at_resume_is_recorded_and_said(tmp_path: Path) -> Non
     (other,) = (path for path in (tmp_path / "runs").iterdir() if path != directory)
     again = run(two_sources(tmp_path, ["run.name=straight", "data.sources.0.weight=3"]), resume_from=other)
     assert batches(again.run_directory) == after
+
+
+def test_a_changed_mixture_keeps_the_tokenizer_that_was_trained_on_the_old_one(tmp_path: Path) -> None:
+    bpe = ["tokenizer.kind=bpe", "tokenizer.vocab_size=300"]
+    config = two_sources(tmp_path, bpe)
+    killed_at(config, 7)
+    directory = only_run(tmp_path)
+    kept = (directory / "tokenizer" / "tokenizer.json").read_bytes()
+    outcome = run(two_sources(tmp_path, [*bpe, "data.sources.0.weight=9"]), resume_from=directory)
+    assert outcome.progress.step == 12
+    assert (directory / "tokenizer" / "tokenizer.json").read_bytes() == kept
+    assert len(events(directory, "mixture")) == 2
+    assert replayed(directory, 4).is_exact
 
 
 def test_a_source_taken_out_and_another_put_in_at_resume(tmp_path: Path) -> None:
