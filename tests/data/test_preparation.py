@@ -227,6 +227,19 @@ def test_a_growing_cache_that_may_not_be_built_must_be_there(growing: RunConfig)
         prepare(growing, build=False)
 
 
+def test_who_may_not_build_reads_what_is_there_and_waits_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "text", "a", "b", "c")
+    config = configuration(
+        tmp_path, growth={"mode": "strict", "first_segment_units": 4}, pipeline={"staged": False},
+        validation={"split": "document", "held_out_fraction": 0},
+    )  # fmt: skip
+    left = iter([False] * 4)
+    with pytest.raises(Preempted):  # after its first units
+        prepare(config, how=HowToBuild(wait_for="complete", stop=lambda: next(left, True)))
+    reader = prepare(config, build=False).train[0]
+    assert 0 < len(reader.manifest.units) < 4
+
+
 # Stopping, building anew, mending
 
 

@@ -205,7 +205,8 @@ class Preparation:
         elif not self.how.build and not _is_done(place.directory, 1):
             raise not_built(place.source, "train", place.directory)
         else:
-            self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
+            if self.how.build:
+                self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
             manifest = Manifest.open(place.directory)
             report = report_of(manifest, recipe)
             units = self._place(place.source, "train", recipe).units or ()
