@@ -24,6 +24,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 _CLASS = re.compile(r"\\(?:(?P<not>[pP])\{(?P<property>\w+)\}|(?P<short>[sSdDwW]))")
 _FOREIGN = re.compile(r"\[[^\[\]\\&]+\]")
 _CASELESS = re.compile(r"\(\?i:([^)]*)")
+_LETTERS = re.compile(r"(?:[a-zA-Z'|]|\[[a-zA-Z]+\])*")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}(?![+?])")
 _GROUP = re.compile(r"\((\?(:|!|=|>|i:))")
 _FIRST_STAND_IN = 0x80
@@ -45,7 +46,7 @@ class _Part:
 
 def _parse(pattern: str) -> list[_Part] | None:
     """The pattern in pieces; None where Python would or might read it otherwise."""
-    if any(sign in inside for inside in _CASELESS.findall(pattern) for sign in "([\\"):
+    if not all(_LETTERS.fullmatch(inside) for inside in _CASELESS.findall(pattern)):
         return None  # a class without regard to case is another class
     parts: list[_Part] = []
     position, bracketed = 0, False
