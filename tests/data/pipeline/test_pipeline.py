@@ -123,6 +123,24 @@ def test_a_stop_finishes_what_was_taken_and_begins_nothing_else():
     assert taken == list(range(10))
 
 
+def test_no_more_items_are_in_flight_than_allowed():
+    taken, most = [], 3
+    source = (taken.append(value) or Number(value) for value in range(50))
+    pipeline = Pipeline(source, [Stage("double", doubled, 2), Stage("again", doubled)], queue_bytes=10**6,
+                        most_in_flight=most)  # fmt: skip
+    for count, item in enumerate(pipeline):
+        assert item.value == 4 * count
+        time.sleep(0.001)
+        assert len(taken) <= count + most
+    assert len(taken) == 50
+    endless = Pipeline((Number(value) for value in itertools.count()), [Stage("double", doubled)], queue_bytes=10**6,
+                       most_in_flight=1)  # fmt: skip
+    results = iter(endless)
+    assert [next(results).value, next(results).value] == [0, 2]
+    results.close()
+    assert our_threads() == []
+
+
 def test_memory_is_bounded_by_credits_when_the_consumer_is_slow():
     made = []
 
