@@ -415,3 +415,33 @@ def test_a_source_that_is_used_up_is_dropped_aloud(tmp_path: Path) -> None:
     assert replayed(outcome.run_directory).is_exact
     with pytest.raises(DataError, match="source 'two' is used up at step"):
         run(two_sources(tmp_path, [*few, "run.name=other"]))
+
+
+@pytest.mark.parametrize("mode", [STRICT, ELASTIC])
+def test_everything_at_once(tmp_path: Path, mode: list[str]) -> None:
+    """A growing cache divided by difficulty, stages of mixture and row length, and weights changed at a resume."""
+    stages = [
+        {"start_tokens": 0, "weights": {"one.easy": 1, "two": 1}, "sequence_length_tokens": 8},
+        {"start_tokens": 600, "weights": {"one": 3, "two": 1}},
+    ]
+    split = [
+        "data.sources.0.split_by=tokens_per_document",
+        "data.cache.chunk_rows=4",
+        "data.growth.first_segment_units=2",
+    ]
+    overrides = [*mode, *(split if mode == STRICT else split[:2]), f"data.stages={json.dumps(stages)}"]
+    config = two_sources(tmp_path, overrides)
+    killed_at(config, 11)
+    directory = only_run(tmp_path)
+    stages[1]["weights"] = {"one.hard": "1/2", "two": "1/2"}
+    changed = two_sources(tmp_path, [*overrides[:-1], f"data.stages={json.dumps(stages)}"])
+    killed_at(changed, 23, resume_from=directory)
+    outcome = run(changed, resume_from=directory)
+    assert outcome.progress.step == 30
+    plan = Plan.open(directory / "plan.jsonl")
+    assert [source.name for source in plan.sources] == ["one.easy", "one.hard", "two"]
+    drawn = plan.tables.mixture.locate(np.arange(120))[0].tolist()
+    assert drawn[:40].count(0) == drawn[:40].count(2) == 20
+    assert drawn[40:].count(1) == drawn[40:].count(2) == 40
+    assert replayed(directory, 0, 8).is_exact
+    assert replayed(directory, 8).is_exact
