@@ -29,7 +29,7 @@ from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.storage.waiting import may_wait
 from vorox.data.streaming.need import Need
-from vorox.data.streaming.retention import Ring, mark, resident_units
+from vorox.data.streaming.retention import Ring, mark, remove_chunks, resident_units
 from vorox.data.streaming.windows import Range, Window
 
 _CLOSE_SECONDS = 10.0
@@ -171,8 +171,7 @@ class Stream:
             files = resident_units(self.directory).get(unit)
             if not files:
                 raise error
-            for path in files:
-                path.unlink(missing_ok=True)
+            remove_chunks(files)
             self._resident.discard(unit)
 
     def grown(self, *, awaited_units: int = 0) -> Manifest:
@@ -312,6 +311,7 @@ class Stream:
             if not leases.take(unit):
                 continue
             with self.ring.changed:
+                self.manifest = self.manifest.refreshed(self.directory)
                 self._find_on_disk()
                 if unit in self._resident:
                     leases.release(unit)
