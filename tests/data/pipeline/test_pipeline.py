@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import random
 import threading
@@ -188,6 +189,16 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow):
     assert by_name[slow].busy_seconds >= 30 * 0.004 * 0.9
     others = {"read", "work", "write"} - {slow}
     assert all(by_name[name].wait_seconds > by_name[slow].wait_seconds for name in others - {"work"})
+
+
+def test_threads_see_what_holds_for_the_caller():
+    holds = contextvars.ContextVar("holds", default=0)
+    token = holds.set(7)
+    try:
+        stage = Stage("add", lambda item: Number(item.value + holds.get()), 2)
+        assert [item.value for item in Pipeline(numbers(5), [stage], queue_bytes=100)] == [7, 8, 9, 10, 11]
+    finally:
+        holds.reset(token)
 
 
 def test_a_pipeline_that_has_done_nothing_names_no_bottleneck():

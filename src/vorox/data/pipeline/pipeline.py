@@ -8,6 +8,7 @@ what the same functions give one after the other in one thread; however it ends,
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
 import time
@@ -166,7 +167,12 @@ class Pipeline:
         self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
         self._counters = [_Counter() for _ in names]
         self._threads = [
-            threading.Thread(target=self._run, args=(index,), name=f"vorox-{stage.name}-{number}", daemon=True)
+            threading.Thread(  # what holds for the caller, such as a budget of retries, holds for its threads
+                target=contextvars.copy_context().run,
+                args=(self._run, index),
+                name=f"vorox-{stage.name}-{number}",
+                daemon=True,
+            )
             for index, stage in enumerate(stages)
             for number in range(stage.threads)
         ]
