@@ -113,7 +113,7 @@ def build_corpus(directory: Path, corpus: Corpus, *, recipe: Recipe | None = Non
     tokenizer = options.pop("tokenizer", ByteTokenizer())
     recipe = recipe or recipe_for(tokenizer)
     work = work_of(corpus, tokenizer=tokenizer, recipe=recipe, **{
-        name: options.pop(name) for name in ("codec", "block_rows") if name in options
+        name: options.pop(name) for name in ("codec", "block_rows", "pipeline") if name in options
     })  # fmt: skip
     return build(directory, work, corpus.units, **options)
 

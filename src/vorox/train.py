@@ -21,6 +21,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.preparation import HowToBuild
+from vorox.data.tokenizers.store import kept_by_run
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
@@ -76,7 +77,9 @@ def train(
         with (
             _open_run(config, resume_from, argv, dist) as run,
             open_log(run, display, dist) as log,
-            contextlib.closing(make_setting(config, dist, log, on_progress)) as setting,
+            contextlib.closing(
+                make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)
+            ) as setting,
         ):
             state, plan = begin(setting, run, _checkpoint(resume_from))
             run.note(
@@ -91,10 +94,18 @@ def train(
 
 
 def make_setting(
-    config: RunConfig, dist: DistributedContext, log: RunLog, on_progress: PrepareProgress | None, *, build: bool = True
+    config: RunConfig,
+    dist: DistributedContext,
+    log: RunLog,
+    on_progress: PrepareProgress | None,
+    *,
+    build: bool = True,
+    tokenizer_directory: Path | None = None,
 ) -> Setting:
-    """Corpus, model and engine of a configuration."""
-    corpus = prepare(config, on_progress=on_progress, build=build, how=HowToBuild(on_mend=log.warning))
+    """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it."""
+    kept = None if tokenizer_directory is None else kept_by_run(tokenizer_directory, config.tokenizer)
+    how = HowToBuild(on_mend=log.warning)
+    corpus = prepare(config, on_progress=on_progress, build=build, how=how, tokenizer=kept)
     spec = model_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,

@@ -608,7 +608,11 @@ def test_names_of_other_codebases_are_taken_and_translated() -> None:
 
 
 def test_a_folder_of_shards_is_a_source() -> None:
-    (source,) = resolve_config("quickstart", ["--data_dir=shards"]).config.data.sources
+    """Once it is said who wrote them."""
+    with pytest.raises(ConfigError, match="which tokenizer wrote them"):
+        resolve_config("quickstart", ["--data_dir=shards", "tokenizer.kind=byte"])
+    said = ["--data_dir=shards", "tokenizer.kind=byte", "data.sources.0.tokenizer=byte"]
+    (source,) = resolve_config("quickstart", said).config.data.sources
     assert (source.format, source.paths) == ("bin", ("shards",))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,19 @@ def test_the_end_of_a_file(tmp_path: Path, last_bytes: int) -> None:
     assert [record["n"] for record in read_lines(path, last_bytes=last_bytes)] == [1, 2, 3, 4][
         max(0, 4 - last_bytes // 8) :
     ]
+
+
+def test_lines_of_several_threads_stay_whole(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "log.jsonl")
+
+    def work(number: int) -> None:
+        for index in range(200):
+            assert file.append(b'{"thread":%d,"index":%d}' % (number, index)) is None
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [(line["thread"], line["index"]) for line in read_lines(tmp_path / "log.jsonl")]
+    assert sorted(found) == [(number, index) for number in range(4) for index in range(200)]

@@ -26,6 +26,7 @@ UNITS = (
     "_rows",
     "_threads",
     "_segments",
+    "_units",
 )
 COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
 WITHOUT_UNIT = {

@@ -49,6 +49,12 @@ def test_what_has_no_meaning_beside_the_entrys_own_keys_goes(tmp_path: Path) -> 
     )
 
 
+def test_a_preset_from_the_command_line_does_not_override_what_the_file_says(tmp_path: Path) -> None:
+    path = written(tmp_path, "{name: x, format: csv, paths: [a.csv]}")
+    (source,) = load_config(path, ["data.sources.0.preset=fineweb-edu"]).data.sources
+    assert source == SourceConfig(name="x", preset="fineweb-edu", format="csv", paths=("a.csv",))
+
+
 def test_a_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, "{name: x, preset: fineweb-edu}"))
     from vorox.core.config import dump_yaml

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fake_rows import FakeRows
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
+from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard, Progress
 from vorox.data import batch_stream
 from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader
@@ -389,6 +389,11 @@ def test_a_step_has_the_same_rows_on_any_number_of_shards(tmp_path: Path, batch:
             assert part.segment_ids_ABT is not None
             assert (part.segment_ids_ABT[~rows] == 0).all()
             assert np.count_nonzero(part.labels_ABT != IGNORED_LABEL) == part.num_target_tokens
+    for index, shard in enumerate(shards):
+        progress = Progress(0, 0, first_cursor(plan, 11))
+        for part in shard:
+            progress = progress.after(part, DataShard(index, count))
+        assert (progress.step, progress.num_tokens) == (5, 5 * batch * 8)
 
 
 @pytest.mark.parametrize(("micro", "count"), [(3, 1), (8, 2), (2, 3), (16, 1), (0, 1), (1, 9)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import tracemalloc
 from collections import Counter
@@ -99,6 +100,23 @@ def test_frozen_order(tmp_path: Path) -> None:
         (0, 0, 3),
         (0, 0, 8),
     ]
+
+
+def test_frozen_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without growth and stages is written as the first version wrote it: digests in checkpoints stay valid."""
+    _, readers = two_sources()
+    monkeypatch.setattr(Plan, "check", lambda plan, readers: None)
+    limits = (("0.7", None), ("0.3", 40))
+    sources = tuple(
+        PlanSource(reader.name, Fraction(weight), "ab" * 32, 9, max_epochs)
+        for reader, (weight, max_epochs) in zip(readers, limits, strict=True)
+    )
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 10, sources), readers)
+    plan.extend_to(40, readers)
+    plan.extend_to(130, readers)
+    assert plan.digest == "38f782104bc149e9baeef4edb26a03a01cc1d7f36ce1bc288e129c3a283afdf4"
+    written = hashlib.sha256(plan.path.read_bytes()).hexdigest()
+    assert written == "b573e31d07620e4432b26f067356d2f599478a6de18024bd11b1453ed4c42895"
 
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:

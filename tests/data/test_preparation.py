@@ -227,6 +227,19 @@ def test_a_growing_cache_that_may_not_be_built_must_be_there(growing: RunConfig)
         prepare(growing, build=False)
 
 
+def test_who_may_not_build_reads_what_is_there_and_waits_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "text", "a", "b", "c")
+    config = configuration(
+        tmp_path, growth={"mode": "strict", "first_segment_units": 4}, pipeline={"staged": False},
+        validation={"split": "document", "held_out_fraction": 0},
+    )  # fmt: skip
+    left = iter([False] * 4)
+    with pytest.raises(Preempted):  # after its first units
+        prepare(config, how=HowToBuild(wait_for="complete", stop=lambda: next(left, True)))
+    reader = prepare(config, build=False).train[0]
+    assert 0 < len(reader.manifest.units) < 4
+
+
 # Stopping, building anew, mending
 
 
@@ -283,6 +296,19 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
     path.unlink()
     with pytest.raises(DataError, match="cannot open a chunk"):
         rows(strict, 5)
+
+
+def test_what_cannot_be_mended_is_said_with_the_damage(tmp_path: Path) -> None:
+    write(tmp_path / "text", "a", "b")
+    reader = held(prepare(configuration(tmp_path)))[0]
+    path = sorted(reader.directory.glob("chunks/02/*.psc"))[0]
+    path.unlink()
+    for file in (tmp_path / "text").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="cannot open a chunk") as caught:
+        rows(reader, 5)
+    assert caught.value.where == str(path)
+    assert "building the unit again failed" in caught.value.hint
 
 
 def test_a_cache_on_a_disk_that_is_read_only_is_opened(tmp_path: Path) -> None:

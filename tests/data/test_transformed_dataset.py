@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import verify
+from vorox.experiments.metrics import metric
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu")
@@ -112,6 +114,25 @@ def test_the_pipeline_is_no_part_of_what_comes_out(root, how):
         cache={"directory": str(root / how), "unit_bytes": 9_000},
     )  # fmt: skip
     assert prepare(other).sources[0].train_report.digest == reference.digest
+
+
+def test_streamed_rows_are_the_cached_ones_and_their_stages_are_measured(root):
+    transforms = ({"name": "exact_duplicates"}, {"name": "token_dropout", "args": {"fraction": 0.1}})
+    cached = prepare(configuration(root, *transforms)).train[0]
+    streamed = prepare(configuration(root, *transforms, mode="streaming"))
+    try:
+        reader = streamed.train[0]
+        while reader.num_rows < cached.num_rows:
+            reader = reader.refreshed(awaited_units=len(reader.units))
+            time.sleep(0.01)
+        rows = np.arange(cached.num_rows)
+        assert np.array_equal(reader.read_rows(rows).tokens_NC, cached.read_rows(rows).tokens_NC)
+        assert streamed.streams is not None
+        metrics = streamed.streams.metrics()
+        assert metrics["pipeline/tokenize/busy_seconds"] > 0
+        assert all(metric(name).unit in {"s", "bytes", "items"} for name in metrics)
+    finally:
+        streamed.close()
 
 
 def test_mistakes_are_found_before_a_byte_is_read(root):

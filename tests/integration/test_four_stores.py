@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import xxhash
 
+from numpy_engine import NumpyEngine, NumpyResult
 from servers.four_stores import FourStores, four_stores
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.config import load_config
+from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.provenance import open_trail, when, where
 from vorox.data.storage import waiting_for_data
@@ -40,6 +42,14 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FourStores]:
 def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     use_numpy_engine(monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nobody cuts the power here
+
+
+@pytest.fixture(scope="module")
+def clean(stores: FourStores, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """The chain of the run that meets no fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_numpy_engine(patch)
+        return result(run(configured(stores, tmp_path_factory.mktemp("clean") / "run", STREAMED)))
 
 
 def configured(stores: FourStores, directory: Path, data: dict[str, Any]) -> RunConfig:
@@ -71,9 +81,10 @@ def text_of(stores: FourStores, source: str, uri: str, ordinal: int) -> str:
 
 
 @pytest.mark.slow
-def test_faults_change_no_step_and_provenance_agrees_both_ways(stores: FourStores, tmp_path: Path) -> None:
-    clean = run(configured(stores, tmp_path / "clean", STREAMED))
-    assert len(result(clean)) == STEPS
+def test_faults_change_no_step_and_provenance_agrees_both_ways(
+    stores: FourStores, clean: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    assert len(clean) == STEPS
     with stores.behind(error_503_fraction=0.02, truncated_fraction=0.01, stall_once_seconds=60, seed=5) as proxies:
         faulty = run(configured(stores, tmp_path / "faulty", STREAMED))
         kinds = {
@@ -82,7 +93,7 @@ def test_faults_change_no_step_and_provenance_agrees_both_ways(stores: FourStore
     assert waiting_for_data() is None
     assert kinds["stall"] == 3
     assert min(kinds.values()) >= 1, f"too few faults to show anything: {kinds}"
-    assert result(faulty) == result(clean)
+    assert result(faulty) == clean
 
     trail = open_trail(faulty.run_directory)
     chooser = random.Random(1)
@@ -98,6 +109,32 @@ def test_faults_change_no_step_and_provenance_agrees_both_ways(stores: FourStore
         times = when(trail, document.uri, ordinal=document.ordinal)
         assert (step, slot, row.row) in {(time.step, time.slot, time.row) for time in times}
     assert len(seen) == 4
+
+
+class Killed(BaseException):
+    """Ends a run in its middle."""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_twice_goes_on_under_faults(
+    stores: FourStores, clean: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, left = NumpyEngine.train_step, [31, 118]
+
+    def train_step(self: NumpyEngine, batch: Batch, **arguments: float) -> NumpyResult:
+        if left and batch.step + 1 == left[0]:
+            left.pop(0)
+            raise Killed
+        return original(self, batch, **arguments)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    config = configured(stores, tmp_path / "killed", STREAMED)
+    with stores.behind(error_503_fraction=0.02, truncated_fraction=0.02, seed=7):
+        for _ in range(2):
+            with pytest.raises(Killed):
+                run(config)
+        outcome = run(config)
+    assert result(outcome) == clean
 
 
 @pytest.mark.slow

@@ -335,6 +335,31 @@ def test_killed_with_a_spool_the_next_start_drains_it(
     assert found == [(1, "nonfinite_step", 3)], "what only the spool knew"
 
 
+def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psycopg
+
+    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.02)
+    config = configuration(tmp_path, ["log.metadata=postgres"])
+
+    def wipe() -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not MetadataCache.query(dsn, "SELECT to_regclass('vorox.sample') IS NOT NULL AS made").rows[0][0]:
+            assert time.monotonic() < deadline
+        with psycopg.connect(dsn) as connection:
+            connection.execute("DROP SCHEMA vorox CASCADE")
+
+    run_until(7, config, monkeypatch)
+    at_step(monkeypatch, 9, wipe)
+    run(config)
+    assert consumed(dsn) == [
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
+    ]  # fmt: skip
+    for table in ("run", "run_source", "plan_event", "segment"):
+        assert MetadataCache.query(dsn, f"SELECT * FROM {table}").rows
+
+
 def test_two_runs_into_one_database_at_the_same_time(tmp_path: Path, dsn: str) -> None:
     """Two processes' worth of runs, of one configuration in two places and of another one."""
     places = [("first", "1"), ("second", "1"), ("first", "2")]

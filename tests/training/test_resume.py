@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from vorox.core.atomic import write_file
 from vorox.core.config import config_digest, dump_yaml
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.training.resume import check_config, config_in_force, environment_differences, record_config_change
+from vorox.training.resume import (
+    check_config,
+    config_in_force,
+    environment_differences,
+    mixture_changed,
+    record_config_change,
+)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +122,18 @@ def test_keys_that_decide_no_bit_are_not_kept(tmp_path: Path) -> None:
     assert config_digest(quiet) == config_digest(history.recorded)
     record_config_change(history.directory, history.recorded, quiet, 20)
     assert not (history.directory / "configs").exists()
+
+
+def test_sources_are_compared_by_name(tmp_path: Path) -> None:
+    """Taking out, putting in and reordering is a change of the mixture; other text under a name is another run."""
+    one, two, three = ({"name": name, "format": "txt", "paths": [f"/{name}"]} for name in ("one", "two", "three"))
+    before = configuration(tmp_path, [f"data.sources={json.dumps([one, two])}"])
+    for sources in ([two, one], [two], [three, two, one], [{**one, "weight": "1/3", "max_epochs": 2}, two]):
+        after = configuration(tmp_path, [f"data.sources={json.dumps(sources)}"])
+        check_config(before, after)
+        assert mixture_changed(before, after)
+    assert not mixture_changed(
+        before, configuration(tmp_path, [f"data.sources={json.dumps([one, two])}", "run.name=x"])
+    )
+    with pytest.raises(ConfigError, match=r"data\.sources\.1\.paths"):
+        check_config(before, configuration(tmp_path, [f"data.sources={json.dumps([two, {**one, 'paths': ['/x']}])}"]))

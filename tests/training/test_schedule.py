@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig, ScheduleConfig
-from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.data.plan_events import Extension
+from vorox.training.schedule import Horizon, Schedule, extended, horizon
 
 
 def configuration(train: dict[str, object], schedule: dict[str, object] | None = None) -> RunConfig:
@@ -120,3 +121,25 @@ def test_rises_then_never_rises_again(total: int, warmup: int, name: str, final:
         assert rates[-1] == pytest.approx(final, abs=1e-12)
     again = schedule(total, warmup, name=name, min_lr_fraction=final, decay_fraction=decay)
     assert rates[::-1] == [again.lr(step) for step in reversed(range(total))]
+
+
+def test_an_epoch_of_a_part_of_the_dataset() -> None:
+    train = {"num_epochs": 2.0, "epoch_dataset_fraction": 0.8}  # 1.6 x 65 rows, 10 a step
+    assert horizon(configuration(train), num_train_rows=65, full_dataset_tokens=6_500).total_steps == 11
+
+
+def test_the_length_at_each_position_of_an_extended_run() -> None:
+    begun, extensions = Horizon(10, 2, 100), [Extension(40, 10, 20), Extension(80, 20, 25)]
+    lengths = [extended(begun, extensions, position).total_steps for position in (0, 39, 40, 79, 80, 500)]
+    assert lengths == [10, 10, 20, 20, 25, 25]
+    # A checkpoint behind the extensions knows the last length only; the events know what came before.
+    assert extended(Horizon(25, 2, 100), extensions, 0).total_steps == 10
+    assert extended(begun, [], 500) == begun
+
+
+def test_a_cache_that_is_too_small_for_the_warm_up() -> None:
+    length = Horizon(100, 30, 1_000, 1_000_000)
+    assert length.cache_warning(300, 10) is None
+    assert "30 steps was fixed by the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
+    assert Horizon.from_json(length.to_json()) == length
+    assert Horizon.from_json({"total_steps": 1, "warmup_steps": 2, "tokens_per_step": 3}) == Horizon(1, 2, 3)

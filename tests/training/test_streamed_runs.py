@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
+from vorox.data.dataset import prepare
+from vorox.data.preparation import HowToBuild
+from vorox.data.streaming import RemoteIterableDataset
 from vorox.train import Outcome, make_setting
 from vorox.training.chain import read_chain
 from vorox.training.replay import replay
@@ -172,8 +176,44 @@ def test_text_that_changed_after_its_chunks_were_removed_stops_the_run(
     assert caught.value.exit_code == 4
 
 
+def test_a_run_goes_on_streamed_where_it_was_cached_and_back(
+    tmp_path: Path, cached: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, overrides in ((30, GROWTH), (60, STREAMED)):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, kill)
+            with pytest.raises(Killed):
+                run(configured(tmp_path, overrides))
+    assert result(run(configured(tmp_path, GROWTH))) == cached
+    assert len(list((tmp_path / "runs").glob("*/"))) == 1
+
+
+def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path) -> None:
+    from vorox.core.records import DataShard
+    from vorox.data.loader import first_cursor
+    from vorox.training import feed
+
+    config = configured(tmp_path, GROWTH)
+    with contextlib.closing(prepare(config)) as corpus:
+        plan = feed.open_plan(tmp_path / "plan.jsonl", config, corpus, 12)
+        cursor = first_cursor(plan, config.run.seed)
+        with feed.training_batches(config, corpus, plan, DataShard(), cursor, total_steps=12) as batches:
+            expected = np.concatenate([next(batches).tokens_ABT.reshape(-1, 16) for _ in range(12)])
+    samples = iter(RemoteIterableDataset(config, retention_bytes=LIMIT_BYTES))
+    found = np.stack([next(samples)["input_ids"] for _ in range(len(expected))])
+    samples.close()  # type: ignore[attr-defined]
+    assert np.array_equal(found, expected)
+    staged = configured(tmp_path, ["data.stages=[{start_tokens: 1000, weights: {text: 1}}]"])
+    with pytest.raises(ConfigError, match="one mixture of whole sources"):
+        RemoteIterableDataset(staged)
+
+
 def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps only some segments at a time"):
         configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
+    with pytest.raises(ConfigError, match="each builds what it reads"):
+        configured(tmp_path, [*STREAMED, "data.growth.build=false"])
+    with pytest.raises(ConfigError, match="never built as a whole"):
+        prepare(configured(tmp_path, STREAMED), how=HowToBuild(wait_for="complete"))
     settled = configured(tmp_path, ["data.mode=streaming"])
     assert (settled.data.growth.mode, settled.data.growth.later_passes) == ("strict", "segments")

@@ -23,6 +23,7 @@ _WORDS = {
     "build": "packing",
     "wait": "waiting for",
     "check": "checking",
+    "compare": "looking for duplicates in",
     "tokenizer": "training the tokenizer",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +39,7 @@ def replay(
     try:
         report = replaying.replay(
             directory,
-            _make_setting,
+            functools.partial(_make_setting, directory),
             first_step=first_step,
             last_step=last_step,
             on_step=lambda done, total: display.step("replaying", done, total),
@@ -55,12 +57,13 @@ def replay(
         typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
 
 
-def _make_setting(config: RunConfig) -> Setting:
+def _make_setting(run_directory: Path, config: RunConfig) -> Setting:
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.log import RunLog
     from vorox.train import make_setting
 
-    return make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+    kept = run_directory / "tokenizer"
+    return make_setting(config, DistributedContext(), RunLog(None), None, build=False, tokenizer_directory=kept)
 
 
 def _difference_error(report: object, where: str) -> Exception:

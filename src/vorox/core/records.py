@@ -160,13 +160,19 @@ class Progress:
     best_eval_loss: float | None = None
 
     def after(self, batch: Batch, shard: DataShard | None = None) -> Progress:
-        count = shard.count if shard is not None else 1
         return replace(
             self,
             step=batch.step + 1,
-            num_tokens=self.num_tokens + batch.num_tokens * count,
+            num_tokens=self.num_tokens + self._global_tokens(batch, shard.count if shard is not None else 1),
             cursor=batch.cursor_after,
         )
+
+    def _global_tokens(self, batch: Batch, count: int) -> int:
+        """Positions of a step over all processes, without the rows that fill up the shorter ones."""
+        rows = batch.cursor_after.position - self.cursor.position
+        if count == 1 or rows % count == 0:
+            return batch.num_tokens * count
+        return rows * (batch.num_tokens // -(-rows // count))
 
     def to_json(self) -> dict[str, Any]:
         return {

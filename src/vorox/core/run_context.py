@@ -233,6 +233,11 @@ class RunContext:
     # Files
 
     @property
+    def is_main(self) -> bool:
+        """Whether this process is the one of the run that writes."""
+        return self._is_main
+
+    @property
     def run_id(self) -> str:
         return self.directory.name
 

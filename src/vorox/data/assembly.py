@@ -123,19 +123,17 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
         blocks: Rows of each source.
         slots: Where each of their rows goes; together every slot once.
     """
-    num_rows = sum(block.num_rows for block in blocks)
-    tokens_NC = cast("TokenArray", np.empty((num_rows, blocks[0].row_tokens), blocks[0].tokens_NC.dtype))
-    for block, at in zip(blocks, slots, strict=True):
-        tokens_NC[at] = block.tokens_NC
-    counts, first, base = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), 0
-    for block, at in zip(blocks, slots, strict=True):
-        counts[at] = np.diff(block.row_ptr)
-        first[at] = base + block.row_ptr[:-1]
-        base += block.segment_lengths.size
-    row_ptr = np.concatenate([[0], np.cumsum(counts)])
+    order = np.concatenate(slots)
+    where = np.empty_like(order)
+    where[order] = np.arange(len(order))
+    in_turn = np.concatenate([block.row_ptr[1:] - block.row_ptr[:-1] for block in blocks])  # segments of each row
+    first = (np.cumsum(in_turn) - in_turn)[where]
+    counts = in_turn[where]
+    row_ptr = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(counts, out=row_ptr[1:])
     taken = np.arange(int(row_ptr[-1])) + np.repeat(first - row_ptr[:-1], counts)
     return RowBlock(
-        tokens_NC=tokens_NC,
+        tokens_NC=cast("TokenArray", np.concatenate([block.tokens_NC for block in blocks])[where]),
         row_ptr=row_ptr,
         segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[taken],
         segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[taken],

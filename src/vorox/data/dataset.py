@@ -128,6 +128,7 @@ def prepare(
     build: bool = True,
     repair: bool = False,
     how: HowToBuild | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Make everything that training reads.
 
@@ -137,6 +138,7 @@ def prepare(
         build: Build what is missing. Off: refuse instead.
         repair: Check every byte of what is there first, and build damaged chunks again.
         how: How caches are built, in more detail; ``build`` and ``repair`` come on top.
+        tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
 
     Raises:
         ConfigError: The configuration contradicts itself, or holds out nothing where it should.
@@ -154,7 +156,7 @@ def prepare(
     if how.build:
         _check_writable(root)
     sources = [_list(data, index, root, report) for index in range(len(data.sources))]
-    tokenizer = tokenizer_for(
+    tokenizer = tokenizer or tokenizer_for(
         config.tokenizer, data, sources, weights, root=root, build=how.build,
         on_progress=lambda done, total: report("tokenizer", done, total, {}),
     )  # fmt: skip

@@ -289,6 +289,43 @@ def _silent(kind: str, text: str) -> None:
     del kind, text
 
 
+def await_planned(
+    plan: Plan,
+    readers: Sequence[GrowingReader | None],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    tell: Tell | None = None,
+) -> list[GrowingReader | None]:
+    """Readers that see every unit of the plan, waiting for those whose caches are being built again.
+
+    A cache that was lost, or is read in another mode than before, is built anew from its beginning; whether it comes
+    out as it was is for ``Plan.check`` to say. One that nobody builds stays as it is.
+
+    Raises:
+        Starved: ``stop`` says not to wait.
+    """
+    seen, told = list(readers), False
+    for index, (reader, group) in enumerate(zip(readers, plan.segments, strict=True)):
+        last = max((part.end for segment in group for part in segment.ranges), default=0)
+        while reader is not None and reader.is_building:
+            num_units = len(reader.unit_row_starts) - 1
+            missing = len(reader.missing_units(0, min(last, num_units)))
+            if not missing:
+                break
+            if not told and tell is not None:
+                told = True
+                tell(
+                    "waiting_for_data",
+                    f"The run has read {last:,} units of source {plan.sources[index].name!r}, {missing:,} of them are "
+                    "not recorded here: building them again",
+                )
+            if stop():
+                raise Starved("stopped while units that the run has read were built again", where=str(plan.path))
+            reader = seen[index] = reader.refreshed(awaited_units=last)
+            time.sleep(_POLL_SECONDS)
+    return seen
+
+
 def _ranges(chosen: np.ndarray) -> UnitRanges:
     """Runs of true entries as pairs ``[start, end)``."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8))).tolist()

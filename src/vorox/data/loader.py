@@ -10,6 +10,7 @@ Shape legend: N rows of a step in this process, A micro-batches, B rows of a mic
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -228,11 +229,12 @@ class _BatchSource:
         return DataCursor(plan_digest=digest, plan_events=events, step=step, position=position, seed=self._cursor.seed)
 
     def _locate(self, step: int) -> _Places:
-        window, line = divmod(step, self._window_steps)
+        window = step // self._window_steps
         with self._locating:
             places = self._places.get(window)
-            if places is None or line >= places.rows.shape[0]:  # the plan may have been shorter then
-                places = self._places[window] = self._locate_window(window * self._window_steps, step)
+            if places is None or step >= places.first_step + len(places.rows):  # the plan may have been shorter then
+                first_step = max(window * self._window_steps, self._cursor.step)  # earlier sources may be gone
+                places = self._places[window] = self._locate_window(first_step, step)
                 for old in sorted(self._places)[:-2]:
                     del self._places[old]
             return places
@@ -241,14 +243,15 @@ class _BatchSource:
         batch = self._plan.start.global_batch_sequences
         planned_steps = self._plan.num_positions // batch  # before the readers are asked: they see all that it covers
         readers = self._readers()
-        last_step = max(step + 1, min(first_step + self._window_steps, planned_steps))
+        window_end = (step // self._window_steps + 1) * self._window_steps
+        last_step = max(step + 1, min(window_end, planned_steps))
         positions = np.arange(first_step, last_step)[:, None] * batch + self._slots
         found = self._plan.locate(positions.reshape(-1))
         rows = found.row
         for index, reader in enumerate(readers):
             chosen = np.flatnonzero(found.source_index == index)
-            if chosen.size:
-                rows[chosen] += _present(reader).unit_row_starts[found.unit_start[chosen]]
+            if chosen.size and reader is not None:  # a step that needs one that is not there says so when it is read
+                rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
         return _Places(first_step, found.source_index.reshape(positions.shape), rows.reshape(positions.shape), readers)
 
 
@@ -263,15 +266,17 @@ def _present(reader: RowReader | None) -> RowReader:
 
 def _read(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
     """Rows of several sources in slot order."""
-    blocks: list[RowBlock] = []
-    slots: list[Int64Array] = []
-    for index, reader in enumerate(readers):
-        chosen = np.flatnonzero(source_index == index)
-        if chosen.size == rows.size:
-            return _present(reader).read_rows(rows)
-        if chosen.size:
-            blocks.append(_present(reader).read_rows(rows[chosen]))
-            slots.append(chosen)
+    if not rows.size:  # a shard of the last validation batch
+        return next(reader for reader in readers if reader is not None).read_rows(rows)
+    order = np.argsort(source_index, kind="stable")
+    sources = source_index[order]
+    if sources[0] == sources[-1]:
+        return _present(readers[int(sources[0])]).read_rows(rows)
+    cuts = [0, *(np.flatnonzero(sources[1:] != sources[:-1]) + 1).tolist(), len(order)]
+    slots = [order[first:last] for first, last in itertools.pairwise(cuts)]
+    blocks = [
+        _present(readers[int(sources[first])]).read_rows(rows[at]) for first, at in zip(cuts[:-1], slots, strict=True)
+    ]
     return interleave(blocks, slots)
 
 

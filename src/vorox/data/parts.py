@@ -93,6 +93,10 @@ class PartReader:
     def missing_units(self, unit_start: int, unit_end: int, /) -> Int64Array:
         return self.base.missing_units(unit_start, unit_end)
 
+    @property
+    def is_building(self) -> bool:
+        return self.base.is_building
+
     def refreshed(self, *, awaited_units: int = 0) -> PartReader:
         """A reader of what is committed by now."""
         base = self.base.refreshed(awaited_units=awaited_units)

@@ -43,9 +43,10 @@ _LOOK_EVERY_SECONDS = 0.1
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
-``check NAME train`` (counted in chunks), ``build NAME train``, ``build NAME validation``, and ``wait NAME train`` while
-other builders have the rest in hand. Rates while building: ``text_mb_per_second``, ``tokens_per_second``,
-``documents_per_second``, ``chunks``, ``utilisation_fraction``, ``ratio_to_uint32``, ``ratio_to_uint16``."""
+``check NAME train`` (counted in chunks), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
+``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building:
+``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
+``ratio_to_uint32``, ``ratio_to_uint16``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,8 @@ class Preparation:
         elif not self.how.build and not _is_done(place.directory, 1):
             raise not_built(place.source, "train", place.directory)
         else:
-            self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
+            if self.how.build:
+                self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
             manifest = Manifest.open(place.directory)
             report = report_of(manifest, recipe)
             units = self._place(place.source, "train", recipe).units or ()
@@ -237,12 +239,22 @@ class Preparation:
         if self.how.on_mend is not None:
             self.how.on_mend(f"{name}: {error}; building unit {unit} again")
         work, config = self._work(place.source, recipe), place.source.config
-        rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+        try:
+            rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+        except DataError as failure:
+            hint = f"{error.hint}; building the unit again failed: {failure.what}"
+            raise DataError(error.what, where=error.where, hint=hint) from failure
 
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
         """The rows of the training text, built while they are read."""
         assert self.streams is not None
+        if self.how.wait_for == "complete":
+            raise ConfigError(
+                "a streamed corpus is never built as a whole: its chunks are made while training runs, and removed",
+                where="data.mode", hint="set data.mode=cached to build a cache that stays",
+            )  # fmt: skip
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
+        mark_used(place.directory)
         units = self._units(place, "train", None)
         reader = self.streams.open(
             place.directory, self._work(source, recipe), units, bad_record_fraction=source.config.bad_record_fraction
@@ -273,6 +285,9 @@ def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]
 
     def on_progress(progress: BuildProgress) -> None:
         nonlocal done, text_bytes
+        if progress.compared_bytes:
+            report(f"compare {name}", progress.compared_bytes, progress.source_bytes, {})
+            return
         done = max(progress.source_bytes_done, done + progress.text_bytes - text_bytes)
         done, text_bytes = min(done, progress.source_bytes), progress.text_bytes
         seconds = max(time.perf_counter() - started, 1e-9)

@@ -205,19 +205,21 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
     """
     history = intervals(read_attempts(trail.directory))
     total_steps = next((steps for steps in noted(trail.directory, "total_steps") if type(steps) is int), None)
-    found: list[Occurrence] = []
+    places: list[tuple[int, str, str, int]] = []
     for index, file_index in _files(trail, uri):
-        reader, source = trail.readers[index], trail.plan.sources[index]
+        reader, name = trail.readers[index], trail.plan.sources[index].name
         file = reader.files[file_index]
         for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
             positions, cache_row = trail.plan.positions_of(index, row, reader), _cache_row(reader, row)
-            epochs = trail.plan.locate(positions).epoch
-            for position, epoch in zip(positions.tolist(), epochs.tolist(), strict=True):
-                step, slot = trail.step_and_slot(position)
-                found += [
-                    Occurrence(file.uri, source.name, step, slot, position, epoch, cache_row, state, attempt)
-                    for state, attempt in _executions(history, step, total_steps)
-                ]
+            places += [(position, file.uri, name, cache_row) for position in positions.tolist()]
+    epochs = trail.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
+    found: list[Occurrence] = []
+    for (position, full_uri, name, cache_row), epoch in zip(places, epochs.tolist(), strict=True):
+        step, slot = trail.step_and_slot(position)
+        found += [
+            Occurrence(full_uri, name, step, slot, position, epoch, cache_row, state, attempt)
+            for state, attempt in _executions(history, step, total_steps)
+        ]
     return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))
 
 

@@ -86,6 +86,11 @@ class RowReader(Protocol):
 class GrowingReader(RowReader, Protocol):
     """A cache that may still be being built. It sees what was committed when it was made."""
 
+    @property
+    def is_building(self) -> bool:
+        """Whether this process builds what it lacks."""
+        ...
+
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
         """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
         ...

@@ -21,9 +21,9 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
 from vorox.data.estimate import DatasetEstimate, estimate
-from vorox.data.growth import PlanGrower, Tell
+from vorox.data.growth import PlanGrower, Tell, await_planned
 from vorox.data.loader import BatchStream, open_batches, validation_batches
-from vorox.data.parts import SourceReader, measure_parts, readers_of
+from vorox.data.parts import PartReader, SourceReader, measure_parts, readers_of
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import WantedStage, declare, take_grown
 from vorox.data.plan_events import GrowthRule, Part, PlanSource, PlanStart, StageEvent
@@ -140,6 +140,14 @@ def open_plan(
     recorded = Plan.open(path) if path.exists() and HashChainedLog(path).read()[0] else None
     start = plan_start(config, corpus, recorded)
     caches = {source.name: source.train for source in corpus.sources}
+    if recorded is not None and recorded.start.growth is not None:
+        for source, reader in zip(
+            recorded.sources, await_planned(recorded, plan_readers(recorded, corpus), tell=tell), strict=True
+        ):
+            if isinstance(reader, CacheReader):
+                caches[source.name] = reader
+            elif isinstance(reader, PartReader):
+                caches[reader.part.of] = reader.base
     plan = Plan.open_or_create(path, start, readers_of(start.sources, caches))
     tell = tell or _silent
     if mixture_changed or recorded is None or recorded.num_events == 1:
@@ -164,6 +172,10 @@ def _tell_stages(events: Sequence[Event], tell: Tell) -> None:
 
 def _silent(kind: str, text: str) -> None:
     del kind, text
+
+
+def _never() -> bool:
+    return False
 
 
 def training_batches(
@@ -191,6 +203,8 @@ def training_batches(
     """
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
     grower = None
+    if plan.start.growth is not None:
+        readers = await_planned(plan, readers, stop=stop or _never, tell=tell)
     if plan.start.growth is not None and total_steps is not None:
         grower = PlanGrower(
             plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=shard.index == 0

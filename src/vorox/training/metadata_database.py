@@ -74,7 +74,6 @@ def _refresh(cache: MetadataCache, trail: Trail, inventory: bool, sample_steps: 
     span = None if sample_steps is None else _span(trail, *sample_steps)
     projection = Projection(trail.directory, trail.plan, trail.readers)
     projection.introduce(cache)
-    cache.write(projection.observe())
     if inventory:
         for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
             cache.write(inventory_rows(reader))

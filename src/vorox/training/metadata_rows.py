@@ -51,7 +51,8 @@ def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[Sou
 
 def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
     """The plan's events as they were written."""
-    for number, event in enumerate(HashChainedLog(plan.path).read()[0], start=1):
+    events = HashChainedLog(plan.path).read()[0]
+    for number, event in enumerate(events[: plan.num_events], start=1):  # the run may be appending at this moment
         yield Row(
             "plan_event",
             {

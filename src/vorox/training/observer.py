@@ -34,11 +34,13 @@ class Queue:
         wait_seconds: How long the loop has waited for batches in all.
         depth: Batches that are ready.
         capacity: Batches that are kept ready at most.
+        building: Metrics of what builds the rows while they are read.
     """
 
     wait_seconds: Callable[[], float]
     depth: Callable[[], int]
     capacity: int
+    building: Callable[[], Mapping[str, float]] = dict[str, float]
 
 
 Complete = Callable[[Engine], Sequence[tuple[str, str]]]
@@ -139,6 +141,7 @@ class Observer:
             **reading.metrics(),
             **memory,
             **device,
+            **self._queue.building(),
         }
         self._tracker.log(progress.step, numbers)
         self._display.step(self._view(step, values, reading, epoch, age, {**memory, **device}))

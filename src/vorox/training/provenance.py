@@ -33,24 +33,26 @@ INTERVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Told by the observer; decides nothing."""
+    """Told by the observer; decides nothing. Only the main process of a run writes anything."""
 
-    attempt: AttemptRecord
+    attempt: AttemptRecord | None
     run_id: str
     batch: int
     writer: MetadataWriter | None
 
     def started(self, progress: Progress) -> None:
         """A step was started; the run stands after it."""
-        self.attempt.reached(progress.step)
+        if self.attempt is not None:
+            self.attempt.reached(progress.step)
 
     def saved(self, progress: Progress) -> None:
         """A checkpoint of this state was committed."""
-        self.attempt.saved(progress.step)
+        if self.attempt is not None:
+            self.attempt.saved(progress.step)
 
     def skipped(self, progress: Progress, kind: str, detail: str) -> None:
         """A step was done and changed nothing."""
-        if self.writer is not None:
+        if self.writer is not None and self.attempt is not None:
             step, position = progress.step, progress.cursor.position
             place = {"run_id": self.run_id, "attempt": self.attempt.number, "kind": kind, "first_step": step}
             span = {"last_step": step, "first_position": position - self.batch, "end_position": position}
@@ -98,6 +100,9 @@ def open_provenance(
     """
     target = metadata_target(run.directory, config)
     projection = Projection(run.directory, plan, tuple(readers))
+    if not run.is_main:
+        yield Provenance(None, projection.run_id, plan.start.global_batch_sequences, None)
+        return
     with AttemptRecord(run.directory, run.attempt, progress.step, progress.cursor.position) as attempt:
         writer: MetadataWriter | None = None
         if target is not None:
@@ -132,17 +137,17 @@ class Projection:
         self._segments: dict[tuple[object, ...], Row] = {}
 
     def introduce(self, cache: MetadataCache) -> None:
-        """Write what a database must know of the run before its steps."""
+        """Write all that a database must know of the run by now: it may be a new one, or have been wiped."""
         self._num_events = self._plan.num_events
         cache.write(run_rows(self.run_id, self._directory, self._plan, self._readers))
         cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
         self._segments = {row.key: row for row in segment_rows(self.run_id, self._plan)}
         cache.replace("segment", self.run_id, self._segments.values())
+        cache.write(self._attempts())
 
     def observe(self) -> Iterator[Row]:
         """How the run stands now: its attempts, and the plan's events if there are new ones."""
-        batch = self._plan.start.global_batch_sequences
-        yield from attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)
+        yield from self._attempts()
         if self._plan.num_events != self._num_events:
             self._num_events = self._plan.num_events
             yield from plan_rows(self.run_id, self._plan)
@@ -151,3 +156,7 @@ class Projection:
             for key, row in before.items():
                 if key not in self._segments:  # taken back, because the cache grew before any step came to it
                     yield Row("segment", {**row.values, "num_epochs": 0, "num_rows": 0})
+
+    def _attempts(self) -> Iterator[Row]:
+        batch = self._plan.start.global_batch_sequences
+        return attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)

@@ -37,6 +37,7 @@ REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed"
 
 ALLOWED = (
     "model.preset", "model.family", "data.cache.directory", "data.loader", "data.pipeline",
+    "data.mode", "data.streaming",
     "data.growth.horizon_steps", "data.growth.on_starve", "data.growth.build",
 )  # fmt: skip
 """Exceptions to the above that decide none of it."""

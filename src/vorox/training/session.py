@@ -91,6 +91,8 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     length, position = _length(setting), 0
     if state is not None:
         position = state.progress.cursor.position
+        if run.plan_path.exists():  # nothing is appended to a plan that is another run's
+            resume.check_plan(Plan.open(run.plan_path), state.progress.cursor)
         if not _has_other_length(directory, config, state.progress.step):
             length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
     plan = feed.open_plan(
@@ -112,6 +114,8 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
         log.event("long_warmup", warning, level="warning")
     for note in corpus.notes:
         log.event(f"source_{note.kind}", note.text, level="warning")
+    if corpus.notes:
+        run.note(sources=[note.text for note in corpus.notes])
     if changes:
         listed = "; ".join(map(str, changes))
         log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
@@ -236,16 +240,10 @@ def open_session(
         contextlib.closing(tracker),
         open_provenance(run, config.log, progress, plan, feed.plan_readers(plan, corpus), setting.log) as provenance,
         feed.training_batches(
-            config,
-            corpus,
-            plan,
-            engine.data_shard,
-            progress.cursor,
-            total_steps=total_steps,
-            stop=lambda: bool(stop.requested),
-            tell=_tell(setting.log),
+            config, corpus, plan, engine.data_shard, progress.cursor, total_steps=total_steps,
+            stop=lambda: bool(stop.requested), tell=_tell(setting.log),
         ) as batches,
-    ):
+    ):  # fmt: skip
         observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer, provenance)
         ledger = Ledger(
             ReplayChain(run.directory, progress),
@@ -312,6 +310,7 @@ def _observer(
             wait_seconds=lambda: batches.wait_seconds,
             depth=lambda: batches.queue_depth,
             capacity=config.data.loader.prefetch_batches if config.data.loader.num_threads else 0,
+            building=setting.corpus.streams.metrics if setting.corpus.streams is not None else dict[str, float],
         ),
         complete=lambda engine: sampling.complete(engine, tokenizer, config.eval.prompts, settings),
         seconds_since_save=checkpointer.seconds_since_save,

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_corpus import ByteTokenizer, build_corpus, corpus_of, recipe_for, small_corpus
+import cache_corpus
+from cache_corpus import ByteTokenizer, corpus_of, recipe_for, small_corpus
 from crash_enumeration import crash_states, record
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import DataError
+from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
@@ -27,6 +29,12 @@ from vorox.data.cache.recipe import RECIPE_NAME
 
 CORPUS = small_corpus(num_files=1, lines_per_file=21, lines_per_unit=7)
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
+IN_ONE_THREAD = PipelineConfig(staged=False)
+"""Hundreds of builds of three units: starting the threads of a pipeline would be most of the work."""
+
+
+def build_corpus(directory: Path, corpus, **options):
+    return cache_corpus.build_corpus(directory, corpus, pipeline=IN_ONE_THREAD, **options)
 
 
 class Cut(BaseException):

@@ -110,6 +110,20 @@ def test_another_machine_is_trusted_for_a_minute(tmp_path: Path) -> None:
     assert str(read_holder(lease_path(tmp_path, 1))) == "process 1 on elsewhere"
 
 
+def test_the_clock_of_the_disk_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's clock is an hour behind: what it calls fresh is fresh."""
+    real = os.utime
+
+    def utime(path: Path, times: tuple[float, float] | None = None) -> None:
+        real(path, times if times is not None else (time.time() - 3600,) * 2)
+
+    monkeypatch.setattr(os, "utime", utime)
+    foreign(lease_path(tmp_path, 1), 3600 + 40)
+    foreign(lease_path(tmp_path, 2), 3600 + 80)
+    with Leases(tmp_path) as leases:
+        assert [leases.take(unit) for unit in (1, 2)] == [False, True]
+
+
 @pytest.mark.usefixtures("disk")
 def test_what_is_held_is_renewed(tmp_path: Path) -> None:
     with Leases(tmp_path, heartbeat_seconds=0.02) as leases:

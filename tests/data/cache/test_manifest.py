@@ -73,7 +73,7 @@ def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
     transformed = dataclasses.replace(RECIPE, transforms=changes["transforms"])
     write_recipe(tmp_path, transformed)
     assert read_recipe(tmp_path) == transformed
-    with pytest.raises(DataError, match="transforms: .*a:b.* here, null asked for"):
+    with pytest.raises(DataError, match=r"transforms: .*a:b.* here, null asked for"):
         check_recipe(tmp_path, transformed, RECIPE)
 
 

@@ -28,7 +28,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
-from vorox.data.pipeline.duplicates import duplicates_path
+from vorox.data.pipeline.duplicates import duplicates_path, read_unit_duplicates
 from vorox.data.transforms.apply import TransformCount
 from vorox.data.transforms.identity import version
 from vorox.data.transforms.registry import check_transforms, recipe_of, resolve_transforms, transforms_of
@@ -165,7 +165,11 @@ def test_the_report_says_what_transforms_did_and_which_stage_is_slowest(tmp_path
 
 def test_the_first_of_equal_texts_in_the_source_stays(tmp_path):
     work = work_of(CORPUS, [config("exact_duplicates")])
-    report = build(tmp_path, work, CORPUS.units, mode="inverse")
+    told: list[BuildProgress] = []
+    report = build(tmp_path, work, CORPUS.units, mode="inverse", on_progress=told.append)
+    ends = np.cumsum([unit.size_bytes for unit in CORPUS.units]).tolist()
+    assert [progress.compared_bytes for progress in told if progress.compared_bytes] == ends
+    assert told[-1].compared_bytes == 0
     seen: set[str] = set()
     expected = [place for place in PLACES if not (place[2] in seen or seen.add(place[2]))]
     assert texts(tmp_path) == sorted(expected)
@@ -296,6 +300,38 @@ def test_a_damaged_list_of_duplicates_is_refused_and_found_again(tmp_path):
     (built,) = work.at(tmp_path).run([corpus.units[3]])
     assert [record for _, record in built.chunks] == Manifest.open(tmp_path).unit_chunks(3)
     assert digest_of(tmp_path) == digest
+
+
+def test_lists_that_follow_from_other_text_are_refused(tmp_path):
+    transforms = [config("exact_duplicates")]
+    small, large = larger_corpus(2), larger_corpus(4)
+    other = corpus_of([["other text", *["x"] * 4], ["y"]], 5)
+    lists = {}
+    for name, corpus in {"small": small, "other": other}.items():
+        work = work_of(corpus, transforms).at(tmp_path / name)
+        work.find_duplicates(corpus.units)
+        lists[name] = lists_of(work, tmp_path / name)
+    lists["small"](0).write_bytes(lists["other"](0).read_bytes())
+    grown = work_of(large, transforms).at(tmp_path / "small")
+    with pytest.raises(DataError, match="follows from other text") as caught:
+        grown.find_duplicates(large.units)
+    assert caught.value.where == str(lists["small"](0))
+    work = work_of(small, transforms).at(tmp_path / "again")
+    work.find_duplicates(small.units)
+    again = lists_of(work, tmp_path / "again")
+    again(0).write_bytes(
+        dataclasses.replace(read_unit_duplicates(again(0)), removed_R3=np.array([[0, 0, 0]])).to_bytes()[0]
+    )
+    with pytest.raises(DataError, match="follows from other text") as caught:  # unit 1 names another unit 0
+        work_of(large, transforms).at(tmp_path / "again").find_duplicates(large.units)
+    assert caught.value.where == str(again(1))
+
+
+def test_near_duplicates_need_their_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    with pytest.raises(ConfigError, match="needs datasketch") as caught:
+        resolve_transforms([config("near_duplicates")], "train", "k")
+    assert "vorox[dedup]" in caught.value.hint
 
 
 def test_a_first_pass_that_was_stopped_goes_on(tmp_path):
@@ -453,6 +489,7 @@ def test_progress_and_statistics_are_told_in_the_thread_that_asks():
     for name, value in last.metrics().items():
         assert metric(name).description
         assert isinstance(value, float)
-    assert last.metrics()["pipeline/tokenize/items"] == len(CORPUS.units)
+    for stage in last.stages:  # a unit is one batch here
+        assert stage.items == len(CORPUS.units), stage.name
     assert [stage.name for stage in last.stages] == ["decode", "filter", "tokenize", "gather", "pack", "write"]
     assert last.bottleneck in {stage.name for stage in last.stages}

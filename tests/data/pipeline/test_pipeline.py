@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import random
 import threading
@@ -123,6 +124,24 @@ def test_a_stop_finishes_what_was_taken_and_begins_nothing_else():
     assert taken == list(range(10))
 
 
+def test_no_more_items_are_in_flight_than_allowed():
+    taken, most = [], 3
+    source = (taken.append(value) or Number(value) for value in range(50))
+    pipeline = Pipeline(source, [Stage("double", doubled, 2), Stage("again", doubled)], queue_bytes=10**6,
+                        most_in_flight=most)  # fmt: skip
+    for count, item in enumerate(pipeline):
+        assert item.value == 4 * count
+        time.sleep(0.001)
+        assert len(taken) <= count + most
+    assert len(taken) == 50
+    endless = Pipeline((Number(value) for value in itertools.count()), [Stage("double", doubled)], queue_bytes=10**6,
+                       most_in_flight=1)  # fmt: skip
+    results = iter(endless)
+    assert [next(results).value, next(results).value] == [0, 2]
+    results.close()
+    assert our_threads() == []
+
+
 def test_memory_is_bounded_by_credits_when_the_consumer_is_slow():
     made = []
 
@@ -170,6 +189,16 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow):
     assert by_name[slow].busy_seconds >= 30 * 0.004 * 0.9
     others = {"read", "work", "write"} - {slow}
     assert all(by_name[name].wait_seconds > by_name[slow].wait_seconds for name in others - {"work"})
+
+
+def test_threads_see_what_holds_for_the_caller():
+    holds = contextvars.ContextVar("holds", default=0)
+    token = holds.set(7)
+    try:
+        stage = Stage("add", lambda item: Number(item.value + holds.get()), 2)
+        assert [item.value for item in Pipeline(numbers(5), [stage], queue_bytes=100)] == [7, 8, 9, 10, 11]
+    finally:
+        holds.reset(token)
 
 
 def test_a_pipeline_that_has_done_nothing_names_no_bottleneck():

@@ -47,6 +47,24 @@ def test_credentials_in_a_uri_are_refused_and_not_repeated(location: str) -> Non
     assert "environment" in caught.value.hint
 
 
+def test_a_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
+    with pytest.raises(ConfigError, match="carries credentials") as caught:
+        list_files("hf://a/b/hunter2hunter2.txt", (".txt",))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "hf://org/hf_coding2024", "s3://bucket/sk-SK2020dump/token=7/x.txt", "hf://datasets/o/n@v1.0/x", "gs://b/a@b/x",
+        "https://host/x.txt?download=true", "https://host:8080/a@b.txt",
+    ],
+)  # fmt: skip
+def test_names_that_look_like_secrets_are_names(location: str) -> None:
+    assert scheme_of(location) is not None
+
+
 def test_one_thing_has_one_name() -> None:
     assert absolute("hf://HuggingFaceFW/fineweb-edu") == "hf://datasets/HuggingFaceFW/fineweb-edu"
     assert absolute("hf://datasets/a/b/") == "hf://datasets/a/b"

@@ -14,6 +14,7 @@ import pytest
 
 from servers import Fault, fault_proxy, gcs_server, http_server, hub_server, pointed_at, s3_server
 from servers.hub import SIGNATURE
+from servers.recorded import Handler, Request, serving
 from servers.s3 import SECRET
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.storage import RetryPolicy, StoredFile, amazon, list_files, open_range, place_in, retry_budget
@@ -127,6 +128,18 @@ class TestAmazon:
             (file,) = list_files("s3://corpora", (".txt",))
             assert (file.version or "").startswith("etag:")
             assert proxy.faults == {"answer": 1}
+
+    def test_public_buckets_are_read_without_credentials(self, s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fsspec.config import conf, set_conf_env
+
+        monkeypatch.setitem(conf, "s3", {})
+        monkeypatch.setenv("FSSPEC_S3_ANON", "true")
+        set_conf_env(conf)
+        s3.client.put_object_acl(Bucket="corpora", Key="a.txt", ACL="public-read")
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            assert read("s3://corpora/a.txt") == BODY
+            assert proxy.log.requests
+            assert not any("Authorization" in request.headers for request in proxy.log.requests)
 
     def test_a_name_that_s3_does_not_allow(self, s3: object) -> None:
         assert "allows no such name" in refused(lambda: list_files("s3://a b/x", ()), ConfigError).what
@@ -264,6 +277,26 @@ class TestWeb:
             assert read(f"{web.url}/a.txt") == BODY
             (file,) = list_files(f"{web.url}/a.txt", ())
             assert "gives no parts of files" in refused(lambda: read_file(file, 5, 9)).what
+
+    def test_proxies_are_those_of_the_environment_and_netrc_is_not_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        netrc = tmp_path / "netrc"
+        netrc.write_text(f"machine nowhere.invalid login someone password {SECRET}\n")
+        monkeypatch.setenv("NETRC", str(netrc))
+
+        def respond(handler: Handler, request: Request) -> None:
+            handler.send_part(request, BODY, {"ETag": '"1"'})
+
+        with serving(respond) as (url, log), pointed_at({"http_proxy": url, "no_proxy": "127.0.0.1"}):
+            assert read("http://nowhere.invalid/a.txt") == BODY
+            assert {request.path for request in log.requests} == {"http://nowhere.invalid/a.txt"}
+            assert not any("Authorization" in request.headers for request in log.requests)
+            log.clear()
+            (tmp_path / "b.txt").write_bytes(BODY)
+            with http_server(tmp_path) as web:
+                assert read(f"{web.url}/b.txt") == BODY
+            assert log.requests == []
 
     def test_an_index_that_leads_elsewhere_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()

@@ -120,21 +120,19 @@ def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> 
     assert seen[0].uri.endswith("a.txt")
 
 
-@pytest.mark.parametrize("form", ["seconds", "date"])
-def test_retry_after_is_honoured(store: Shelf, form: str) -> None:
+def test_retry_after_is_honoured(store: Shelf) -> None:
     with store.behind() as (root, proxy):
         (file,) = list_files(f"{root}/a.txt", ())
         proxy.only = is_read
-        then = time.time() + 2
-        proxy.script(
-            Fault(
-                "answer", 503, {"Retry-After": "1" if form == "seconds" else email.utils.formatdate(then, usegmt=True)}
-            )
-        )
-        began = time.time()
+        least = time.time() + 1
+        asked = "1"
+        if store.kind in {"s3", "http"}:  # the two ways by which headers come here
+            least = float(int(least + 1))
+            asked = email.utils.formatdate(least, usegmt=True)
+        proxy.script(Fault("answer", 503, {"Retry-After": asked}))
         with open_range(file, 0, 10) as reader:
             assert reader.read() == BODY[:10]
-        assert time.time() >= (began + 1 if form == "seconds" else int(then))
+        assert time.time() >= least
 
 
 def test_the_budget_ends_it_with_what_happened(store: Shelf) -> None:

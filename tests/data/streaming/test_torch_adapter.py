@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -22,22 +23,26 @@ def loader(stream, workers: int, **options):
     return DataLoader(stream, num_workers=workers, multiprocessing_context="spawn" if workers else None, **options)
 
 
-def test_batches_come_in_one_order_with_and_without_workers(tmp_path, straight):
-    expected = [straight[at : at + 8] for at in range(0, len(straight), 8)]
-    for workers in (0, 2):
-        stream = dataset(tmp_path).as_torch(batch_size=8)
-        batches = list(loader(stream, workers, batch_size=8))
-        found = [batch["input_ids"].tolist() for batch in batches]
-        if workers == 0:
-            assert found == expected
-        else:  # the last turn may be the short one of either worker
-            whole = len(straight) // 8 - 1
-            assert found[:whole] == expected[:whole]
-            assert sorted(sum(found, [])) == sorted(straight)  # noqa: RUF017
-        assert batches[0]["labels"].dtype == torch.int64
+def test_batches_are_those_of_the_dataset(tmp_path, straight):
+    stream = dataset(tmp_path).as_torch(batch_size=8)
+    batches = list(loader(stream, 0, batch_size=8))
+    assert [batch["input_ids"].tolist() for batch in batches] == [straight[at : at + 8] for at in range(0, 641, 8)]
+    assert batches[0]["labels"].dtype == torch.int64
     samples = dataset(tmp_path, metadata=True).as_torch()
     first = next(iter(loader(samples, 0, batch_size=None)))
     assert json.loads(first["metadata"])["position"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_come_in_one_order_with_workers(workers, tmp_path, straight):
+    """They are processes of their own, which share the directory and the work."""
+    stream = dataset(tmp_path, cache_directory=tmp_path / "fresh").as_torch(batch_size=8)
+    found = [batch["input_ids"].tolist() for batch in loader(stream, workers, batch_size=8)]
+    whole = len(straight) // 8 - workers + 1  # the last turns may be short ones, of any worker
+    assert found[:whole] == [straight[at : at + 8] for at in range(0, 8 * whole, 8)]
+    assert sorted(itertools.chain(*found)) == sorted(straight)
 
 
 def test_a_state_after_some_batches_fits_any_number_of_workers(tmp_path, straight):

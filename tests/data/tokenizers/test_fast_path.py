@@ -37,6 +37,10 @@ O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3, "o200k": O200K}
 AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!é中\u3000٣\u017f\u212a\u2028😀\u0300\x00\u01c5LlT"
 TEXTS = [local_path(f"stdlib:{name}").read_text() for name in ("json/decoder.py", "textwrap.py", "tokenize.py")]
@@ -113,18 +117,27 @@ class TestPattern:
         "pattern",
         [
             r"^a", r"a$", r".", r"(a)", r"(?<=a)b", r"[[:alpha:]]", r"[a-z&&[b]]", r"\X", r"\b", r"a{1,3}+", r"é",
-            r"\h", r"[a", r"(?x: a)", r"\p{Nonsense}", r"(?:a", r"\1",
+            r"\h", r"[a", r"(?x: a)", r"\p{Nonsense}", r"(?:a", r"\1", r"(?i:\p{Ll})", "(?i:[é-ü])",
         ],
     )  # fmt: skip
     def test_what_python_might_read_otherwise_is_refused(self, pattern: str) -> None:
         assert word_pattern(pattern) is None
 
+    @settings(max_examples=150, deadline=None)
+    @given(text=st.text("a一龥龦ぁゟ゠ヿ㐀 1.é"))
+    def test_classes_of_other_letters_are_asked_of_the_library(self, text: str) -> None:
+        for pattern in ("[一-龥぀-ゟ゠-ヿ]+", "[^一-龥]+|[一-龥]", "[é-ü ]?[一-龥a]"):
+            words = word_pattern(pattern)
+            assert words is not None
+            library = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+            assert words.words(text) == [piece for piece, _ in library.pre_tokenize_str(text)]
+
     def test_text_that_the_pattern_leaves_out_is_not_lost(self) -> None:
         words = word_pattern(r"\p{L}+")
         assert words is not None
-        assert words.words("ab1") is None
-        assert words.words("ab") == ["ab"]
-        assert words.words("ä1") is None
+        library = pre_tokenizers.Split(Regex(r"\p{L}+"), behavior="isolated")
+        for text in ("ab1", "ab", "ä1", "12 ab, é!é", "1", ""):
+            assert words.words(text) == [piece for piece, _ in library.pre_tokenize_str(text)]
 
 
 class TestIds:
@@ -253,6 +266,12 @@ class TestSeveralCuts:
     STEPS: ClassVar[dict[str, list[dict[str, Any]]]] = {
         "single digits": [{"type": "Digits", "individual_digits": True}, {**BYTES, "use_regex": True}],
         "all digits": [{"type": "Digits", "individual_digits": False}, {**BYTES, "use_regex": True}],
+        "deepseek": [
+            {**SPLIT, "pattern": {"Regex": r"\p{N}{1,3}"}},
+            {**SPLIT, "pattern": {"Regex": "[一-龥぀-ゟ゠-ヿ]+"}},
+            {**SPLIT, "pattern": {"Regex": DEEPSEEK}},
+            {**BYTES, "use_regex": False},
+        ],
         "three digits, then words": [
             {**SPLIT, "pattern": {"Regex": r"\p{N}{1,3}"}},
             {**SPLIT, "pattern": {"Regex": r"[!-/:-~]+"}},
@@ -272,7 +291,7 @@ class TestSeveralCuts:
         return made
 
     @settings(max_examples=150, deadline=None)
-    @given(text=ANY_TEXT | st.text("ab12\u0663\u00bd !.é"))
+    @given(text=ANY_TEXT | st.text("ab12\u0663\u00bd !.é一龥ゟ"))
     def test_ids_are_those_of_the_library(self, several: list[Tokenizer], text: str) -> None:
         for tokenizer in several:
             assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)

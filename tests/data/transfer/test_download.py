@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from servers.environment import pointed_at
+from servers.faults import fault_proxy
 from servers.hub import SIGNATURE, HubServer, hub_server
 from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
 from vorox.core.lock import FileLock
 from vorox.data.bin_shards import read_shard
+from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.transfer import download as module
 from vorox.data.transfer.download import DownloadReport, download
 
@@ -196,6 +199,22 @@ class TestInterruption:
                 download("hf://owner/set", tmp_path)
         assert "goes on behind it" in caught.value.saved
         assert download("hf://owner/set", tmp_path).files[0].fetched_bytes == len(data) - 2 * PIECE
+
+    def test_errors_and_bodies_cut_short_change_nothing(self, hub: HubServer, tmp_path: Path) -> None:
+        data = large(hub)
+        patient = RetryPolicy(first_backoff_seconds=0.01, longest_backoff_seconds=0.05)
+        with (
+            fault_proxy(hub.url, seed=3, error_503_fraction=0.3, truncated_fraction=0.3) as proxy,
+            pointed_at(hub.environment(proxy.url)),
+            retry_budget(patient),
+        ):
+            download("hf://owner/set", tmp_path / "a")
+            download("fineweb10B", tmp_path / "b")
+            assert proxy.faults["answer"] > 0
+            assert proxy.faults["truncate"] > 0
+        assert (tmp_path / "a" / "data" / "large.dat").read_bytes() == data
+        for name in names_in(tmp_path / "b"):
+            assert (tmp_path / "b" / name).read_bytes() == FILES[name]
 
     def test_nothing_is_visible_until_it_is_whole(self, hub: HubServer, tmp_path: Path) -> None:
         def fail(operation: FileOperation) -> None:

@@ -113,6 +113,7 @@ def test_sentinels_that_are_needed_are_named():
     assert required_special_tokens("length", {}) == ()
 
 
+@pytest.mark.slow
 def test_a_model_of_this_machine_writes_another_version(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -199,6 +199,27 @@ def test_killed_between_the_commit_and_the_removal_of_the_spool(tmp_path: Path) 
     assert MetadataCache.query(path, "SELECT attempt, last_step FROM attempt").rows == [(1, 7)]
 
 
+def test_a_connection_that_broke_unnoticed_is_opened_again_at_the_end(tmp_path: Path) -> None:
+    database, observed = Database(), Observed()
+    writer = start(tmp_path, database, observed, interval_seconds=60.0)
+    until(lambda: database.opened == 1)
+    write, broken = database.write, []
+
+    def write_once_broken(rows: Iterable[Row]) -> None:
+        if not broken:
+            broken.append(1)
+            raise Away("the connection was reset")
+        write(rows)
+
+    database.write = write_once_broken  # type: ignore[method-assign]
+    writer.put(row(1, 1))
+    writer.close()
+    assert database.steps() == {1: 1}
+    assert database.opened == 2
+    assert Spool(tmp_path).size_bytes == 0
+    assert observed.kinds() == ["metadata_away", "metadata_back"]
+
+
 def test_a_full_disk_under_the_spool_loses_nothing_that_fits_into_memory(tmp_path: Path) -> None:
     def no_room(operation: FileOperation) -> None:
         if operation.path.name == "metadata.spool":

@@ -154,6 +154,12 @@ def _growth(config: RunConfig) -> Iterator[Problem]:
             f"data.growth.later_passes=segments, not {growth.mode} and {growth.later_passes}",
             keys=("data.mode", "data.growth.mode", "data.growth.later_passes"),
         )
+    if config.data.mode == "streaming" and not growth.build:
+        yield Problem(
+            "data.growth.build=false leaves building to another process, but with data.mode=streaming each builds what "
+            "it reads; leave data.growth.build=true",
+            keys=("data.growth.build", "data.mode"),
+        )
     if growth.mode == "strict" and growth.on_starve == "repeat":
         yield Problem(
             "data.growth.on_starve=repeat would make the order depend on the builder's speed, which mode=strict rules "

@@ -15,6 +15,13 @@ from vorox.core.config.presets import PRESETS_DIRECTORY
 from vorox.core.config.tree import ConfigTree, Origin
 from vorox.core.config.yaml_reader import Json, read_mapping
 
+_BELOW_EVERY_LAYER = -0.5
+"""Whoever says a key, in whatever layer, says more than a preset; only defaults say less."""
+
+
+_STAND_IN: Mapping[str, Json] = {"format": "txt", "paths": ["stand-in"]}
+"""For a name that is unknown, so that what follows from that is not reported as well."""
+
 
 @functools.cache
 def source_presets() -> Mapping[str, Mapping[str, Json]]:
@@ -34,12 +41,11 @@ def fill_sources(tree: ConfigTree) -> None:
             continue
         key = f"data.sources.{index}.preset"
         said = tree.origin(key)
-        preset = source_presets().get(name)
-        if preset is None:
-            hint = did_you_mean(name, source_presets()) or f"there are {', '.join(source_presets())}"
+        known = source_presets()
+        if name not in known:
+            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
             tree.add_problem(f"{key}={name} is unknown; {hint}", said, (key,))
-            preset = {"format": "txt", "paths": ["stand-in"]}  # so that what follows from it is not reported as well
-        origin = Origin(said.layer - 0.5, f"{key}={name} ({said.text})")
-        for option, value in preset.items():
+        origin = Origin(_BELOW_EVERY_LAYER, f"{key}={name} ({said.text})")
+        for option, value in known.get(name, _STAND_IN).items():
             if option not in entry:
                 tree.set_below(f"data.sources.{index}.{option}", value, origin)

@@ -69,7 +69,10 @@ def build(
     manifest = _complete(directory, work, units, last_unit)
     if units and (check is not None or manifest is None):
         with builder.explained():
-            manifest = prepare_directory(directory, work, units, stop=stop)
+            manifest = prepare_directory(
+                directory, work, units, stop=stop, on_compared=lambda size: builder.tell(compared_bytes=size)
+            )
+            builder.tell(compared_bytes=0)
         damaged = damaged_units(directory, manifest, check, on_check) if check is not None else {}
         if damaged:
             options = BuildOptions(mode, bad_record_fraction, last_unit, frozenset(damaged), check or "quick")

@@ -72,11 +72,17 @@ def never() -> bool:
 
 
 def prepare_directory(
-    directory: Path, work: UnitWork, units: Sequence[Unit], *, stop: Callable[[], bool] = never
+    directory: Path,
+    work: UnitWork,
+    units: Sequence[Unit],
+    *,
+    stop: Callable[[], bool] = never,
+    on_compared: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Clear away what dead builders left, record what is to be built, find duplicates where a transform removes them.
 
-    Any number of builders may do so. Once ``stop`` says yes, the search for duplicates is left as it is.
+    Any number of builders may do so. Once ``stop`` says yes, the search for duplicates is left as it is;
+    ``on_compared`` is told how many bytes of text it has looked at.
 
     Raises:
         DataError: The cache is of another recipe or source, or is damaged.
@@ -98,7 +104,7 @@ def prepare_directory(
         if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
             entry = planned_entry(len(units), work.recipe.digest, len(work.files))
             manifest = manifest.appended(directory, [entry])
-    work.at(directory).find_duplicates(units, stop=stop)
+    work.at(directory).find_duplicates(units, on_compared=on_compared, stop=stop)
     return manifest
 
 

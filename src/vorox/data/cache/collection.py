@@ -26,8 +26,9 @@ from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
 
 PLAN_NAME = "plan.jsonl"
+STREAMS_NAME = "streams"
+"""Below the root: caches of which chunks come and go."""
 _CHUNK_NAME = re.compile(r"u(?P<unit>\d{9,})-(?P<part>\d+)\.psc")
-_PROBE_PREFIX = ".now-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def find_garbage(root: Path) -> list[Garbage]:
     found: list[Garbage] = []
     for directory in _caches(root):
         if directory.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX)):
-            if not _is_busy(directory):
+            if not _is_busy(directory) and time.time() - _last_used(directory) > STALE_SECONDS:
                 reason = "a rebuild that was given up" if REBUILD_PREFIX in directory.name else "replaced by a rebuild"
                 found.append(Garbage(directory, _size(directory), reason))
         else:
@@ -106,7 +107,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
     """
     readers = _recipes_of_runs(runs)
     found: list[tuple[Path, tuple[str, ...]]] = []
-    for directory in _caches(root):
+    for directory in (*_caches(root), *_caches(root / STREAMS_NAME)):
         if directory.name.startswith("."):
             continue
         with contextlib.suppress(DataError):
@@ -147,9 +148,6 @@ def _in_cache(directory: Path) -> Iterator[Garbage]:
     for path in sorted((directory / LEASES_NAME).glob("u*")):
         if is_void(path):
             yield _file(path, "lease of a process that died")
-    for path in sorted((directory / LEASES_NAME).glob(f"{_PROBE_PREFIX}*")):
-        if _age(path) > STALE_SECONDS:
-            yield _file(path, "left by a process that died")
     with contextlib.suppress(DataError):  # a manifest that cannot be read names nothing for sure
         manifest = Manifest.open(directory)
         for path in sorted((directory / "chunks").glob("*/*.psc")):
@@ -171,12 +169,6 @@ def _file(path: Path, reason: str) -> Garbage:
     with contextlib.suppress(OSError):
         return Garbage(path, path.lstat().st_size, reason)
     return Garbage(path, 0, reason)
-
-
-def _age(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
 
 
 def _size(directory: Path) -> int:

@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from vorox.data.cache.manifest import LOCK_NAME
 DIRECTORY_NAME = "leases"
 STALE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 10.0
+_COMPARE_EVERY_SECONDS = 5.0
 
 _LIVE_TOKENS: set[str] = set()
 """Of the builders of this process that still exist."""
@@ -81,25 +83,21 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-def is_void(path: Path, stale_seconds: float = STALE_SECONDS) -> bool:
-    """Whether a lease that lies there binds nobody any more."""
+def is_void(path: Path, now: float | None = None, stale_seconds: float = STALE_SECONDS) -> bool:
+    """Whether a lease that lies there binds nobody any more.
+
+    Args:
+        path: The lease.
+        now: The time by the disk that it lies on; None: by this machine, which is good enough for what is a day old.
+        stale_seconds: How old a lease may be before it is void.
+    """
     holder = read_holder(path)
     if holder is not None and holder.is_dead():
         return True
     try:
-        return _disk_time(path.parent) - path.stat().st_mtime > stale_seconds
+        return (time.time() if now is None else now) - path.stat().st_mtime > stale_seconds
     except FileNotFoundError:
         return True
-
-
-def _disk_time(directory: Path) -> float:
-    """What the disk that the leases lie on takes for now: machines that share it need not agree about the time."""
-    probe = directory / f".now-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 class Leases:
@@ -123,6 +121,8 @@ class Leases:
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
         self._own = temporary_name(directory / DIRECTORY_NAME / "builder")
+        self._disk_minus_clock: float | None = None
+        self._compared_at = 0.0
         self._links = True
         self._content = json.dumps(
             {
@@ -157,14 +157,23 @@ class Leases:
         """Take a unit unless another builder has it."""
         path = lease_path(self._directory, unit)
         while not self._create(path):
-            if not is_void(path, self._stale_seconds):
+            if not is_void(path, self._disk_time(), self._stale_seconds):
                 return False
             with FileLock(self._directory / LOCK_NAME):  # so that nobody removes the lease of who was faster
-                if is_void(path, self._stale_seconds):
+                if is_void(path, self._disk_time(), self._stale_seconds):
                     path.unlink(missing_ok=True)
         with self._changing:
             self._held.add(unit)
         return True
+
+    def _disk_time(self) -> float:
+        """What the disk takes for now: machines that share it need not agree about the time."""
+        at = time.monotonic()
+        if self._disk_minus_clock is None or at - self._compared_at > _COMPARE_EVERY_SECONDS:
+            with contextlib.suppress(OSError):  # as before, then
+                os.utime(self._own)
+                self._disk_minus_clock, self._compared_at = self._own.stat().st_mtime - at, at
+        return time.time() if self._disk_minus_clock is None else at + self._disk_minus_clock
 
     def _create(self, path: Path) -> bool:
         try:

@@ -129,8 +129,7 @@ class CacheReader:
         return self.manifest.num_rows
 
     @property
-    def generation(self) -> int:
-        """How many times the cache had changed when it was opened."""
+    def generation(self) -> int:  # how many times the cache had changed when it was opened
         return self.manifest.generation
 
     @property
@@ -191,6 +190,10 @@ class CacheReader:
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
         """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
         return self.manifest.missing_units(unit_start, unit_end)
+
+    @property
+    def is_building(self) -> bool:  # by this process
+        return self.background is not None and self.background.is_running
 
     def refreshed(self, *, awaited_units: int = 0) -> CacheReader:
         """A reader of what is committed by now; this one if that is no more. Chunks that are open are shared.

@@ -58,6 +58,7 @@ class BuildProgress(_Sizes):
         row_tokens: Tokens of a row.
         padding_tokens: Positions of the rows that hold no token.
         compressed_bytes: Size of the chunk files.
+        compared_bytes: Bytes of the source in which duplicates were looked for; 0 except while they are.
         stages: How the stages of this process get on; None before they do, and for builders in other processes.
     """
 
@@ -74,6 +75,7 @@ class BuildProgress(_Sizes):
     row_tokens: int = 0
     padding_tokens: int = 0
     compressed_bytes: int = 0
+    compared_bytes: int = 0
     stages: PipelineStatistics | None = None
 
 

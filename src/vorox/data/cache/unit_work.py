@@ -22,11 +22,14 @@ from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.pipeline.duplicates import corpus_wide
 from vorox.data.pipeline.first_pass import find_duplicates
-from vorox.data.pipeline.pipeline import Pipeline
+from vorox.data.pipeline.pipeline import Pipeline, Stage
 from vorox.data.pipeline.stages import GatheredUnit, ReadUnit, Told, UnitStages, one_after_the_other
 from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
+
+_UNITS_AHEAD = 2
+"""One that is read while others are tokenised and packed, and one that the caller writes."""
 
 OnDocuments = Callable[[int, int, int], None]
 """Told the documents, UTF-8 bytes of text and tokens that were added, in the order of the units."""
@@ -97,11 +100,18 @@ class UnitWork:
         """The same work for the cache in a directory."""
         return replace(self, directory=directory)
 
-    def find_duplicates(self, units: Sequence[Unit], *, stop: Callable[[], bool] | None = None) -> None:
+    def find_duplicates(
+        self,
+        units: Sequence[Unit],
+        *,
+        on_compared: Callable[[int], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         """Do the first pass, or what is missing of it, where a transform looks for duplicates in the whole source.
 
         Args:
             units: All units of the cache, in order.
+            on_compared: Told after every unit how many bytes of text have been looked at.
             stop: Asked before every unit.
 
         Raises:
@@ -109,7 +119,8 @@ class UnitWork:
         """
         if corpus_wide(self.transforms):
             assert self.directory is not None, "UnitWork.at says where the first pass is kept"
-            find_duplicates(self.directory, self.stages(), units, self.pipeline, stop=stop)
+            stages = self.stages()
+            find_duplicates(self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop)
 
     def run(
         self,
@@ -139,7 +150,11 @@ class UnitWork:
             taken = units if stop is None else _until(units, stop)
             yield from self._of_one_path(_told(one_after_the_other(taken, stages), on_documents), begun)
             return
-        pipeline = Pipeline(units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop)
+        # Units are leased as they are taken: no more than keep every thread busy, so that others find some too.
+        most = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
+        pipeline = Pipeline(
+            units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most
+        )  # fmt: skip
 
         def on_batch(documents: int, text_bytes: int, tokens: int) -> None:
             if on_statistics is not None:

@@ -12,9 +12,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -129,7 +130,8 @@ class _Team:
             target=_work, name="cache worker", daemon=True,
             args=(theirs, builder.directory, builder.work, builder.options, builder.num_units, threads),
         )  # fmt: skip
-        process.start()
+        with _interrupts_ignored():  # as the child inherits, from its first instant
+            process.start()
         theirs.close()
         self._children.append(_Child(process, ours))
 
@@ -171,6 +173,19 @@ class _Team:
         return {"documents": total.documents, "text_bytes": total.text_bytes, "tokens": total.tokens}
 
 
+@contextlib.contextmanager
+def _interrupts_ignored() -> Generator[None]:
+    """A terminal sends SIGINT to all of its processes; the parent alone decides what that means."""
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def sum_of(counts: Sequence[Counts]) -> Counts:
     """What several workers have done."""
     return Counts(
@@ -204,7 +219,7 @@ def _work(
     connection: Connection, directory: Path, work: UnitWork, options: BuildOptions, num_units: int, num_threads: int
 ) -> None:
     """The life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # of the tokenizers library, which starts them later
     told_at = 0.0
 

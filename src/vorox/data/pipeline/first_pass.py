@@ -44,6 +44,7 @@ def find_duplicates(
     units: Sequence[Unit],
     config: PipelineConfig,
     *,
+    on_compared: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> None:
     """Make the files that are missing, one transform after the other. Of several processes one does it.
@@ -53,6 +54,7 @@ def find_duplicates(
         stages: How text is read and transformed.
         units: All units, in order; files of the first of them may be there.
         config: How the work is staged.
+        on_compared: Told after every unit how many bytes of text have been looked at.
         stop: Asked before every unit; what was found stays.
 
     Raises:
@@ -63,14 +65,17 @@ def find_duplicates(
             continue
         make_directory(directory / DIRECTORY_NAME / str(transform.number))
         with FileLock(directory / DIRECTORY_NAME / LOCK_NAME, purpose="looking for duplicates"):
-            _Pass(directory, stages, transform).run(units, config, stop)
+            _Pass(directory, stages, transform, on_compared).run(units, config, stop)
 
 
 class _Pass:
     """One transform over all units."""
 
-    def __init__(self, directory: Path, stages: UnitStages, transform: Transform) -> None:
-        self._directory, self._transform = directory, transform
+    def __init__(
+        self, directory: Path, stages: UnitStages, transform: Transform, on_compared: Callable[[int], None] | None
+    ) -> None:
+        self._directory, self._transform, self._on_compared = directory, transform, on_compared
+        self._compared_bytes = 0
         self._stages = stages.before(transform.number)
         self._index = index_for(transform.name, transform.args)
         self._before = ""
@@ -111,6 +116,7 @@ class _Pass:
         for signature in found.signatures_KW:
             self._index.add(signature)
         self._before = found.sha256
+        self._compared_bytes += unit.size_bytes
 
     def _signed(self, batch: Batch) -> _Signed:
         signatures = [self._transform.function(entry.text, **self._transform.args) for entry in batch.entries]
@@ -133,6 +139,9 @@ class _Pass:
             unit.unit_id, source_set, self._before, removed_R3, signatures
         ).to_bytes()  # fmt: skip
         write_file(self._path(unit), raw)
+        self._compared_bytes += unit.size_bytes
+        if self._on_compared is not None:
+            self._on_compared(self._compared_bytes)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ what the same functions give one after the other in one thread; however it ends,
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
 import time
@@ -91,15 +92,20 @@ class _Counter:
 class _Front:
     """The iterable that feeds the first stage, behind the face of a queue: taken one item at a time, by any thread."""
 
-    def __init__(self, items: Iterable[Any], stop: Callable[[], bool]) -> None:
+    def __init__(self, items: Iterable[Any], stop: Callable[[], bool], most_in_flight: int | None) -> None:
         self._items = iter(items)
         self._stop = stop
+        self._most_in_flight = most_in_flight
         self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._ended = False
+        self._finished = 0
         self.taken = 0
 
     def get(self) -> tuple[int, Any] | None:
         with self._lock:
+            with self._changed:
+                self._changed.wait_for(self._has_room)
             if self._ended or self._stop():
                 self._ended = True
                 return None
@@ -114,8 +120,20 @@ class _Front:
             self.taken += 1
             return self.taken - 1, item
 
+    def _has_room(self) -> bool:
+        most = self._most_in_flight
+        return self._ended or most is None or self.taken - self._finished < most
+
+    def finish_one(self) -> None:
+        """What was made of an item has been dealt with."""
+        with self._changed:
+            self._finished += 1
+            self._changed.notify_all()
+
     def cancel(self) -> None:
-        self._ended = True
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
 class Pipeline:
@@ -127,6 +145,8 @@ class Pipeline:
         queue_bytes: Credits of each queue.
         consumer: What the caller does with the items that come out, for statistics.
         stop: Asked before an item is taken; once it says yes, what was taken is finished and nothing else begun.
+        most_in_flight: Items that are taken and not dealt with by the caller, at most, where the stages make one item
+            of each; None for as many as the queues have room for.
     """
 
     def __init__(
@@ -137,16 +157,22 @@ class Pipeline:
         queue_bytes: int,
         consumer: str = "write",
         stop: Callable[[], bool] | None = None,
+        most_in_flight: int | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self._consumer = consumer
         self._failed = False
-        self._front = _Front(items, lambda: self._failed or (stop is not None and stop()))
+        self._front = _Front(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
         names = [*(stage.name for stage in stages), consumer]
         self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
         self._counters = [_Counter() for _ in names]
         self._threads = [
-            threading.Thread(target=self._run, args=(index,), name=f"vorox-{stage.name}-{number}", daemon=True)
+            threading.Thread(  # what holds for the caller, such as a budget of retries, holds for its threads
+                target=contextvars.copy_context().run,
+                args=(self._run, index),
+                name=f"vorox-{stage.name}-{number}",
+                daemon=True,
+            )
             for index, stage in enumerate(stages)
             for number in range(stage.threads)
         ]
@@ -167,8 +193,10 @@ class Pipeline:
                 _, item = taken
                 if isinstance(item, _Failure):
                     raise item.error
-                self._counters[-1].add(1, item.size_bytes, 0.0)
+                self._counters[-1].add(_counts(item), item.size_bytes, 0.0)
                 yield item
+                if _counts(item):
+                    self._front.finish_one()
         finally:
             self._close()
 
@@ -218,7 +246,7 @@ class Pipeline:
                     item = stage.work(item)
                 except BaseException as error:
                     item = self._failure(error, stage.name, item.place)
-                counter.add(1, item.size_bytes, time.perf_counter() - started)
+                counter.add(_counts(item), item.size_bytes, time.perf_counter() - started)
             behind.fill(sequence, item, item.size_bytes)
         behind.finish(before.taken)
 
@@ -235,7 +263,7 @@ class Pipeline:
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
-            counter.add(int(item is not None and _is_good(item)), item.size_bytes if item else 0, busy_seconds)
+            counter.add(_counts(item), item.size_bytes if item else 0, busy_seconds)
             if item is None or not behind.put(sequence, item, item.size_bytes):
                 break
             sequence += 1
@@ -246,6 +274,11 @@ class Pipeline:
     def _failure(self, error: BaseException, stage: str, place: str) -> _Failure:
         self._failed = True
         return _Failure(error, stage, place)
+
+
+def _counts(item: Any) -> int:
+    """1 for what is counted as an item; words about others, failures and the end are not."""
+    return int(item is not None and _is_good(item) and not getattr(item, "is_word", False))
 
 
 def _is_good(item: Any) -> bool:

@@ -136,6 +136,8 @@ class Told:
     tokens: int
     size_bytes: int = 0
     place: str = ""
+    is_word: bool = True
+    """Not an item of work: it is not counted as one."""
 
 
 @dataclass(frozen=True)

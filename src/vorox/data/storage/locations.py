@@ -12,9 +12,10 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from vorox.core.errors import ConfigError
-from vorox.core.redaction import redact
+from vorox.core.redaction import MARK, redact
 
 STANDARD_LIBRARY = "stdlib:"
 """Scheme of this Python's own library: ``stdlib:json/decoder.py`` is the same text wherever the version is the same."""
@@ -22,6 +23,7 @@ STANDARD_LIBRARY = "stdlib:"
 REMOTE_SCHEMES = ("s3", "gs", "hf", "http", "https")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_SECRET_VARIABLES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -63,13 +65,23 @@ def scheme_of(location: str) -> str | None:
             f"there is no way to read {scheme}://", where=redact(location),
             hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)} or a path of this machine",
         )  # fmt: skip
-    if redact(location) != location:
+    if _carries_credentials(scheme, location):
         raise ConfigError(
             "the uri carries credentials", where=redact(location),
             hint="take them out; give them by the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
             "HF_TOKEN) or use files that need none",
         )  # fmt: skip
     return scheme
+
+
+def _carries_credentials(scheme: str, location: str) -> bool:
+    """Whether a login, a signed query or a secret of the environment is part of a uri; names may look like secrets."""
+    if f"://{MARK}@" in redact(location):
+        return True
+    if any(value and value in location for value in map(os.environ.get, _SECRET_VARIABLES)):
+        return True
+    names = [name for name, _ in parse_qsl(urlsplit(location).query)] if scheme in {"http", "https"} else []
+    return any(MARK in redact(f"{name}=Zx9Zx9Zx9Zx9Zx9") for name in names)
 
 
 def has_magic(location: str) -> bool:

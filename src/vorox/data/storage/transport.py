@@ -16,6 +16,8 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
@@ -133,7 +135,7 @@ def close_connections() -> None:
 
 
 async def http_session() -> aiohttp.ClientSession:
-    """The session of this process: proxies and certificates by the environment, credentials only by headers."""
+    """The session of this process: certificates by the environment, credentials only by headers."""
     try:
         import aiohttp
     except ImportError as error:
@@ -144,13 +146,22 @@ async def http_session() -> aiohttp.ClientSession:
     async def make() -> tuple[aiohttp.ClientSession, Callable[[], Awaitable[None]]]:
         session = aiohttp.ClientSession(
             auto_decompress=False,
-            trust_env=True,
+            trust_env=False,  # it would also send what ~/.netrc holds
             headers={"Accept-Encoding": "identity", "User-Agent": "vorox"},
             connector=aiohttp.TCPConnector(limit=64, limit_per_host=32),
         )
         return session, session.close
 
     return await kept("http", make)
+
+
+def _proxy_of(url: str) -> str | None:
+    """The proxy that the environment (``HTTPS_PROXY``, ``NO_PROXY`` ...) names for an address."""
+    parts = urlsplit(url)
+    proxies = getproxies()
+    if not proxies or proxy_bypass(parts.netloc):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")
 
 
 @contextlib.asynccontextmanager
@@ -180,7 +191,13 @@ async def request(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=policy.connect_seconds, sock_read=policy.stall_seconds)
     try:
         async with session.request(
-            method, URL(url, encoded=True), headers=headers, data=form, timeout=timeout, max_redirects=8
+            method,
+            URL(url, encoded=True),
+            headers=headers,
+            data=form,
+            timeout=timeout,
+            max_redirects=8,
+            proxy=_proxy_of(url),
         ) as response:
             yield response
     except aiohttp.InvalidURL:

@@ -117,6 +117,7 @@ class RemoteIterableDataset:
             transforms=transforms, seed=seed, shuffle=shuffle, shuffle_buffer_rows=shuffle_buffer_rows,
             cache_directory=cache_directory, retention_bytes=retention_bytes, unit_bytes=unit_bytes,
         )  # fmt: skip
+        _check_supported(self.config)
         self.epochs, self.rank, self.world_size = epochs, rank, world_size
         self._prefetch_samples, self._metadata, self._on_progress = prefetch_samples, metadata, on_progress
         self._start = self._position = 0
@@ -218,6 +219,18 @@ class RemoteIterableDataset:
             plan = Plan.create(Path(directory) / "plan.jsonl", _plan_start(config, corpus), readers)
             grower = PlanGrower(plan, readers, config.data.growth)
             yield SampleReader(plan, grower, config.data.document_mask, self._metadata, self.epochs, threading.Event())
+
+
+def _check_supported(config: RunConfig) -> None:
+    asked = [
+        f"data.sources.{index}.split_by" for index, one in enumerate(config.data.sources) if one.split_by is not None
+    ]
+    asked += ["data.stages"] if config.data.stages else []
+    if asked:
+        raise ConfigError(
+            f"{asked[0]} is for the steps of a run; a RemoteIterableDataset has one mixture of whole sources",
+            where=asked[0], hint="leave it out, or use `vorox train`",
+        )  # fmt: skip
 
 
 def _plan_start(config: RunConfig, corpus: Corpus) -> PlanStart:

@@ -91,6 +91,14 @@ class Streams:
                 return seen
             time.sleep(_POLL_SECONDS)
 
+    def metrics(self) -> dict[str, float]:
+        """How the stages of all streams get on, added up, under the names of the registry of metrics."""
+        total: dict[str, float] = {}
+        for stages in (stream.stages for stream in self.streams):
+            for name, value in (stages.metrics() if stages is not None else {}).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
     def close(self) -> None:
         """End what is being built. Repeatable."""
         self.ring.close()

@@ -30,7 +30,12 @@ class StreamReader(CacheReader):
         directory: Path = stream.directory
         super().__init__(directory, read_recipe(directory), manifest or stream.manifest, _MOST_OPEN_CHUNKS)
         self.stream = stream
+        self.mend = stream.discard
         stream.register(self)
+
+    @property
+    def is_building(self) -> bool:
+        return not self.stream.ring.closed
 
     def refreshed(self, *, awaited_units: int = 0) -> StreamReader:
         """A reader of what is recorded by now.

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -84,6 +84,17 @@ def resident_units(directory: Path) -> dict[int, dict[Path, int]]:
     return found
 
 
+def remove_chunks(files: Mapping[Path, int]) -> int:
+    """Remove chunk files and say how many bytes they had; half-written ones belong to who writes them."""
+    removed_bytes = 0
+    for path, size in files.items():
+        if path.name.startswith("u"):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                remove_file(path)
+            removed_bytes += size
+    return removed_bytes
+
+
 class Ring:
     """The room of all streams of a process.
 
@@ -142,23 +153,20 @@ class Ring:
     def _make_room(self, tenant: Tenant, unit: int, size_bytes: int, given_up: Callable[[], bool]) -> bool:
         while not self.closed:
             resident = self._resident()
-            used_bytes = sum(self._reserved.values()) + sum(size for _, _, size, _ in resident)
+            used_bytes = sum(self._reserved.values()) + sum(sum(files.values()) for _, _, files in resident)
             for one in self._tenants:
                 one.look_around()
             own = tenant.dispensability(unit)
             ranked = [
-                (owner.dispensability(other), number, owner, other, size, files)
-                for number, (owner, other, size, files) in enumerate(resident)
+                (owner.dispensability(other), number, owner, other, files)
+                for number, (owner, other, files) in enumerate(resident)
                 if (owner, other) != (tenant, unit)
             ]
-            for rank, _, owner, other, size, files in sorted(ranked, key=lambda entry: entry[:2], reverse=True):
+            for rank, _, owner, other, files in sorted(ranked, key=lambda entry: entry[:2], reverse=True):
                 if used_bytes + size_bytes <= self.limit_bytes or rank <= own:
                     break
-                for path in files:
-                    with contextlib.suppress(FileNotFoundError):  # another process was faster
-                        remove_file(path)
+                used_bytes -= remove_chunks(files)
                 owner.evicted(other)
-                used_bytes -= size
             if used_bytes + size_bytes <= self.limit_bytes:
                 return True
             if given_up():
@@ -168,10 +176,10 @@ class Ring:
             self.changed.wait(_LOOK_AGAIN_SECONDS)
         return False
 
-    def _resident(self) -> list[tuple[Tenant, int, int, list[Path]]]:
+    def _resident(self) -> list[tuple[Tenant, int, dict[Path, int]]]:
         """What is on disk, without what is just being written."""
         return [
-            (tenant, unit, sum(files.values()), list(files))
+            (tenant, unit, files)
             for tenant in self._tenants
             if is_marked(tenant.directory)
             for unit, files in resident_units(tenant.directory).items()

@@ -9,7 +9,6 @@ the very row that needs it; neither the network nor the room on disk changes an 
 
 from __future__ import annotations
 
-import bisect
 import functools
 import threading
 import weakref
@@ -27,11 +26,11 @@ from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
-from vorox.data.streaming.retention import Ring, mark, resident_units
+from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.storage.waiting import may_wait
+from vorox.data.streaming.need import Need
+from vorox.data.streaming.retention import Ring, mark, remove_chunks, resident_units
 from vorox.data.streaming.windows import Range, Window
-
-_HELD_READS = 64
-"""Reads for which a segment stays wanted after its last one: reader threads leave a segment one by one."""
 
 _CLOSE_SECONDS = 10.0
 _OTHERS_SECONDS = 0.1
@@ -101,17 +100,12 @@ class Stream:
         self.directory = directory
         self.ring = ring
         self.statistics = StreamStatistics()
+        self.stages: PipelineStatistics | None = None
         self.manifest = Manifest.open(directory)
         self._unit_work, self._units, self._bad_record_fraction = work.at(directory), units, bad_record_fraction
-        self._segments = segments
-        self._segment_starts = [start for start, _ in segments]
-        self._prefetch_segments = prefetch_segments
+        self._need = Need(segments, prefetch_segments)
         self._resident: set[int] = set()
         self._demanded: dict[int, int] = {}
-        self._awaited: int | None = None
-        self._latest: int | None = None
-        self._touched: dict[int, int] = {}
-        self._reads = 0
         self._targets: frozenset[int] = frozenset()
         self._errors: dict[int, BaseException] = {}
         self._postponed: set[int] = set()
@@ -130,21 +124,7 @@ class Stream:
     def touch(self, units: Sequence[int]) -> None:
         """Rows of these units are read now, as part of the order of training."""
         with self.ring.changed:
-            self._reads += 1
-            segments = sorted({self.segment_of(unit) for unit in units})
-            fresh = [segment for segment in segments if segment not in self._touched]
-            expired = [one for one, read in self._touched.items() if read < self._reads - _HELD_READS]
-            for segment in expired:
-                del self._touched[segment]
-            self._touched.update(dict.fromkeys(segments, self._reads))
-            if fresh:
-                base = self._latest if self._latest is not None else fresh[0]
-                self._latest = max(fresh, key=lambda segment: (segment - base) % len(self._segments))
-            elif self._latest not in self._touched:
-                self._latest = segments[-1]
-            if self._awaited in self._touched:
-                self._awaited = None
-            if fresh or expired:
+            if self._need.touch(units):
                 self._start()
                 self.ring.changed.notify_all()
 
@@ -154,9 +134,10 @@ class Stream:
         Raises:
             DataError: It cannot be built, or comes out as something else than what was recorded.
         """
-        with self.ring.changed:
+        with may_wait(str(self.directory)) as wait, self.ring.changed:
             if unit in self._resident:
                 return
+            wait.because(f"unit {unit} is being built", failed=False)
             self._demanded[unit] = self._demanded.get(unit, 0) + 1
             self._postponed.discard(unit)
             self._start()
@@ -180,6 +161,19 @@ class Stream:
         with self.ring.changed:
             self._resident.discard(unit)
 
+    def discard(self, unit: int, error: DataError) -> None:
+        """Remove the chunks of a unit that turned out to be damaged, so that they are built again.
+
+        Raises:
+            DataError: ``error`` itself, if no chunk is there that could be damaged.
+        """
+        with self.ring.changed:
+            files = resident_units(self.directory).get(unit)
+            if not files:
+                raise error
+            remove_chunks(files)
+            self._resident.discard(unit)
+
     def grown(self, *, awaited_units: int = 0) -> Manifest:
         """What is recorded by now.
 
@@ -193,13 +187,13 @@ class Stream:
             self.manifest = self.manifest.refreshed(self.directory)
             missing = self.manifest.missing_units(0, awaited_units)
             if len(missing):
-                awaited = self.segment_of(int(missing[0]))
-                first, last = self._segments[awaited]
+                awaited = self._need.segment_of(int(missing[0]))
+                first, last = self._need.segments[awaited]
                 for unit in sorted(self._errors.keys() & set(range(first, last))):
                     self.ring.changed.notify_all()  # it is tried again
                     raise self._errors.pop(unit)
-                if awaited != self._awaited:
-                    self._awaited = awaited
+                if awaited != self._need.awaited:
+                    self._need.awaited = awaited
                     self._postponed.difference_update(range(first, last))
                     self._start()
                     self.ring.changed.notify_all()
@@ -207,10 +201,7 @@ class Stream:
 
     @property
     def first_segment_units(self) -> int:
-        return self._segments[0][1]
-
-    def segment_of(self, unit: int) -> int:
-        return bisect.bisect_right(self._segment_starts, unit) - 1
+        return self._need.segments[0][1]
 
     def close(self) -> None:
         """Wait for the thread to end; the ring must have been closed."""
@@ -222,18 +213,7 @@ class Stream:
     # What the ring asks.
 
     def dispensability(self, unit: int, /) -> int:
-        """0: read now or waited for; 1: read by slower threads or in between; 2: of the next segments; more: later."""
-        segment = self.segment_of(unit)
-        if unit in self._demanded or segment in (self._latest, self._awaited):
-            return 0
-        base = self._latest if self._latest is not None else self._awaited if self._awaited is not None else 0
-        if segment in self._touched or (self._awaited is not None and base < segment < self._awaited):
-            return 1
-        distance = segment - base
-        is_next = 0 < distance <= self._prefetch_segments
-        if is_next or any(first <= unit < last for first, last in self._others):
-            return 2
-        return 3 + distance % len(self._segments)
+        return 0 if unit in self._demanded else self._need.rank(unit, self._others)
 
     def look_around(self) -> None:
         self._others = self._window.others()
@@ -250,9 +230,11 @@ class Stream:
         if self._thread is None and not self.ring.closed:
             self._thread = threading.Thread(target=self._work, name=f"vorox-stream-{self.directory.name}", daemon=True)
             self._thread.start()
-        base = self._latest if self._latest is not None else self._awaited
-        if base is not None:
-            self._window.say(self._segments[base : base + 1 + self._prefetch_segments])
+        if window := self._need.window():
+            self._window.say(window)
+
+    def _see(self, stages: PipelineStatistics) -> None:
+        self.stages = stages
 
     def _work(self) -> None:
         while (targets := self._next_targets()) is not None:
@@ -260,7 +242,8 @@ class Stream:
             kept = 0
             try:
                 with Leases(self.directory) as leases:
-                    for built in self._unit_work.run(self._claim(targets, leases, claimed), stop=self._is_interrupted):
+                    units = self._claim(targets, leases, claimed)
+                    for built in self._unit_work.run(units, on_statistics=self._see, stop=self._is_interrupted):
                         if not self._keep(built):
                             break
                         leases.release(built.unit_id)
@@ -298,22 +281,18 @@ class Stream:
 
     def _wanted(self) -> list[int]:
         """Units to build, the most urgent ones first."""
-        base = self._latest if self._latest is not None else self._awaited
-        segments = [self._awaited] if self._awaited is not None else []
-        if base is not None:
-            segments += range(base, min(base + 1 + self._prefetch_segments, len(self._segments)))
         done = set(self.manifest.units["unit"].tolist())
         settled = self._resident | self._postponed | self._errors.keys()
         wanted = dict.fromkeys(sorted(self._demanded))
-        for segment in segments:
-            wanted |= dict.fromkeys(sorted(range(*self._segments[segment]), key=lambda unit: unit in done))
+        for segment in self._need.to_build():
+            wanted |= dict.fromkeys(sorted(range(*segment), key=lambda unit: unit in done))
         return [unit for unit in wanted if unit not in settled]
 
     def _urgent(self) -> set[int]:
         """Units that somebody waits for."""
         urgent = set(self._demanded)
-        if self._awaited is not None:
-            urgent.update(self.manifest.missing_units(*self._segments[self._awaited]).tolist())
+        if self._need.awaited is not None:
+            urgent.update(self.manifest.missing_units(*self._need.segments[self._need.awaited]).tolist())
         return urgent - self._resident - self._errors.keys()
 
     def _is_interrupted(self) -> bool:
@@ -332,6 +311,7 @@ class Stream:
             if not leases.take(unit):
                 continue
             with self.ring.changed:
+                self.manifest = self.manifest.refreshed(self.directory)
                 self._find_on_disk()
                 if unit in self._resident:
                     leases.release(unit)
@@ -382,7 +362,7 @@ class Stream:
     def _failed(self, unit: int, error: BaseException) -> None:
         """Who waits for the unit gets the error; if nobody does yet, it is tried again when somebody does."""
         with self.ring.changed:
-            if unit in self._demanded or self.segment_of(unit) == self._awaited:
+            if unit in self._demanded or self._need.segment_of(unit) == self._need.awaited:
                 self._errors[unit] = error
             else:
                 self._postponed.add(unit)

@@ -241,5 +241,13 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
     }
     library: Any = LibraryTokenizer.from_str(json.dumps(whole_words))
-    whole: Any = LibraryTokenizer.from_str(json.dumps({**value, "added_tokens": []}))
-    return FastPath(words, library, dtype, reference, literals=literals, normalizer=whole.normalizer)
+    no_words: dict[str, Any] = {
+        **whole_words,
+        "normalizer": value["normalizer"],
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    normalizer_library: Any = LibraryTokenizer.from_str(json.dumps(no_words)) if normalizer else None
+    return FastPath(
+        words, library, dtype, reference, literals=literals,
+        normalizer=normalizer_library.normalizer if normalizer else None,
+    )  # fmt: skip

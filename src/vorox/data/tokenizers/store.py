@@ -25,7 +25,7 @@ from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
 from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
-from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load, train
+from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer, load, train
 
 IDENTITY_NAME = "IDENTITY.json"
 TrainingProgress = Callable[[int, int], None]
@@ -58,6 +58,26 @@ def tokenizer_for(
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
     tokenizer = _ready_made(config) or _trained(config, data, sources, weights, root, build, on_progress)
+    tokenizer = tokenizer.with_special_tokens(config.special_tokens)
+    return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
+
+
+def kept_by_run(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer that a run goes on with; ``None`` where it has none or the configuration names one.
+
+    A tokenizer that was trained on the sources depends on their files and weights. A run keeps its own when they
+    change, because its rows are made of it.
+
+    Args:
+        directory: Where the run keeps it.
+        config: The section ``tokenizer``.
+
+    Raises:
+        DataError: It is damaged.
+    """
+    if config.kind not in {"bpe", "char"} or not (directory / TOKENIZER_NAME).exists():
+        return None
+    tokenizer = load(directory, end_of_text=config.end_of_text or END_OF_TEXT)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 

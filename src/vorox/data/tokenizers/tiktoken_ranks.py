@@ -163,21 +163,18 @@ def library_pattern(pattern: str) -> str:
 
 def _tokenizer_json(found: _Ranks, where: str) -> str:
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
-
-    def written(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
     ranks = found.ranks
+    written = {token: "".join([letters[byte] for byte in token]) for token in ranks}
     merges: list[list[str]] = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
-        merges += [[written(a), written(b)] for _, _, a, b in pairs]
+        merges += [[written[a], written[b]] for _, _, a, b in pairs]
     words = {"type": "Split", "pattern": {"Regex": library_pattern(found.pattern)}, "behavior": "Isolated"}
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     gpt2 = found.pattern == GPT2_PATTERN
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    vocabulary = {written(token): rank for token, rank in ranks.items()}
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
     taken = [token for token in found.special_tokens if token in vocabulary]
     if taken:
         raise ConfigError(

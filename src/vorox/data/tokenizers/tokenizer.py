@@ -35,7 +35,7 @@ from vorox.data.tokenizers.encoders import (
     token_bytes,
     writes_bytes,
 )
-from vorox.data.tokenizers.fast_path import fast_path
+from vorox.data.tokenizers.fast_path import FastPath, fast_path
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -57,8 +57,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, end_of_text: str, *, where: str, fast: bool = False) -> None:
-        value = _without_options(text, where)
-        library: Any = LibraryTokenizer.from_str(json.dumps(value))
+        value, library = _without_options(text, where)
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
             library.add_special_tokens([_special(end_of_text)])
             value = json.loads(library.to_str())
@@ -105,11 +104,19 @@ class Tokenizer:
 
     def with_fast_path(self) -> Tokenizer:
         """The same tokenizer, which takes the fast path where there is one that is equal."""
-        return Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer", fast=True)
+        return self._by_way_of(fast_path(self._value, self.dtype, self._reference))
 
     def reference(self) -> Tokenizer:
         """The same tokenizer without a fast path: what decides."""
-        return self if self._fast is None else Tokenizer(json.dumps(self._value), self.end_of_text, where="tokenizer")
+        return self if self._fast is None else self._by_way_of(None)
+
+    def _by_way_of(self, path: FastPath | None) -> Tokenizer:
+        """A copy that shares everything but the way to the ids."""
+        other = object.__new__(Tokenizer)
+        other.__dict__.update(self.__dict__)
+        other._fast = path
+        other._encode = path or self._reference
+        return other
 
     def special_id(self, token: str) -> int | None:
         """The id of a special token; ``None`` where there is none of that name."""
@@ -129,7 +136,8 @@ class Tokenizer:
             )  # fmt: skip
         library: Any = LibraryTokenizer.from_str(json.dumps(self._value))
         library.add_special_tokens([_special(token) for token in missing])
-        return Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens", fast=self.is_fast)
+        made = Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens")
+        return made if self._fast is None else made.with_fast_path()
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
@@ -277,17 +285,16 @@ def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts
         )  # fmt: skip
 
 
-def _without_options(text: str, where: str) -> dict[str, Any]:
-    """The parsed tokenizer with everything off that would cut, pad or randomise a document."""
+def _without_options(text: str, where: str) -> tuple[dict[str, Any], Any]:
+    """The parsed tokenizer with everything off that would cut, pad or randomise a document, and the library's own."""
     try:
-        LibraryTokenizer.from_str(text)
         value: dict[str, Any] = json.loads(text)
+        value["truncation"] = value["padding"] = None
+        if value["model"].get("dropout"):
+            value["model"]["dropout"] = None
+        return value, LibraryTokenizer.from_str(json.dumps(value))
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             f"not a tokenizer.json that this version of tokenizers reads: {error}", where=where,
             hint="save it anew with tokenizer.save(...) or transformers' save_pretrained",
         ) from error  # fmt: skip
-    value["truncation"] = value["padding"] = None
-    if value["model"].get("dropout"):
-        value["model"]["dropout"] = None
-    return value

@@ -22,6 +22,9 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 """What the pre-tokenizer ``ByteLevel`` cuts by, where it cuts."""
 
 _CLASS = re.compile(r"\\(?:(?P<not>[pP])\{(?P<property>\w+)\}|(?P<short>[sSdDwW]))")
+_FOREIGN = re.compile(r"\[[^\[\]\\&]+\]")
+_CASELESS = re.compile(r"\(\?i:([^)]*)")
+_LETTERS = re.compile(r"(?:[a-zA-Z'|]|\[[a-zA-Z]+\])*")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}(?![+?])")
 _GROUP = re.compile(r"\((\?(:|!|=|>|i:))")
 _FIRST_STAND_IN = 0x80
@@ -43,10 +46,17 @@ class _Part:
 
 def _parse(pattern: str) -> list[_Part] | None:
     """The pattern in pieces; None where Python would or might read it otherwise."""
+    if not all(_LETTERS.fullmatch(inside) for inside in _CASELESS.findall(pattern)):
+        return None  # a class without regard to case is another class
     parts: list[_Part] = []
     position, bracketed = 0, False
     while position < len(pattern):
         rest = pattern[position:]
+        foreign = None if bracketed else _FOREIGN.match(rest)
+        if foreign and not foreign[0].isascii():
+            parts.append(_Part("", foreign[0]))  # as a whole a class of which the library is asked
+            position += foreign.end()
+            continue
         found = _CLASS.match(rest)
         if found:
             short = found["short"] or ""
@@ -105,21 +115,21 @@ class WordPattern:
         self._compiled = self._compile()
 
     def words(self, text: str) -> list[str] | None:
-        """The words of a text, one after the other without gaps; None where it cannot be told."""
+        """What the pattern matches and what lies between, one after the other; None where it cannot be told."""
         if text.isascii():
             words: list[str] = self._compiled.findall(text)
-            return words if len("".join(words)) == len(text) else None
+            return words if len("".join(words)) == len(text) else self._with_gaps(text)
         replaced = self._replaced(text)
-        return None if replaced is None else _cut(text, self._compiled.findall(replaced))
-
-    def pieces(self, text: str) -> list[str] | None:
-        """What the pattern matches and what lies between, one after the other; None where it cannot be told."""
-        replaced = text if text.isascii() else self._replaced(text)
         if replaced is None:
             return None
-        return _cut(
-            text, [piece for piece in re.split(f"({self._compiled.pattern})", replaced, flags=re.ASCII) if piece]
-        )
+        places = [0, *accumulate(map(len, self._compiled.findall(replaced)))]
+        if places[-1] != len(text):
+            places = [0, *accumulate(map(len, self._with_gaps(replaced)))]
+        return [text[start:end] for start, end in pairwise(places)]
+
+    def _with_gaps(self, replaced: str) -> list[str]:
+        """What the pattern matches and what lies between."""
+        return [piece for piece in re.split(f"({self._compiled.pattern})", replaced, flags=re.ASCII) if piece]
 
     def _replaced(self, text: str) -> str | None:
         """The text with a stand-in for every character outside ASCII; None if one of them has none."""
@@ -167,26 +177,19 @@ class WordPattern:
 
 
 class WordPatterns:
-    """Patterns one after the other: each cuts what the one before it left, the last one into words."""
+    """Patterns one after the other: each cuts what the one before it left."""
 
     def __init__(self, patterns: Sequence[WordPattern]) -> None:
-        self._first, self._last = patterns[:-1], patterns[-1]
+        self._patterns = patterns
 
     def words(self, text: str) -> list[str] | None:
         runs = [text]
-        for pattern in self._first:
-            cut = [pattern.pieces(run) for run in runs]
+        for pattern in self._patterns:
+            cut = [pattern.words(run) for run in runs]
             runs = [piece for pieces in cut if pieces is not None for piece in pieces]
             if None in cut:
                 return None
-        found = [self._last.words(run) for run in runs]
-        return None if None in found else [word for words in found if words is not None for word in words]
-
-
-def _cut(text: str, parts: Sequence[str]) -> list[str] | None:
-    """The text in parts of these lengths; None if they are not all of it."""
-    places = [0, *accumulate(map(len, parts))]
-    return [text[start:end] for start, end in pairwise(places)] if places[-1] == len(text) else None
+        return runs
 
 
 class _Table(dict[int, int]):

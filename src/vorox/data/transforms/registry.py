@@ -28,6 +28,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
 from vorox.data.transforms.augmentation import required_special_tokens
 from vorox.data.transforms.identity import identity_of
+from vorox.data.transforms.signatures import check_library
 
 Kind = Literal["text", "tokens", "duplicates"]
 
@@ -131,6 +132,7 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
             f"the first parameter of {path} is called {first or 'nothing'!r}", where=f"{where}.name",
             hint="call it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
+    check_library(config.name)
     kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
     given = frozenset(name for name in _GIVEN[kind] if name in rest)

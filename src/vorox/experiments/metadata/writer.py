@@ -33,8 +33,8 @@ class MetadataWriter:
     Args:
         run_directory: Where the spool lies.
         open_cache: Opens the database; may fail, and is asked again.
-        introduce: Called with every database that was opened, before anything else is written: what must be there
-            once. May raise what the database raises.
+        introduce: Called with every database that was opened, after the spool was drained and before anything newer
+            is written: all that it must know by now. May raise what the database raises.
         observe: Rows that tell how things stand; asked every round.
         on_event: Where it is told how the database is.
         interval_seconds: Time between two rounds.
@@ -100,10 +100,9 @@ class MetadataWriter:
     def _work(self) -> None:
         while True:
             closing = self._closing
-            try:
-                self._round()
-            except Exception as error:  # whatever is wrong here, the training goes on
-                self._tell("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
+            self._round()
+            if closing and self._failures == 1:
+                self._round()  # it broke just now: perhaps no more than the connection
             if closing:
                 if self._cache is not None:
                     self._cache.close()
@@ -112,6 +111,12 @@ class MetadataWriter:
             self._wake.clear()
 
     def _round(self) -> None:
+        try:
+            self._write_round()
+        except Exception as error:  # whatever is wrong here, the training goes on
+            self._tell("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
+
+    def _write_round(self) -> None:
         self._look()
         if not self._closing and time.monotonic() < self._retry_at:
             self._spool_pending()
@@ -139,6 +144,7 @@ class MetadataWriter:
         if self._cache is None:
             cache = self._open_cache()
             try:
+                self._drain(cache)
                 self._introduce(cache)
             except BaseException:
                 cache.close()

@@ -28,7 +28,7 @@ from vorox.data.text.formats.json_lines import as_text
 from vorox.data.text.formats.pieces import Piece, too_large
 
 _BATCH_BYTES = 8 << 20
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 8 << 20
 _LEAST_SUSPECT_BYTES = 1 << 28
 
 

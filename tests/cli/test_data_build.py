@@ -1,0 +1,200 @@
+"""``vorox data build``, ``fill``, ``grow``, ``repair`` and ``gc``: what they say, leave and return."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vorox.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+CONFIG = """
+data:
+  sources: [{{name: text, format: jsonl, paths: [{text}]}}]
+  sequence_length_tokens: 64
+  cache: {{directory: {cache}, unit_bytes: 4000, chunk_rows: 16}}
+  validation: {{held_out_fraction: 0.2}}
+tokenizer: {{kind: byte}}
+train: {{num_steps: 1}}
+"""
+
+
+def write(folder: Path, name: str, count: int = 200) -> None:
+    folder.mkdir(exist_ok=True)
+    first = 1000 * ord(name)
+    records = ({"text": f"Record {n} says {n * n}, {n**3} and {n**5}."} for n in range(first, first + count))
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    write(tmp_path / "text", "a")
+    (tmp_path / "c.yaml").write_text(CONFIG.format(text=tmp_path / "text", cache=tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def vorox(place: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def reports(found: tuple[int, str, str]) -> dict[str, dict[str, Any]]:
+    code, out, err = found
+    assert code == 0, err
+    return json.loads(out)["caches"]
+
+
+def digests(found: tuple[int, str, str]) -> list[str]:
+    return [report["digest"] for report in reports(found).values()]
+
+
+def built(found: tuple[int, str, str]) -> list[int]:
+    return [report["units_built"] for report in reports(found).values()]
+
+
+def chunks(place: Path, split: str = "train") -> list[Path]:
+    return sorted((place / "cache").glob(f"text-{split}-*/chunks/*/u*.psc"))
+
+
+def flip_a_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def test_every_way_to_build_gives_the_same(place: Path, vorox: Run) -> None:
+    first = vorox("data", "build", "c.yaml", "--json")
+    assert all(report["units_built"] == report["units"] > 0 for report in reports(first).values())
+    for number, options in enumerate(
+        (["--mode", "inverse"], ["--mode", "gaps"], ["--workers", "2"], ["data.cache.codec=zstd"])
+    ):
+        elsewhere = f"data.cache.directory={place / str(number)}"
+        assert digests(vorox("data", "build", "c.yaml", elsewhere, *options, "--json")) == digests(first)
+    again = vorox("data", "build", "c.yaml", "--force-rebuild", "--json")
+    assert built(again) == built(first)
+    assert digests(again) == digests(first)
+    assert built(vorox("data", "build", "c.yaml", "--json")) == [0, 0]
+    code, out, _ = vorox("data", "build", "c.yaml")
+    assert code == 0
+    for title in ("CHUNKS", "FULL", "OF-UINT32", "OF-UINT16"):
+        assert title in out.splitlines()[0]
+
+
+def test_fill_looks_and_repair_reads(place: Path, vorox: Run) -> None:
+    first = vorox("data", "build", "c.yaml", "--json")
+    chunks(place)[0].unlink()
+    assert built(vorox("data", "build", "c.yaml", "--json")) == [0, 0]  # what was there is not looked for
+    assert built(vorox("data", "fill", "c.yaml", "--json")) == [1, 0]
+    path = chunks(place)[1]
+    for words in (["fill", "c.yaml", "--verify"], ["repair", "c.yaml"], ["build", "c.yaml", "--repair"]):
+        flip_a_bit(path)
+        assert vorox("data", "verify", "c.yaml")[0] == 4
+        found = vorox("data", *words, "--json")
+        assert built(found) == [1, 0]
+        assert digests(found) == digests(first)
+        assert vorox("data", "verify", "c.yaml")[0] == 0
+
+
+def test_grow_takes_up_new_files(place: Path, vorox: Run) -> None:
+    first = reports(vorox("data", "build", "c.yaml", "--json"))
+    write(place / "text", "b")
+    grown = reports(vorox("data", "grow", "c.yaml", "--json"))
+    for before, after in zip(first.values(), grown.values(), strict=True):
+        assert after["units_built"] == after["units"] - before["units"] > 0
+        assert after["digest"] != before["digest"]
+    assert len(list((place / "cache").glob("text-*"))) == 2
+    assert built(vorox("data", "build", "c.yaml", "data.cache.grow=true", "--json")) == [0, 0]
+    (place / "text" / "a.jsonl").unlink()
+    code, _, err = vorox("data", "grow", "c.yaml")
+    assert code == 4
+    assert "is gone, so it cannot grow" in err
+
+
+def test_options_that_contradict_each_other_are_refused(vorox: Run) -> None:
+    code, _, err = vorox("data", "build", "c.yaml", "--force-rebuild", "--repair")
+    assert code == 2
+    assert "--repair" in err
+    assert vorox("data", "build", "c.yaml", "--mode", "sideways")[0] == 2
+    assert vorox("data", "build", "c.yaml", "--workers", "0")[0] == 2
+    code, _, err = vorox("data", "build", "c.yaml", "--worker=3")
+    assert code == 2
+    assert "--workers" in err
+
+
+def test_gc_frees_what_nobody_needs(place: Path, vorox: Run) -> None:
+    vorox("data", "build", "c.yaml")
+    path = chunks(place)[0]
+    orphan = path.with_name("u000007000-0.psc")
+    orphan.write_bytes(path.read_bytes())
+    code, out, _ = vorox("data", "gc", "c.yaml", "--dry-run")
+    assert code == 0
+    assert "would free" in out
+    assert f"({orphan.stat().st_size:,} bytes)" in out
+    assert orphan.exists()
+    found = json.loads(vorox("data", "gc", "c.yaml", "--json")[1])
+    assert found["freed_bytes"] == path.stat().st_size
+    assert [entry["path"] for entry in found["files"]] == [str(orphan)]
+    assert [entry["remove"] for entry in found["caches"]] == [False, False]
+    assert not orphan.exists()
+    assert vorox("data", "verify", "c.yaml")[0] == 0
+    assert "freed 0 B" in vorox("data", "gc", "c.yaml", "--older-than", "1d")[1]
+    code, _, err = vorox("data", "gc", "c.yaml", "--older-than", "0s")
+    assert code == 2  # nobody can be asked here
+    assert "--yes" in err
+    assert len(chunks(place)) > 0
+    code, out, _ = vorox("data", "gc", "c.yaml", "--older-than", "0s", "--yes")
+    assert code == 0
+    assert list((place / "cache").glob("text-*")) == []
+    assert vorox("data", "gc", "c.yaml", "--older-than", "soon")[0] == 2
+
+
+def test_gc_without_a_configuration_looks_where_caches_are_by_default(
+    place: Path, vorox: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vorox("data", "build", "c.yaml")
+    monkeypatch.setenv("VOROX_CACHE", str(place / "cache"))
+    found = json.loads(vorox("data", "gc", "--dry-run", "--json")[1])
+    assert found["root"] == str(place / "cache")
+    assert len(found["caches"]) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_ends_a_build_with_75_and_the_next_goes_on(place: Path, vorox: Run, workers: str) -> None:
+    write(place / "text", "b", 1500)
+    words = [sys.executable, "-c", "import sys; from vorox.cli import main; sys.exit(main())"]
+    process = subprocess.Popen(
+        [*words, "data", "build", "c.yaml", "--workers", workers],
+        cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(chunks(place)) < 8 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT if workers == "2" else signal.SIGTERM)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert "run the same command again" in err
+    found = reports(vorox("data", "build", "c.yaml", "--json"))
+    assert 0 < found["text train"]["units_built"] + found["text train"]["units_adopted"] < found["text train"]["units"]
+    assert vorox("data", "verify", "c.yaml")[0] == 0
