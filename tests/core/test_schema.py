@@ -52,7 +52,9 @@ WITHOUT_UNIT = {
     "precision.initial_loss_scale": "a pure number",
     "eval.sample_temperature": "a pure number",
     "eval.sample_top_k": "tokens of the vocabulary, as everybody calls it",
-    "parallel.data_parallel_size": "processes, as everybody calls it",
+    "parallel.data_parallel_size": "devices, as everybody calls it",
+    "parallel.fsdp_size": "devices, as everybody calls it",
+    "parallel.tensor_parallel_size": "devices, as everybody calls it",
     "run.seed": "a name, not a quantity",
     "data.transform_seed": "a name, not a quantity",
 }
@@ -150,7 +152,7 @@ def attributes_read() -> dict[str, set[str]]:
 CLASSES = {
     "model": ("ModelConfig",),
     "data": ("DataConfig",),
-    "sources": ("SourceConfig",),
+    "sources": ("SourceConfig", "CorpusSource", "SourceCache", "Source"),
     "transforms": ("TransformConfig",),
     "pipeline": ("PipelineConfig",),
     "validation": ("ValidationConfig",),

@@ -75,6 +75,7 @@ def test_the_real_client_records_offline(tmp_path: Path) -> None:
     sink.close()
     (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
     from wandb.proto import wandb_internal_pb2
+
     found: dict[int, float] = {}
     for data in records_of(file.read_bytes()):
         record = wandb_internal_pb2.Record()

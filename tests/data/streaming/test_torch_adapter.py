@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, get_worker_info
 
 from tiny_streams import dataset
 from vorox.core.errors import ConfigError
+
+torch = pytest.importorskip("torch")
+DataLoader, get_worker_info = torch.utils.data.DataLoader, torch.utils.data.get_worker_info
 
 
 @pytest.fixture
