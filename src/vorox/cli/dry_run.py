@@ -203,6 +203,9 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     yield f"tokenizer      {kind}, {known}: {state}"
     for cache in text.caches:
         state = f"ready, {cache.rows:,} rows" if cache.rows is not None else "to be built"
+        if config.data.mode == "streaming" and cache.name.endswith(" train"):
+            kept = quantities.size(config.data.streaming.retention_bytes)
+            state = f"built while it is read, at most {kept} kept"
         yield f"cache          {cache.name}: {state}"
 
 

@@ -122,7 +122,7 @@ class PlanGrower:
     def _step(self, required: bool) -> bool:
         """Cover some more, if that is possible now."""
         if not self._decides:
-            return self._follow()
+            return self._plan.refresh(self._follow)
         tables, self._is_waiting = self._plan.tables, required
         index = tables.first_missing()[1]
         events = self._next(tables, index, required)
@@ -135,18 +135,16 @@ class PlanGrower:
                     self._tell("mixture", text)
         return bool(events)
 
-    def _follow(self) -> bool:
-        before = self._plan.num_events
-        self._plan.refresh()
-        for index, group in enumerate(self._plan.segments):
+    def _follow(self, tables: PlanTables) -> None:
+        """See the units of what another process has decided."""
+        for index, group in enumerate(tables.segments):
             reader = self._readers[index] if index < len(self._readers) else None
             if group and reader is not None:
                 last = max(part.end for segment in group for part in segment.ranges)
                 if len(reader.unit_row_starts) <= last or any(
-                    len(reader.missing_units(part.start, part.end)) for part in group[-1].ranges
+                    len(reader.missing_units(part.start, part.end)) for segment in group for part in segment.ranges
                 ):
                     self._readers[index] = reader.refreshed(awaited_units=last)
-        return self._plan.num_events > before
 
     def _next(self, tables: PlanTables, index: int, required: bool) -> list[Event]:
         """What gives the source with the first missing draw more rows; nothing if its units are not there."""

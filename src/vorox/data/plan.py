@@ -11,7 +11,7 @@ on the events and on the caches' content, never on when or how far the plan was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +213,19 @@ class Plan:
         _, self._end = self._log.read_after(self._end)
         self._tables = tables
 
-    def refresh(self) -> None:
-        """Take up what the process that decides has appended meanwhile."""
+    def refresh(self, prepare: Callable[[PlanTables], None]) -> bool:
+        """Take up what the process that decides has appended meanwhile, if there is anything.
+
+        Args:
+            prepare: Called with the new state before it is in force: whoever locates by it must see its units.
+        """
         bodies, end = self._log.read_after(self._end)
-        self._tables, self._end = self._after(self._tables, bodies), end
+        if not bodies:
+            return False
+        tables = self._after(self._tables, bodies)
+        prepare(tables)
+        self._tables, self._end = tables, end
+        return True
 
     def extend_to(self, position: int, readers: Readers) -> list[Event]:
         """Cover all positions below ``position``, by whole epochs over what the caches hold now; durable on return.
