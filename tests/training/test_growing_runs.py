@@ -335,6 +335,16 @@ def test_a_changed_mixture_keeps_the_tokenizer_that_was_trained_on_the_old_one(t
     assert replayed(directory, 4).is_exact
 
 
+def test_a_replay_does_not_run_earlier_steps_under_a_later_configuration(tmp_path: Path) -> None:
+    config = two_sources(tmp_path, ["checkpoint.keep_last=1"])
+    killed_at(config, 7)
+    directory = only_run(tmp_path)
+    run(two_sources(tmp_path, ["checkpoint.keep_last=1", "data.sources.0.weight=3"]), resume_from=directory)
+    with pytest.raises(ConfigError, match=r"the newest checkpoint up to state 5 is of state 0, .* changed at step 4"):
+        replayed(directory, 5)
+    assert replayed(directory, 0, 4).is_exact
+
+
 def test_a_source_taken_out_and_another_put_in_at_resume(tmp_path: Path) -> None:
     config = two_sources(tmp_path)
     killed_at(config, 7)

@@ -113,6 +113,7 @@ def replay(
     config, changed_at = resume.config_in_force(run_directory, first_step)
     _check_range(recorded, first_step, last_step, changed_at, run_directory)
     checkpoint = latest_valid(run_directory, at_or_before=first_step)
+    _check_start(0 if checkpoint is None else checkpoint.step, first_step, run_directory)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
@@ -151,6 +152,19 @@ def _check_range(
             f"{last_step:,}",
             where=str(run_directory / "configs"),
             hint=f"replay to {changed_at:,}, then from there",
+        )
+
+
+def _check_start(start: int, first_step: int, run_directory: Path) -> None:
+    """The steps on the way to the state asked for are done again too, under one configuration."""
+    _, changed_at = resume.config_in_force(run_directory, start)
+    if changed_at is not None and changed_at <= first_step:
+        kept = ", ".join(map(str, step_directories(run_directory)))
+        raise ConfigError(
+            f"the newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this "
+            f"run was changed at step {changed_at:,} in between",
+            where=str(run_directory / "configs"),
+            hint=f"replay from a state whose checkpoint is kept: {kept}",
         )
 
 
