@@ -1,4 +1,4 @@
-"""Our caches for ``data_peers.py``: the Python files of torch and transformers, and the rows that peers store as well."""
+"""Our caches for ``data_peers.py``: the Python files of torch and transformers, and the rows that peers store too."""
 
 from __future__ import annotations
 

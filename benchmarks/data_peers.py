@@ -48,10 +48,11 @@ class Vorox:
 
     def write(self, folder: Path, rows: Tokens) -> None:
         """Through the real builder, from the text that the rows are made of."""
-        from bench_cache import FEW_BYTES, MANY_BYTES, build_rows
+        from bench_cache import FEW_BYTES, MANY_BYTES, build_rows, open_rows
 
         reader = build_rows(folder / "cache", self.codec, FEW_BYTES if folder.name.startswith("few") else MANY_BYTES)
         assert reader.num_rows == len(rows), "the same text gives the same rows"
+        open_rows(folder, BATCH, SEED)  # a run begins its plan once; what follows opens it
 
     def open(self, folder: Path, state: Any) -> Opened:
         from bench_cache import open_rows
@@ -434,7 +435,8 @@ def print_table(table: dict[str, dict[str, Any]], rows: Tokens) -> None:
         cells = [
             f"{found.get('disk_bytes', 0) / rows.nbytes:.0%}", "-" if start is None else f"{start * 1e3:.0f} ms",
             "-" if rate is None else f"{rate / 1e6:.1f}M", "-" if resumed is None else f"{resumed * 1e3:.0f} ms",
-            "yes" if exact and all(exact) else "no", f"{(median(found.get('all_peak_bytes')) or 0) / 2**20:.0f} MiB", flips,
+            "yes" if exact and all(exact) else "no",
+            f"{(median(found.get('all_peak_bytes')) or 0) / 2**20:.0f} MiB", flips,
         ]  # fmt: skip
         print(f"| {name} | {' | '.join(cells)} |")
 
