@@ -34,18 +34,22 @@ def parity(
     """
     from vorox.cli.config import configuration_source
     from vorox.core.config import load_config
+    from vorox.core.errors import ConfigError
+    from vorox.data.estimate import estimate
     from vorox.training.parity import Tolerances, compare
     from vorox.training.rehearsal import first_batches
     from vorox.training.schedule import Schedule, horizon
-    from vorox.training.session import num_train_rows
 
     sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
-    source = configuration_source(sorted_words.positional[0] if sorted_words.positional else None)
+    if not sorted_words.positional:
+        raise ConfigError("no configuration is named", where="parity", hint="vorox parity quickstart")
+    source = configuration_source(sorted_words.positional[0])
     configs = [load_config(source, [*sorted_words.overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
     config = configs[0]
     corpus = _corpus(config)
     first, second = (_engine(one, corpus) for one in configs)
-    length = horizon(config, num_train_rows=num_train_rows(corpus), full_dataset_tokens=corpus.estimated_tokens)
+    size = estimate(corpus.train)
+    length = horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     schedule = Schedule.of(config.schedule, config.optimizer, length)
     tolerances = Tolerances()
     if not as_json:

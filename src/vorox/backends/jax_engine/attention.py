@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def dropped(x: Array, dropout: Dropout) -> Array:
     return jnp.where(kept, x / (1.0 - fraction), jnp.zeros((), x.dtype))
 
 
-def _fused(implementation: str) -> Attend:
+def _fused(implementation: Literal["xla", "cudnn"]) -> Attend:
     def attend(
         query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, visibility: Visibility, dropout: Dropout | None
     ) -> Array:
@@ -133,7 +133,7 @@ def splash(
     key_BNSH, value_BNSH = (jnp.repeat(x.swapaxes(1, 2), repeats, axis=1) for x in (key_BSKH, value_BSKH))
     segments_BT = visibility.segment_ids_BT
     if segments_BT is None:
-        mixed_BNTH = jax.vmap(lambda q, k, v: kernel(q, k, v))(query_BNTH, key_BNSH, value_BNSH)
+        mixed_BNTH: Any = jax.vmap(lambda q, k, v: kernel(q, k, v))(query_BNTH, key_BNSH, value_BNSH)
     else:
         ids = splash_attention_kernel.SegmentIds
         mixed_BNTH = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=ids(s, s)))(

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -208,14 +209,12 @@ def check_divisible(layout: Layout, mesh: Mesh) -> None:
 
 def environment(compute: Compute) -> dict[str, str | int | bool]:
     """What decides bit-equality besides the configuration."""
-    import jaxlib
-
     device = compute.mesh.devices.flat[0]
     on_cpu = compute.platform == "cpu"
     facts: dict[str, str | int | bool] = {
         "engine": "jax",
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
         "device": processor_name() if on_cpu else device.device_kind,
         "device_kind": compute.platform,
         "num_devices": compute.mesh.size,

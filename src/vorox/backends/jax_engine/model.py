@@ -84,8 +84,8 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, spec: ModelSpec, attend: Attend, rotary: tuple[Any, Any] | None) -> None:
-        self._spec, self._attend, self._has_rotary = spec, attend, rotary is not None
+    def __init__(self, spec: ModelSpec, attend: Attend) -> None:
+        self._spec, self._attend = spec, attend
         num_query, num_key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         bias = spec.attention_bias
         self.query = Linear(num_query, spec.hidden_size, bias=bias)
@@ -107,6 +107,7 @@ class Attention(nnx.Module):
         if rotary is not None:
             query_BTNH, key_BTKH = rotate(query_BTNH, *rotary), rotate(key_BTKH, *rotary)
         if cache is not None:
+            assert run.cache_start is not None
             new = jnp.stack([key_BTKH, value_BTKH])
             cache = jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), run.cache_start, axis=2)
             key_BTKH, value_BTKH = cache[0].astype(x_BTD.dtype), cache[1].astype(x_BTD.dtype)
@@ -140,10 +141,10 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, spec: ModelSpec, attend: Attend, rotary: tuple[Any, Any] | None) -> None:
+    def __init__(self, spec: ModelSpec, attend: Attend) -> None:
         self._dropout_fraction = spec.dropout_fraction
         self.attention_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
-        self.attention = Attention(spec, attend, rotary)
+        self.attention = Attention(spec, attend)
         self.mlp_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
         self.mlp = Mlp(spec)
 
@@ -204,7 +205,7 @@ class Decoder:
         self._layout, self._rotary, self._dtype, self._taps = layout, rotary, dtype, taps
         self._remat, self._constrain = remat, constrain
         spec = layout.spec
-        self._block = _Module(nnx.eval_shape(lambda: Block(spec, attend, rotary)))
+        self._block = _Module(nnx.eval_shape(lambda: Block(spec, attend)))
         self._outside = _Module(nnx.eval_shape(lambda: Outside(spec)))
 
     def head(self, params: Mapping[str, Array]) -> tuple[str, Array]:

@@ -91,18 +91,19 @@ class Optimizer:
             gradients = {leaf: gradient / divisor for leaf, gradient in gradients.items()}
         adaptive = {leaf: gradients[leaf] for leaf in state.exp_avg}
         count = state.updates.astype(jnp.int32)
-        directions, adam = self._adam.update(
-            adaptive, optax.ScaleByAdamState(count, state.exp_avg, state.exp_avg_sq), state.params
-        )
+        before = optax.ScaleByAdamState(count, state.exp_avg, state.exp_avg_sq)
+        directions: Any
+        adam: Any
+        directions, adam = self._adam.update(adaptive, before, state.params)
         params: dict[str, Array] = {}
-        for leaf, direction in dict(directions).items():
+        for leaf, direction in directions.items():
             decay = weight_decay if self.groups[leaf] == DECAYED else 0.0
             params[leaf] = state.params[leaf] * (1 - lr * decay) - lr * direction
         momentum: dict[str, Array] = {}
         muon_lr = config.muon_lr / config.lr * lr
-        for leaf, before in state.momentum.items():
+        for leaf, old in state.momentum.items():
             gradient, beta = gradients[leaf], config.muon_momentum
-            momentum[leaf] = before + (gradient - before) * (1 - beta)
+            momentum[leaf] = old + (gradient - old) * (1 - beta)
             nesterov = gradient + (momentum[leaf] - gradient) * beta
             rows, columns = gradient.shape[-2:]
             rate = muon_lr * math.sqrt(max(1.0, rows / columns))

@@ -129,7 +129,8 @@ def flat_norm(values: Tensor) -> Tensor:
     it gets pieces."""
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values.split(NORM_PIECE_ELEMENTS))))
+    pieces = torch.ops.aten._foreach_norm(list(values.split(NORM_PIECE_ELEMENTS)))
+    return torch.linalg.vector_norm(torch.stack(pieces))
 
 
 def vector_adamw(
