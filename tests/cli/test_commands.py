@@ -414,7 +414,7 @@ def test_data_verbs(vorox: Run, house: Path) -> None:
     assert len(rows) == 3
     code, out, _ = vorox("data", "peek", "tiny.yaml")
     assert code == 0
-    assert "text.jsonl, bytes" in out
+    assert "text.jsonl, record " in out
 
 
 def test_data_verbs_never_build_unless_told(vorox: Run, house: Path) -> None:

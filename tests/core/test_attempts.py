@@ -60,6 +60,8 @@ def test_a_changed_record_counts_no_more(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == ()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # the child computes nothing
+@pytest.mark.filterwarnings("ignore:This process")
 def test_kill_9_loses_no_step(tmp_path: Path) -> None:
     for number, last in enumerate((137, 200, 203), start=1):
         child = os.fork()

@@ -267,11 +267,11 @@ def test_postgres_stopped_in_mid_run_and_started_again(
     def stop() -> None:
         until(lambda: consumed(dsn) != [])
         postgres.stop()
-        until(lambda: told("metadata_away"))
 
     try:
         with monkeypatch.context() as patch:
             at_step(patch, 22, stop)
+            at_step(patch, 26, lambda: until(lambda: told("metadata_away")))  # steps since then want to be written
             run_until(31, config, patch)
         assert Spool(directory()).size_bytes > 0
         with monkeypatch.context() as patch:

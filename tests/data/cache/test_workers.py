@@ -178,6 +178,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore:os.fork")  # by Ray, to start its processes
 def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest: str) -> None:
     ray = pytest.importorskip("ray")
     here = str(Path(__file__).parents[2])
