@@ -43,8 +43,7 @@ class Vorox:
         self.codec = codec
 
     def imports(self) -> None:
-        import vorox.data.loader
-        import vorox.data.plan  # noqa: F401
+        import bench_cache  # noqa: F401 - and with it all of the data room
 
     def write(self, folder: Path, rows: Tokens) -> None:
         """Through the real builder, from the text that the rows are made of."""
