@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,19 @@ class NumpyBackend:
 
 def use_numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vorox.train.backends, "load", lambda name: NumpyBackend())
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Do something in the middle of a step (from 1), once."""
+    original, done = NumpyEngine.train_step, []
+
+    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> Any:
+        if batch.step + 1 == step and not done:
+            done.append(step)
+            action()
+        return original(self, batch, **kwargs)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
 def run(config: RunConfig, **arguments: Any) -> vorox.train.Outcome:

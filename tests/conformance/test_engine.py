@@ -1,8 +1,8 @@
 """What every engine keeps, whatever it is made of: the rules of ``core/engine.py`` as cases.
 
 Tolerances: splitting a step into other micro-batches changes the order of sums, so losses agree to 1e-6 and parameters
-after one step at a rate of 0.01 to 2e-5 in fp32 (AdamW's first update of a gradient near its eps has the sign of
-rounding). Everything that the contract calls "the same bits" is compared by fingerprint.
+after one step at a rate of 0.01 to 1e-5 in fp32, in JAX to 2e-5 (AdamW's first update of a gradient near its eps has
+the sign of rounding). Everything that the contract calls "the same bits" is compared by fingerprint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vorox.training.checkpointing import state_bytes
 
 ENGINES = ["numpy", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
 pytestmark = pytest.mark.parametrize("name", ENGINES)
+PARAMETER_TOLERANCE = {"numpy": 1e-5, "torch": 1e-5, "jax": 2e-5}
 
 
 def step(engine: Engine, given: Batch, lr: float = LR, weight_decay: float = 0.1) -> StepValues:
@@ -81,7 +82,7 @@ def test_accumulation_does_not_matter(name: str, micro_batches: int) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     for key, array in weights(whole).items():
-        np.testing.assert_allclose(weights(split)[key], array, atol=2e-5, err_msg=key)
+        np.testing.assert_allclose(weights(split)[key], array, atol=PARAMETER_TOLERANCE[name], err_msg=key)
 
 
 def test_masked_tokens_do_not_change_the_scale(name: str) -> None:
@@ -92,7 +93,7 @@ def test_masked_tokens_do_not_change_the_scale(name: str) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     for key, array in weights(plain).items():
-        np.testing.assert_allclose(weights(masked)[key], array, atol=2e-5, err_msg=key)
+        np.testing.assert_allclose(weights(masked)[key], array, atol=PARAMETER_TOLERANCE[name], err_msg=key)
 
 
 def test_save_load_step_is_the_same_bits(name: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
-from tiny_runs import configuration, run, use_numpy_engine
+from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.core.attempts import read_attempts
 from vorox.core.errors import ConfigError
 from vorox.core.json_lines import read_lines
@@ -60,18 +60,6 @@ def dsn(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> str:
     dsn = postgres.new_database()
     monkeypatch.setenv("VOROX_METADATA_DSN", dsn)
     return dsn
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    original, done = NumpyEngine.train_step, []
-
-    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> Any:
-        if batch.step + 1 == step and not done:
-            done.append(step)
-            action()
-        return original(self, batch, **kwargs)
-
-    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
 def kill() -> None:

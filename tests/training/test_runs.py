@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from numpy_engine import NumpyEngine, NumpyResult
-from tiny_runs import configuration, run, use_numpy_engine
+from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError, Preempted
@@ -61,19 +60,6 @@ def result(outcome: Outcome) -> dict[str, Any]:
         "losses": {step: values["loss"] for step, values in read_metrics(directory).items()},
         "steps": list(step_directories(directory))[-1],
     }
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Do something in the middle of a step (from 1), once."""
-    original, done = NumpyEngine.train_step, []
-
-    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> NumpyResult:
-        if batch.step + 1 == step and not done:
-            done.append(step)
-            action()
-        return original(self, batch, **kwargs)
-
-    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
 def kill() -> None:

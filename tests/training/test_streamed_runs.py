@@ -7,15 +7,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from numpy_engine import NumpyEngine, NumpyResult
-from tiny_runs import configuration, run, use_numpy_engine, write_text
+from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.dataset import prepare
 from vorox.data.preparation import HowToBuild
@@ -72,18 +71,6 @@ def configured(directory: Path, overrides: list[str]) -> Any:
 def result(outcome: Outcome) -> dict[str, Any]:
     entries = read_chain(outcome.run_directory).values()
     return {"chain": [entry.chain for entry in entries], "fingerprint": outcome.fingerprint}
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    original, done = NumpyEngine.train_step, []
-
-    def train_step(self: NumpyEngine, batch: Any, **kwargs: float) -> NumpyResult:
-        if batch.step + 1 == step and not done:
-            done.append(step)
-            action()
-        return original(self, batch, **kwargs)
-
-    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
 def kill() -> None:

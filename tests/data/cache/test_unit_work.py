@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for, small_corpus
+from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
@@ -80,7 +80,7 @@ def test_another_process_can_have_the_work_of_a_real_source(tmp_path: Path):
     recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
     read = functools.partial(read_unit, source, split="train", validation=rule)
     work = UnitWork(source.files, read, tokenizer, recipe)
-    sent = pickle.loads(pickle.dumps(work))
+    sent = received(work)
     assert sent.tokenizer.fingerprint == tokenizer.fingerprint
     assert np.array_equal(sent.tokenizer.encode("the fox"), tokenizer.encode("the fox"))
     units = cut_units(source, "train", rule, 4000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 import threading
 import tracemalloc
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tiny_streams import dataset, write_source
+from transport import received
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.reader import CacheReader
 
@@ -66,7 +66,7 @@ def test_any_state_goes_on_where_it_was_taken_at_any_number_of_ranks(tmp_path, s
         state = json.loads(json.dumps(before.state_dict()))
         iterator.close()  # type: ignore[attr-defined]
         assert len(json.dumps(state)) <= 200
-        again = pickle.loads(pickle.dumps(dataset(tmp_path)))
+        again = received(dataset(tmp_path))
         again.load_state_dict(state)
         assert taken + ids(again) == straight
         shares = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from cache_corpus import ByteTokenizer, recipe_for
 from servers import http_server
+from transport import received
 from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfig
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.pipeline.stages import FetchedUnit
@@ -118,5 +118,5 @@ def test_compressed_text_is_fetched_while_it_is_decoded(tmp_path):
 def test_a_reader_can_be_sent_to_another_process(tmp_path):
     write_corpus(tmp_path)
     reader = reader_of(str(tmp_path))
-    sent = pickle.loads(pickle.dumps(reader))
+    sent = received(reader)
     assert [unit.chunks for unit in built(sent)[0]] == [unit.chunks for unit in built(reader)[0]]

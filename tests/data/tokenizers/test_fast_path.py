@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from cache_corpus import corpus_of, recipe_for
+from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig, TokenizerConfig
 from vorox.data.cache.unit_work import UnitWork
@@ -252,10 +252,10 @@ class TestIds:
                 tokenizer.encode_batch(["fine", "abc\ud83d"])
 
     def test_travels_to_other_processes(self, tokenizers: dict[str, Tokenizer]) -> None:
-        again = pickle.loads(pickle.dumps(tokenizers["llama3"]))
+        again = received(tokenizers["llama3"])
         assert again.is_fast
         assert again.fingerprint == tokenizers["llama3"].fingerprint
-        assert not pickle.loads(pickle.dumps(tokenizers["llama3"].reference())).is_fast
+        assert not received(tokenizers["llama3"].reference()).is_fast
 
 
 class TestSeveralCuts:

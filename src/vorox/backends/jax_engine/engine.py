@@ -128,8 +128,7 @@ class JaxEngine:
         with devices.memory_errors("training"), self.compute.precision():
             given = self._on_devices(batch)
             scalars = (np.float32(lr), np.float32(weight_decay), np.float32(max(1, batch.num_target_tokens)))
-            key = jax.random.fold_in(jax.random.key(self._config.run.seed & 0xFFFFFFFF), batch.step)
-            arguments = (self.state, given, *scalars, key)
+            arguments = (self.state, given, *scalars, np.uint32(batch.step))
             self.state, numbers, seen = self._step_for(arguments)(*arguments)
             return JaxStepResult(numbers, seen)
 
@@ -164,9 +163,11 @@ class JaxEngine:
         return found
 
     def _step(
-        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, count: Array, key: Array
+        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, count: Array, step: Array
     ) -> tuple[State, dict[str, Array], Array | None]:
         scale = 1.0 / count
+        high, low = divmod(self._config.run.seed, 1 << 32)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), step)
         run_micro_batch = partial(self._micro_batch, state.params, scale)
 
         def body(gradients: dict[str, Array], part: tuple[Array, Mapping[str, Array]]) -> Any:

@@ -57,10 +57,6 @@ class Layout:
         chosen = set(leaves)
         return tuple(row.name for row in self.spec.parameters if self.leaf_of(row.name) in chosen)
 
-    def shape(self, leaf: str) -> tuple[int, ...]:
-        parameters = self.leaves[leaf]
-        return (len(parameters), *parameters[0].shape) if self.is_stacked(leaf) else parameters[0].shape
-
     def axes(self, leaf: str) -> tuple[str, ...]:
         """Meaning of each dimension of a leaf, for sharding."""
         parameter = self.leaves[leaf][0]

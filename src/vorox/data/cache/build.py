@@ -77,15 +77,8 @@ def build(
         if damaged:
             options = BuildOptions(mode, bad_record_fraction, last_unit, frozenset(damaged), check or "quick")
             builder = Builder(directory, work, units, options, on_progress=on_progress, stop=stop)
-        if executor == "ray":
-            from vorox.data.cache.ray_workers import run_on_ray
-
-            run_on_ray(builder, workers)
-        elif workers > 1 and len(manifest.missing_units(0, last_unit)) + len(damaged) > 1:
-            run_processes(builder, min(workers, len(manifest.missing_units(0, last_unit)) + len(damaged)))
-        else:
-            builder.run()
-        manifest = builder.manifest
+        num_units = len(manifest.missing_units(0, last_unit)) + len(damaged)
+        manifest = _run(builder, executor, workers, num_units)
     manifest = manifest or Manifest.empty()
     if manifest.num_rows == 0 and len(manifest.units) == len(units):
         raise DataError(
@@ -102,6 +95,19 @@ def build(
         stages=builder.progress.stages,
         transforms=transform_counts(directory) if work.transforms else {},
     )
+
+
+def _run(builder: Builder, executor: Executor, workers: int, num_units: int) -> Manifest:
+    """Build what is to be built, by one or many; the state after it."""
+    if executor == "ray":
+        from vorox.data.cache.ray_workers import run_on_ray
+
+        run_on_ray(builder, workers)
+    elif workers > 1 and num_units > 1:
+        run_processes(builder, min(workers, num_units))
+    else:
+        builder.run()
+    return builder.manifest
 
 
 def _check_tokenizer(work: UnitWork) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextvars
 import io
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
+from vorox.data.storage.contexts import iterated_with
 from vorox.data.storage.locations import StoredFile
 
 T = TypeVar("T")
@@ -47,15 +48,4 @@ def held_range(file: StoredFile, start_byte: int, end_byte: int) -> io.BytesIO |
 
 def reading_from(items: Iterator[T], fetched: Fetched) -> Iterator[T]:
     """The same items, made with ``fetched`` at hand: for generators, which must not set it for whoever iterates."""
-    context = contextvars.copy_context()
-    context.run(_held.set, fetched)
-    try:
-        while True:
-            try:
-                item = context.run(next, items)
-            except StopIteration:
-                return
-            yield item
-    finally:
-        if isinstance(items, Generator):
-            context.run(cast("Generator[T]", items).close)
+    return iterated_with(items, _held, fetched)

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
+from vorox.data.storage.contexts import iterated_with
 from vorox.data.storage.waiting import may_wait
 
 T = TypeVar("T")
@@ -113,18 +114,7 @@ def retry_budget(policy: RetryPolicy | None = None) -> Generator[RetryBudget]:
 
 def in_one_budget(items: Iterator[T], policy: RetryPolicy) -> Iterator[T]:
     """The same items, all read out of one budget: for generators, which must not set it for whoever iterates."""
-    context = contextvars.copy_context()
-    context.run(_current.set, RetryBudget(policy))
-    try:
-        while True:
-            try:
-                item = context.run(next, items)
-            except StopIteration:
-                return
-            yield item
-    finally:
-        if isinstance(items, Generator):
-            context.run(cast("Generator[T]", items).close)
+    return iterated_with(items, _current, RetryBudget(policy))
 
 
 def current_budget() -> RetryBudget:

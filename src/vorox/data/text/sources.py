@@ -9,7 +9,7 @@ files give the same rows on every machine and however often a build was interrup
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -17,6 +17,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit, UnitSpan
+from vorox.data.groups import groups_within
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records
@@ -280,7 +281,9 @@ def first_units(
     group_bytes = unit_bytes
     if split == "validation" and validation.split == "document" and has_many_records(source.config):
         group_bytes = int(unit_bytes / Fraction(str(validation.held_out_fraction)))
-    return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(_group(pieces, group_bytes))), is_all
+    return tuple(
+        Unit(unit_id, tuple(group)) for unit_id, group in enumerate(groups_within(pieces, group_bytes))
+    ), is_all
 
 
 def _refuse_emptiness(source: Source) -> None:
@@ -326,19 +329,6 @@ def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> 
     start = tail_start(validation, size)
     first: Piece | None = next(cut(config, file, 0, end, start), None)
     return 0 if first is None else first.end_byte
-
-
-def _group(pieces: Iterable[tuple[UnitSpan, int]], unit_bytes: int) -> Iterator[list[UnitSpan]]:
-    group: list[UnitSpan] = []
-    size_bytes = 0
-    for span, span_bytes in pieces:
-        if group and size_bytes + span_bytes > unit_bytes:
-            yield group
-            group, size_bytes = [], 0
-        group.append(span)
-        size_bytes += span_bytes
-    if group:
-        yield group
 
 
 def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

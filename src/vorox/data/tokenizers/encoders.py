@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from vorox.core.errors import DataError
+from vorox.data.groups import groups_within
 from vorox.data.records import TokenArray
 
 TokenType = type[np.uint16] | type[np.uint32]
@@ -130,7 +131,8 @@ def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Enco
     def encode(texts: Sequence[str]) -> list[TokenArray]:
         pieces = [list(_pieces(text)) if separable else [text] for text in texts]
         arrays: list[TokenArray] = []
-        for batch in _batches([piece for group in pieces for piece in group]):
+        # Of bounded size: an encoding takes some 150 bytes per token until its ids are copied out.
+        for batch in groups_within(((piece, len(piece)) for group in pieces for piece in group), _BATCH_CHARACTERS):
             try:
                 encodings = library.encode_batch_fast(batch, add_special_tokens=False)
             except TypeError:
@@ -159,20 +161,6 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : match.start()]
         start = match.start()
     yield text[start:] if start else text
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Groups of bounded size: an encoding takes some 150 bytes per token until its ids are copied out."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def text_bytes(text: str) -> bytes:

@@ -77,48 +77,55 @@ def export(
     caches = list(_caches(corpus, splits))
     if not caches:
         raise DataError("nothing is held out, so there is no validation text to export", where="data.validation")
-    files: list[WrittenFile] = []
-    contents: list[dict[str, object]] = []
     try:
         make_directory(output.parent)
         with StagedDirectory(output) as directory:
             digests = [reader.digest for _, _, reader in caches]  # refuses what is not complete, before all work
-            for (name, split, reader), digest in zip(caches, digests, strict=True):
-                destination = _destination(directory, name, split, reader, to, shard_tokens)
-                documents = _tokens(reader, destination, on_progress or _silent)
-                written = WRITERS[to](documents, destination)
-                _check_complete(written, destination, reader)
-                files += written
-                contents.append(
-                    {
-                        "source": name,
-                        "split": split,
-                        "cache": digest,
-                        "documents": destination.num_documents,
-                        "tokens": destination.num_tokens,
-                        "files": [asdict(file) for file in written],
-                    }
-                )
+            parts = [
+                _export_cache(directory, to, shard_tokens, *cache, digest, on_progress or _silent)
+                for cache, digest in zip(caches, digests, strict=True)
+            ]
             for file_name, content in corpus.tokenizer.files().items():
                 directory.write(f"tokenizer/{file_name}", content)
-            directory.commit(
-                {
-                    "kind": "vorox-export/1",
-                    "form": to,
-                    "dtype": str(corpus.tokenizer.dtype.__name__),
-                    "tokenizer": corpus.tokenizer.fingerprint,
-                    "vocab_size": corpus.tokenizer.vocab_size,
-                    "end_of_text_id": corpus.tokenizer.end_of_text_id,
-                    "contents": contents,
-                }
-            )
+            directory.commit(_manifest(corpus, to, [content for _, content in parts]))
     except OSError as error:
         raise DataError(
             f"the export cannot be written: {error.strerror or error}", where=str(error.filename or output),
             hint="make room and give write permission, then run it again", saved="nothing was left behind",
         ) from error  # fmt: skip
-    documents = sum(file.documents for file in files)
-    return ExportReport(output, tuple(files), documents, sum(file.tokens for file in files))
+    files = tuple(file for written, _ in parts for file in written)
+    return ExportReport(output, files, sum(file.documents for file in files), sum(file.tokens for file in files))
+
+
+def _export_cache(
+    directory: StagedDirectory, to: Form, shard_tokens: int | None, name: str, split: Split, reader: CacheReader,
+    digest: str, on_progress: ExportProgress,
+) -> tuple[list[WrittenFile], dict[str, object]]:  # fmt: skip
+    """The files of one cache, and what the manifest says of them."""
+    destination = _destination(directory, name, split, reader, to, shard_tokens)
+    written = WRITERS[to](_tokens(reader, destination, on_progress), destination)
+    _check_complete(written, destination, reader)
+    content: dict[str, object] = {
+        "source": name,
+        "split": split,
+        "cache": digest,
+        "documents": destination.num_documents,
+        "tokens": destination.num_tokens,
+        "files": [asdict(file) for file in written],
+    }
+    return written, content
+
+
+def _manifest(corpus: Corpus, to: Form, contents: list[dict[str, object]]) -> dict[str, object]:
+    return {
+        "kind": "vorox-export/1",
+        "form": to,
+        "dtype": str(corpus.tokenizer.dtype.__name__),
+        "tokenizer": corpus.tokenizer.fingerprint,
+        "vocab_size": corpus.tokenizer.vocab_size,
+        "end_of_text_id": corpus.tokenizer.end_of_text_id,
+        "contents": contents,
+    }
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vorox.core.atomic import Buffer, HashingWriter, StagedDirectory
 from vorox.core.errors import DataError
 from vorox.data.bin_shards import MOST_TOKENS, long_header
+from vorox.data.groups import groups_within
 from vorox.data.records import TokenArray
 
 Form = Literal["bin", "mds", "npy"]
@@ -90,16 +91,7 @@ class _Sha256Writer:
 
 def _shards(documents: Iterable[TokenArray], shard_tokens: int) -> Iterator[list[TokenArray]]:
     """Runs of documents of so many tokens at most, in order; a longer document is a run of its own."""
-    run: list[TokenArray] = []
-    size = 0
-    for document in documents:
-        if run and size + len(document) > shard_tokens:
-            yield run
-            run, size = [], 0
-        run.append(document)
-        size += len(document)
-    if run:
-        yield run
+    return groups_within(((document, len(document)) for document in documents), shard_tokens)
 
 
 def write_bin(documents: Iterable[TokenArray], to: Destination) -> list[WrittenFile]:
