@@ -166,6 +166,28 @@ def test_gc_frees_what_nobody_needs(place: Path, vorox: Run) -> None:
     assert vorox("data", "gc", "c.yaml", "--older-than", "soon")[0] == 2
 
 
+def test_pinned_caches_stay(place: Path, vorox: Run) -> None:
+    vorox("data", "build", "c.yaml")
+    kept = sorted((place / "cache").glob("text-*"))
+    assert vorox("data", "pin")[0] == 2
+    assert vorox("data", "pin", "c.yaml", "--name", "../x")[0] == 2
+    assert vorox("data", "pin", "--cache", "text-train-nothing", "c.yaml")[0] == 2
+    code, out, _ = vorox("data", "pin", "c.yaml", "--name", "paper", "--reason", "figure 3")
+    assert code == 0
+    assert all(f"pinned  {directory}" in out for directory in kept)
+    listed = json.loads(vorox("data", "gc", "c.yaml", "--older-than", "0s", "--dry-run", "--json")[1])["caches"]
+    assert [(entry["remove"], entry["pins"]) for entry in listed] == [(False, {"paper": "figure 3"})] * 2
+    assert "paper: figure 3" in vorox("data", "gc", "c.yaml", "--older-than", "0s", "--yes")[1]
+    assert vorox("data", "build", "c.yaml", "--force-rebuild")[0] == 0
+    assert vorox("data", "gc", "c.yaml", "--older-than", "0s", "--yes")[0] == 0
+    assert sorted((place / "cache").glob("text-*")) == kept, "pins outlive a rebuild"
+    assert vorox("data", "verify", "c.yaml")[0] == 0
+    assert "not pinned as kept" in vorox("data", "unpin", "c.yaml")[1]
+    assert vorox("data", "unpin", "c.yaml", "--cache", kept[0].name, "--name", "paper")[0] == 0
+    assert vorox("data", "gc", "c.yaml", "--older-than", "0s", "--yes")[0] == 0
+    assert sorted((place / "cache").glob("text-*")) == kept[1:]
+
+
 def test_gc_without_a_configuration_looks_where_caches_are_by_default(
     place: Path, vorox: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation, StagedDirectory
-from vorox.core.chained_log import HashChainedLog
+from vorox.core import atomic, staged_directory
+from vorox.core.atomic import FileOperation
+from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import CheckpointError, DataError
+from vorox.core.staged_directory import StagedDirectory
 
 
 def recorded(action: Callable[[], object]) -> list[FileOperation]:
@@ -105,7 +106,7 @@ def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def __exit__(self, *exception: object) -> None:
             self.file.close()
 
-    monkeypatch.setattr(atomic, "_create", Stingy)
+    monkeypatch.setattr(atomic, "create", Stingy)
     content = bytes(range(256)) * 3
     atomic.write_file(tmp_path / "a", content)
     assert (tmp_path / "a").read_bytes() == content
@@ -170,7 +171,6 @@ def test_staged_directory_writes_the_manifest_last_and_renames_after_everything_
         ("create", "MANIFEST.json"),
         ("write", "MANIFEST.json"),
         ("fsync", "MANIFEST.json"),
-        ("fsync_directory", "."),
         ("fsync_directory", "deep"),
         ("fsync_directory", "."),
         ("rename", "."),
@@ -190,7 +190,7 @@ def staged(directory: Path) -> Path:
 
 def test_a_committed_directory_verifies_and_its_manifest_can_be_checked_by_hand(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
-    assert atomic.verify_directory(directory) == {"step": 7, "note": "ü"}
+    assert staged_directory.verify_directory(directory) == {"step": 7, "note": "ü"}
     body = json.loads((directory / "MANIFEST.json").read_text())
     assert body["files"]["deep/b.bin"] == {
         "size_bytes": 3,
@@ -224,32 +224,32 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
         for version in damaged:
             path.write_bytes(version)
             with pytest.raises(CheckpointError) as caught:
-                atomic.verify_directory(directory)
+                staged_directory.verify_directory(directory)
             assert caught.value.where == str(path)
             assert caught.value.exit_code == 5
         path.write_bytes(content)
-    atomic.verify_directory(directory)
+    staged_directory.verify_directory(directory)
 
 
 def test_missing_and_foreign_files_are_noticed(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     (directory / "deep" / "more").write_bytes(b"")
     with pytest.raises(CheckpointError, match="does not know"):
-        atomic.verify_directory(directory)
+        staged_directory.verify_directory(directory)
     (directory / "deep" / "more").unlink()
     (directory / "empty").unlink()
     with pytest.raises(CheckpointError, match="missing"):
-        atomic.verify_directory(directory)
+        staged_directory.verify_directory(directory)
     (directory / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match="no readable manifest"):
-        atomic.verify_directory(directory)
+        staged_directory.verify_directory(directory)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"sha256": 1}', b'{"a": NaN}'])
 def test_anything_else_is_no_manifest(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "MANIFEST.json").write_bytes(content)
     with pytest.raises(CheckpointError):
-        atomic.read_manifest(tmp_path)
+        staged_directory.read_manifest(tmp_path)
 
 
 def test_remove_directory_takes_the_manifest_away_first(tmp_path: Path) -> None:
@@ -325,6 +325,14 @@ def chained(path: Path) -> HashChainedLog:
     return log
 
 
+def test_appending_says_where_the_log_ends(tmp_path: Path) -> None:
+    log, end = HashChainedLog(tmp_path / "plan.jsonl"), LogPosition()
+    for bodies in (BODIES[:2], [], BODIES[2:]):
+        end = log.append(bodies, after=end)
+        assert end == log.read_after(LogPosition())[1]
+    assert log.read_after(end) == ([], end)
+
+
 def test_chained_log_reads_back_and_its_lines_can_be_checked_by_hand(tmp_path: Path) -> None:
     log = chained(tmp_path / "plan.jsonl")
     bodies, head = log.read()
@@ -343,7 +351,7 @@ def test_chained_log_reads_back_and_its_lines_can_be_checked_by_hand(tmp_path: P
 def test_an_empty_or_missing_log_is_empty(tmp_path: Path) -> None:
     log = HashChainedLog(tmp_path / "plan.jsonl")
     assert log.read() == ([], "")
-    assert log.append([]) == ""
+    assert log.append([]) == LogPosition()
     assert not log.path.exists()
     log.path.touch()
     assert log.read() == ([], "")

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation, StagedDirectory
+from vorox.core import atomic, staged_directory
+from vorox.core.atomic import FileOperation
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import CheckpointError
+from vorox.core.staged_directory import StagedDirectory
 
 
 @dataclass
@@ -164,7 +165,7 @@ def test_a_staged_directory_is_absent_or_verifies(place: Path, tmp_path: Path, p
     for done, total, cut in power_cuts(place, lambda: commit(target), tmp_path):
         survived = cut / parent / "step-3"
         if survived.exists():
-            assert atomic.verify_directory(survived) == {"step": 3}
+            assert staged_directory.verify_directory(survived) == {"step": 3}
         else:
             assert done < total
 
@@ -177,10 +178,10 @@ def test_a_removed_directory_is_whole_or_not_taken_for_one(place: Path, tmp_path
             continue
         assert done < total
         try:
-            atomic.read_manifest(survived)
+            staged_directory.read_manifest(survived)
         except CheckpointError:
             continue
-        assert atomic.verify_directory(survived) == {"step": 3}
+        assert staged_directory.verify_directory(survived) == {"step": 3}
 
 
 def test_appends_to_a_chained_log_keep_every_earlier_entry(place: Path, tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         'model.num_heads="six" must be an integer, at least 1 [my.yaml:14]',
         "schedule.warmup_steps and schedule.warmup_tokens all set the warm-up; keep one [my.yaml:16, my.yaml:17]",
         "unknown key optimiser.lr; did you mean optimizer.lr? [override optimiser.lr=3]",
-        "train.global_batch_sequences=16 is not a multiple of train.micro_batch_sequences=5 "
+        "train.global_batch_sequences=16 is not a multiple of train.micro_batch_sequences=5; "
+        "global_batch_sequences=15 or 20, or micro_batch_sequences=4 or 8 would fit "
         "[override train.micro_batch_sequences=5]",
         "eval.every_steps=true must be an integer or null, at least 1 [override eval.every_steps=true]",
         "foo is given an empty value",
@@ -250,7 +251,8 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["train.global_batch_sequences=24"], "24 is not a multiple of train.micro_batch_sequences=16"),
         (
             ["parallel.data_parallel_size=3"],
-            "16 is not a multiple of train.micro_batch_sequences=16 x 3 (parallel.data_parallel_size x",
+            "16 is not a multiple of train.micro_batch_sequences=16 x 3 (parallel.data_parallel_size x "
+            "parallel.fsdp_size); global_batch_sequences=48 would fit",
         ),
         (["tokenizer.kind=file"], "needs tokenizer.path"),
         (["tokenizer.end_of_text=''"], "tokenizer.end_of_text is empty"),

@@ -144,3 +144,14 @@ def test_a_message_of_many_lines_stays_one_entry(tmp_path: Path) -> None:
 def test_without_a_directory_only_the_terminal_hears(capsys: pytest.CaptureFixture[str]) -> None:
     RunLog(None).event("x", "password=abc")
     assert capsys.readouterr().err == "password=[redacted]\n"
+
+
+def test_rooms_that_know_of_no_run_name_their_event(tmp_path: Path) -> None:
+    log, shown = open_log(tmp_path)
+    with log.capture():
+        extra = {"event_kind": "waiting_for_data", "event_fields": {"uri": "s3://b/x", "failed_tries": 3}}
+        logging.getLogger("vorox.data.storage").warning("waiting for data", extra=extra)
+    log.close()
+    (event,) = read_lines(tmp_path / "events.jsonl")
+    assert (event["kind"], event["fields"]) == ("waiting_for_data", {"uri": "s3://b/x", "failed_tries": 3})
+    assert shown == [("waiting for data", "warning")]

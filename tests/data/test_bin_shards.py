@@ -14,7 +14,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.bin_shards import read_header, read_shard, write_shard
 from vorox.data.documents import BadRecord, TokenDocument
-from vorox.data.text.sources import cut_units, for_tokenizer, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import for_tokenizer, list_source, read_unit
 
 KINDS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 

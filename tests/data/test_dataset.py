@@ -535,7 +535,9 @@ class TestInspection:
         corpus = prepare(texts)
         calls: list[tuple[str, int, int]] = []
         verify(corpus, on_progress=lambda *call: calls.append(call))
-        assert {name for name, _, _ in calls} == {"texts files", "texts train", "texts validation"}
+        names = {"check texts files", "check texts train", "check texts validation"}
+        assert {name for name, _, _ in calls} == names
+        assert {name for name, done, total in calls if done == total} == names
         assert all(done <= total for _, done, total in calls)
 
     def test_verify_finds_a_flipped_byte(self, tmp_path: Path, texts: RunConfig) -> None:

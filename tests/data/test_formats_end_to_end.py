@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import gzip
 import json
@@ -20,6 +21,31 @@ from vorox.data.bin_shards import write_shard
 from vorox.data.dataset import Corpus, prepare
 
 END = 256
+
+FROZEN_PARQUET = (
+    "UEFSMRUEFaQCFXpMFQgVABIAACi1L/0gkqUBAOgTAAAAcGFycXVldCAwIHdvcmQgw6ksIBwxJTIuMwkAoADAjinDoDCQ2FBGWAqAfVFjjgEVAB"
+    "UUFSYsFQgVEBUGFQYcAAAAKLUv/SAKUQAAAgAAAAgBAgPkABUEFbYCFXhMFQgVABIAACi1L/0gm50BAOA3AAAAcGFycXVldCA0IHdvcmQgw6ks"
+    "EzUcNiU3CQCgAJBuKMMsxcBmOo2AfV4ZDD5FDBUAFRQVJiwVCBUQFQYVBhwAAAAotS/9IApRAAACAAAACAECA+QAFQQVZBVKTBUCFQASAAAotS"
+    "/9IDLlAACwLgAAAHBhcnF1ZXQgOCB3b3JkIMOpLAEAyJQmFQAVEhUkLBUEFRAVBhUGHAAAACi1L/0gCUkAAAIAAAADAQECABUEGSw1ABgGc2No"
+    "ZW1hFQIAFQwlAhgHY29udGVudCUATBwAAAAWFBk8GRwmABwVDBk1AAYQGRgHY29udGVudBUMFggW/AIW5AEmoAEmCCksFQQVABUCABUAFRAVAg"
+    "A8FoQCGQYZJgAIAAAAFvwCFggmCBbkAQAZHCYAHBUMGTUABhAZGAdjb250ZW50FQwWCBaOAxbiASaCAybsASksFQQVABUCABUAFRAVAgA8FpYC"
+    "GQYZJgAIAAAAFo4DFggm7AEW4gEAGRwmABwVDBk1AAYQGRgHY29udGVudBUMFgQWuAEWsAEmtAQmzgMpLBUEFQAVAgAVABUQFQIAPBZcGQYZJg"
+    "ICAAAAFrgBFgQmzgMWsAEAKCBwYXJxdWV0LWNwcC1hcnJvdyB2ZXJzaW9uIDI1LjAuMRkcHAAAADsBAABQQVIx"
+)
+"""Ten rows in three row groups, one of them null; what pyarrow writes differs from version to version."""
+
+FROZEN_DIGESTS = {
+    "zst train": "77ec686ac4914098294cc6e8c0deaa70373036744d67fb4023b78031be8554a4",
+    "zst validation": "e5aeb0dee8725a95f5363a310fa5df03b57987d155a51482ac915f9118e05496",
+    "csv train": "2b87e417435ef50a38cf8bc279610d1c52e6c61bbc8d51127796c29353a294ec",
+    "csv validation": "66ee2d79ee10ddca8493cf2adcb4ee94b81c3ac932d126ca61c3761cc6c2c030",
+    "parquet train": "0e2c86e735e9bc47744d3271aee35e88a417a9f31a4074ecdf180372d9346573",
+    "parquet validation": "498edd980d7edeeac24a2c84c79d5512809c3b700df0c10656c62f5e01c4bc26",
+    "txt train": "89be843828cf966d8100c6d93531836ac075b9ddba71ee69960d919948cc0d35",
+    "txt validation": "3737d07c219bd5d9af6751ef6a00eb38d035c23d8b013c644c8c6d4cd20b3c6d",
+    "bin train": "976aa4f0638c09c11183a1521ab4a72961081217af458cdebd948f2d08a0369b",
+    "bin validation": "77f049bb98e8e8e816426b062760f0a5d0a9e617736873eb2c14711f5e907ed6",
+}
 
 
 def text(form: str, number: int) -> str:
@@ -61,6 +87,14 @@ data:
 def corpus(tmp_path: Path) -> Corpus:
     write_everything(tmp_path)
     return prepare(load_config(yaml(tmp_path)))
+
+
+def test_digests_are_frozen(tmp_path: Path) -> None:
+    """Caches of earlier versions can only be extended and repaired while these values stay."""
+    write_everything(tmp_path)
+    (tmp_path / "c.parquet").write_bytes(base64.b64decode(FROZEN_PARQUET))
+    corpus = prepare(load_config(yaml(tmp_path), ["data.sources.2.bad_record_fraction=0.5"]))
+    assert {name: report.digest for name, report in corpus.reports.items()} == FROZEN_DIGESTS
 
 
 def test_every_document_is_in(corpus: Corpus) -> None:

@@ -61,18 +61,25 @@ def places(plan: Plan, readers: list[GrowingRows], count: int) -> list[Place]:
 UNIT_ROWS = {"code": [3, 0, 5, 2, 4, 6, 1], "text": [4, 4, 0, 0, 9]}
 
 
-def caches(built: dict[str, set[int]] | None = None) -> list[GrowingRows]:
+def caches(built: dict[str, set[int]] | None = None, cut: dict[str, list[int]] | None = None) -> list[GrowingRows]:
     return [
-        GrowingRows(name, list(rows), set(range(len(rows))) if built is None else built[name])
+        GrowingRows(
+            name, list(rows), set(range(len(rows))) if built is None else built[name], cut=cut[name] if cut else None
+        )
         for name, rows in UNIT_ROWS.items()
     ]
 
 
 def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **options: Any) -> Plan:
-    """Cover position by position; whenever rows are missing, and now and then besides, a random unit gets built."""
+    """Cover position by position; whenever rows are missing, and now and then besides, a random unit gets built.
+
+    In mode strict the sources are cut into units meanwhile: ``cut`` says with how many it begins.
+    """
     chooser = random.Random(seed)
     built: dict[str, set[int]] = {name: set() for name in UNIT_ROWS}
-    readers = caches(built)
+    first = options.pop("cut", 0)
+    cut = {name: [first] for name in UNIT_ROWS} if first and rule.mode == "strict" else None
+    readers = caches(built, cut)
     plan = Plan.create(path, start_of(readers, rule), readers)
     grower = grower_of(plan, list(readers), **options)
 
@@ -93,7 +100,8 @@ def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **op
                 grower.cover(position)
                 break
             except Starved:
-                assert build_one(), "everything is built and still not enough"
+                is_cut = cut is None or all(cut[name][0] >= len(rows) for name, rows in UNIT_ROWS.items())
+                assert build_one() or not is_cut, "everything is built and still not enough"
     return plan
 
 
@@ -109,16 +117,17 @@ def test_strict_segments_double_up_to_the_largest(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 8), st.integers(1, 6))
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 8), st.integers(1, 6), st.integers(0, 7))
 def test_strict_order_does_not_depend_on_the_builder(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, first: int, most: int, horizon: int
+    tmp_path_factory: pytest.TempPathFactory, seed: int, first: int, most: int, horizon: int, cut: int
 ) -> None:
+    """Nor on how far the source is cut into units."""
     rule = GrowthRule("strict", min(first, most), most)
     directory = tmp_path_factory.mktemp("plans")
     complete = caches()
     at_once = Plan.create(directory / "once.jsonl", start_of(complete, rule), complete)
     grower_of(at_once, list(complete), horizon_steps=horizon).cover(120)
-    slowly = run_while_building(directory / "slow.jsonl", rule, seed, 120, horizon_steps=horizon)
+    slowly = run_while_building(directory / "slow.jsonl", rule, seed, 120, horizon_steps=horizon, cut=cut)
     assert places(slowly, complete, 120) == places(at_once, complete, 120)
     common = min(at_once.num_events, slowly.num_events)
     assert slowly.digest_at(common) == at_once.digest_at(common)
@@ -130,7 +139,7 @@ def test_every_pass_reads_every_row_once_and_replays_from_the_recorded_events(
     tmp_path_factory: pytest.TempPathFactory, seed: int, horizon: int, mode: str
 ) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.jsonl"
-    plan = run_while_building(path, GrowthRule(mode, 1, 4), seed, 160, horizon_steps=horizon)
+    plan = run_while_building(path, GrowthRule(mode, 1, 4), seed, 160, horizon_steps=horizon, cut=seed % 3)
     complete = caches()
     before = places(plan, complete, 160)
     assert places(Plan.open(path), complete, 160) == before

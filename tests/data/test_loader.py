@@ -124,6 +124,22 @@ def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: li
             assert tokens == readers[found.source_index[slot]].tokens(int(found.row[slot]))[:-1]
 
 
+def test_the_first_batch_waits_for_no_other_rows_to_be_located(
+    plan: Plan, readers: list[FakeRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the cursor stands; those behind it are located together."""
+    asked: list[list[int]] = []
+    locate = plan.locate
+    monkeypatch.setattr(plan, "locate", lambda positions: asked.append(positions.tolist()) or locate(positions))
+    whole = take(stream(plan, readers), STEPS)
+    assert len(asked) == 2
+    asked.clear()
+    resumed = take(stream(plan, readers, whole[4].cursor_after), STEPS - 5)
+    assert asked[0] == list(range(5 * GLOBAL_BATCH, 6 * GLOBAL_BATCH))
+    assert len(asked) == 2
+    assert [identity(batch) for batch in resumed] == [identity(batch) for batch in whole[5:]]
+
+
 def test_segments_may_begin_at_any_unit(tmp_path: Path) -> None:
     """As a growing cache will add them: rows are counted from the segment's first unit."""
     reader = FakeRows("code", [6, 5, 4])
@@ -175,6 +191,29 @@ def test_shards_concatenate_to_the_same_global_batch(
             assert np.array_equal(ranks_side_by_side.reshape(GLOBAL_BATCH, -1), flat)
         assert sum(part.num_target_tokens for part in parts) == batch.num_target_tokens
         assert {part.cursor_after for part in parts} == {batch.cursor_after}
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_shards_side_by_side_are_those_of_as_many_processes(plan: Plan, readers: list[FakeRows], width: int) -> None:
+    """A process that reads several shards has their micro-batches one beside the other."""
+    single = [
+        take(stream(plan, readers, shard=DataShard(index, 4), micro_batch_sequences=1), STEPS) for index in range(4)
+    ]
+    for first in range(0, 4, width):
+        shard = DataShard(first, 4, width)
+        progress = Progress(0, 0, first_cursor(plan, 11))
+        for step, batch in enumerate(take(stream(plan, readers, shard=shard, micro_batch_sequences=1), STEPS)):
+            parts = [one[step] for one in single[first : first + width]]
+            assert np.array_equal(batch.tokens_ABT, np.concatenate([part.tokens_ABT for part in parts], axis=1))
+            assert batch.num_target_tokens == sum(part.num_target_tokens for part in parts)
+            progress = progress.after(batch, shard)
+        assert progress.num_tokens == STEPS * GLOBAL_BATCH * 8
+
+
+def test_shards_side_by_side_must_come_out_even(plan: Plan, readers: list[FakeRows]) -> None:
+    for shard in (DataShard(0, 3, 2), DataShard(3, 4, 2), DataShard(0, 4, 0)):
+        with pytest.raises(ConfigError, match="cannot be split evenly"):
+            stream(plan, readers, micro_batch_sequences=1, shard=shard)
 
 
 @settings(max_examples=25, deadline=None)

@@ -115,6 +115,18 @@ def test_a_tweak_per_index_equals_one_call_per_tweak() -> None:
     assert np.array_equal(unpermute(together, 48, KEY, tweak), index)
 
 
+def test_tweaks_may_come_in_any_order_and_in_runs() -> None:
+    random = np.random.default_rng(5)
+    for tweak in (random.integers(3, size=200), np.repeat([4, 4, 1, 4, 0], 40), np.full(200, 2**40), np.arange(200)):
+        index = random.integers(50, size=200)  # 50 of 64: many are encrypted again
+        image = permute(index, 50, KEY, tweak)
+        assert image.tolist() == [
+            oracle(value, 50, KEY, number) for value, number in zip(index.tolist(), tweak.tolist(), strict=True)
+        ]
+        assert np.array_equal(unpermute(image, 50, KEY, tweak), index)
+    assert permute(index[:0], 50, KEY, tweak[:0]).size == 0
+
+
 def test_other_key_or_tweak_is_another_order() -> None:
     index = np.arange(5000)
     orders = [permute(index, 5000, permutation_key(seed, "text"), tweak) for seed in (1, 2) for tweak in (0, 1, 2)]

@@ -357,3 +357,49 @@ def _seconds(action) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
+
+
+# One byte of a long document
+
+
+def test_a_byte_of_a_long_text_is_found_in_the_rows_that_hold_it(tmp_path: Path, monkeypatch) -> None:
+    """By a tokenizer of bytes, token i of a text is byte i: what ``where`` says decides, without any decoding."""
+    tiny_runs.use_numpy_engine(monkeypatch)
+    folder = tmp_path / "corpora"
+    folder.mkdir()
+    generator = random.Random(4)
+    for number in range(6):
+        letters = generator.choices("abcdef \u00e9\n", k=generator.randint(5, 300))
+        (folder / f"{number}.txt").write_bytes("".join(letters).encode())
+    (folder / "mark.txt").write_bytes(b"\xef\xbb\xbf" + "".join(generator.choices("xyz ", k=200)).encode())
+    sources = json.dumps([{"name": "long", "format": "txt", "paths": [str(folder)]}])
+    overrides = [f"data.sources={sources}", "train.num_steps=30", "eval.every_steps=null"]
+    config = tiny_runs.configuration(tmp_path, [*overrides, "data.validation.held_out_fraction=0"])
+    trail = open_trail(tiny_runs.run(config).run_directory)
+    rows = [row for step in range(1, trail.num_steps + 1) for row in where(trail, step)]
+    narrowed = 0
+    for path in sorted(folder.iterdir()):
+        for byte in generator.sample(range(3, path.stat().st_size), 4):
+            expected, of_record = set(), set()
+            for row in rows:
+                for document in row.documents:
+                    if document.uri == str(path):
+                        of_record.add((row.step, row.slot))
+                        token = byte - document.byte_offset
+                        if document.first_token <= token < document.first_token + document.num_tokens:
+                            expected.add((row.step, row.slot))
+            found = when(trail, str(path), byte)
+            assert {(one.step, one.slot) for one in found if one.step <= trail.num_steps} == expected
+            assert {one.granularity for one in found} == {"byte"}
+            narrowed += expected < of_record
+    assert narrowed > 10
+
+
+def test_where_a_record_wraps_its_text_the_answer_is_for_the_record(trail: Trail) -> None:
+    documents = {document for step in range(1, 40) for row in where(trail, step) for document in row.documents}
+    split = next(document for document in documents if document.num_tokens < document.document_tokens)
+    of_record = when(trail, split.uri, ordinal=split.ordinal)
+    found = when(trail, split.uri, split.byte_offset + split.byte_length // 2)
+    assert {one.granularity for one in of_record} == {one.granularity for one in found} == {"record"}
+    assert [one.position for one in found] == [one.position for one in of_record]
+    assert {one.granularity for one in when(trail, split.uri)} == {"file"}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 
 @dataclass
 class Request:
@@ -120,6 +122,7 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def serving(respond: Answer) -> Iterator[tuple[str, Log]]:
     """Run a server for the block: its address and its log."""
+    pytest.importorskip("aiohttp")  # with which Vorox speaks to it
     log = Log()
     handler = type("OneHandler", (Handler,), {"log": log, "respond": staticmethod(respond)})
     server = _Server(("127.0.0.1", 0), handler)

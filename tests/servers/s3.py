@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from servers.environment import pointed_at
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -47,6 +49,8 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Start an empty S3 and point this process at it."""
+    for package in ("s3fs", "moto"):
+        pytest.importorskip(package)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries below, while they load
         import botocore.session

@@ -16,6 +16,9 @@ from servers.hub import hub_server
 from servers.s3 import s3_server
 from servers.web import http_server
 
+WRITABLE = ("s3", "s3-versioned", "gs")
+"""Those that can be written to."""
+
 KINDS = ("s3", "s3-versioned", "gs", "hf", "http")
 """Every kind of store, S3 with and without versions."""
 

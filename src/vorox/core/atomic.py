@@ -3,9 +3,8 @@
 Three ways to make something durable, each of which leaves either the old state or the new one, never a torn one:
 
 - ``write_file``: a whole file: temporary name, fsync, rename, fsync of the directory.
-- ``StagedDirectory``: many files that only count together: every file is hashed while it is written and fsynced,
-  ``MANIFEST.json`` goes last, then the directory is renamed and its parent fsynced.
 - ``append``: bytes at the end of a log, in one write, optionally fsynced. Readers must tolerate a torn last line.
+- ``core.staged_directory``: many files that only count together, made of the operations here.
 
 Every system call that changes the disk goes through ``_perform``, so a test can record the sequence, cut it anywhere,
 or make any call fail (``observe``). Temporary names start with ``.tmp-``; readers never look at them and
@@ -15,21 +14,16 @@ or make any call fail (``observe``). Temporary names start with ``.tmp-``; reade
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
-
-import xxhash
-
-from vorox.core.errors import CheckpointError
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"
@@ -71,7 +65,9 @@ def _perform(
     return action()
 
 
-def _write(file: IO[bytes], path: Path, data: Buffer) -> None:
+def write(file: IO[bytes], path: Path, data: Buffer) -> None:
+    """Write all of ``data`` to an open file."""
+
     def action() -> None:
         # An unbuffered write may take less than it was given: near a full disk, and always beyond 2 GiB.
         view = memoryview(data)
@@ -82,7 +78,9 @@ def _write(file: IO[bytes], path: Path, data: Buffer) -> None:
     _perform("write", path, action, data=data)
 
 
-def _sync_file(file: IO[bytes], path: Path) -> None:
+def sync_file(file: IO[bytes], path: Path) -> None:
+    """Make what was written to an open file durable."""
+
     def action() -> None:
         file.flush()
         os.fsync(file.fileno())
@@ -90,7 +88,14 @@ def _sync_file(file: IO[bytes], path: Path) -> None:
     _perform("fsync", path, action)
 
 
-def _create(path: Path) -> IO[bytes]:
+def sync_path(path: Path) -> None:
+    """Make what somebody else wrote to a file durable."""
+    with path.open("r+b", buffering=0) as file:
+        sync_file(file, path)
+
+
+def create(path: Path) -> IO[bytes]:
+    """Open a new file for unbuffered writing; refuses one that is there."""
     return _perform("create", path, lambda: path.open("xb", buffering=0))
 
 
@@ -185,9 +190,9 @@ def stage_file(path: Path, data: Buffer) -> Path:
     """Write a file durably under a temporary name beside ``path``, which ``rename`` makes it appear under."""
     temporary = temporary_name(path)
     try:
-        with _create(temporary) as file:
-            _write(file, temporary, data)
-            _sync_file(file, temporary)
+        with create(temporary) as file:
+            write(file, temporary, data)
+            sync_file(file, temporary)
     except BaseException:
         drop_staged(temporary)
         raise
@@ -226,9 +231,9 @@ def append(path: Path, data: Buffer, *, sync: bool) -> None:
     with path.open("ab", buffering=0) as file:
         if created:
             _perform("create", path, lambda: None)
-        _write(file, path, data)
+        write(file, path, data)
         if sync:
-            _sync_file(file, path)
+            sync_file(file, path)
     if created and sync:
         sync_directory(path.parent)
 
@@ -237,159 +242,7 @@ def truncate(path: Path, size_bytes: int) -> None:
     """Cut a file, durably: how a torn last line leaves a log."""
     with path.open("r+b", buffering=0) as file:
         _perform("truncate", path, lambda: file.truncate(size_bytes), data=str(size_bytes).encode())
-        _sync_file(file, path)
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """Size and content hash (xxh3-128, hex) of one committed file."""
-
-    size_bytes: int
-    xxh3_128: str
-
-
-class HashingWriter:
-    """A file being written inside a staged directory; counts and hashes what passes."""
-
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        self._file = file
-        self._path = path
-        self._hash = xxhash.xxh3_128()
-        self.size_bytes = 0
-
-    def write(self, data: Buffer) -> int:
-        _write(self._file, self._path, data)
-        self._hash.update(data)
-        size_bytes = memoryview(data).nbytes
-        self.size_bytes += size_bytes
-        return size_bytes
-
-    def entry(self) -> FileEntry:
-        return FileEntry(self.size_bytes, self._hash.hexdigest())
-
-
-class StagedDirectory:
-    """A directory under construction. Nobody sees it until ``commit``; leaving without one removes it.
-
-    Args:
-        target: Where it will appear. Must not exist at commit.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.path = temporary_name(target)
-        self._entries: dict[str, FileEntry] = {}
-        self._committed = False
-
-    def __enter__(self) -> StagedDirectory:
-        make_directory(self.path)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._committed:
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def open(self, name: str) -> Generator[HashingWriter]:
-        """Write one file. ``name`` may hold ``/`` for sub-directories."""
-        path = self.path / name
-        if path.parent != self.path:
-            make_directory(path.parent)
-        with _create(path) as file:
-            writer = HashingWriter(file, path)
-            yield writer
-            _sync_file(file, path)
-        self._entries[name] = writer.entry()
-
-    def write(self, name: str, data: Buffer) -> None:
-        with self.open(name) as writer:
-            writer.write(data)
-
-    def commit(self, metadata: Mapping[str, Any]) -> Path:
-        """Write the manifest, make everything durable and let the directory appear under its name."""
-        body: dict[str, Any] = {
-            "format": "vorox-directory/1",
-            "files": {
-                name: {"size_bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128}
-                for name, entry in self._entries.items()
-            },
-            "metadata": dict(metadata),
-        }
-        body["sha256"] = hashlib.sha256(canonical_json(body)).hexdigest()
-        path = self.path / MANIFEST_NAME
-        with _create(path) as file:
-            _write(file, path, pretty_json(body))
-            _sync_file(file, path)
-        for directory in sorted({(self.path / name).parent for name in self._entries}):
-            sync_directory(directory)
-        sync_directory(self.path)
-        rename(self.path, self.target)
-        self._committed = True
-        return self.target
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a committed directory's manifest and check the manifest itself.
-
-    Returns:
-        The ``metadata`` and ``files`` mappings as committed.
-
-    Raises:
-        CheckpointError: There is none, or any byte of it changed.
-    """
-    path = directory / MANIFEST_NAME
-    try:
-        raw = path.read_bytes()
-        body = json.loads(raw)
-        digest = body.pop("sha256")
-        intact = digest == hashlib.sha256(canonical_json(body)).hexdigest()
-        intact = intact and raw == pretty_json({**body, "sha256": digest})
-    except OSError as error:
-        raise CheckpointError(f"no readable manifest: {error.strerror}", where=str(path)) from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError("the manifest is not valid", where=str(path)) from error
-    if not intact or body.get("format") != "vorox-directory/1":
-        raise CheckpointError("the manifest does not match its own hash", where=str(path))
-    return body
-
-
-def verify_directory(directory: Path) -> dict[str, Any]:
-    """Check every file of a committed directory against its manifest, and that nothing else lies in it.
-
-    Returns:
-        The manifest's ``metadata``.
-
-    Raises:
-        CheckpointError: A file is missing, has another size or other content, or is not in the manifest.
-    """
-    body = read_manifest(directory)
-    expected: dict[str, dict[str, Any]] = body["files"]
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    for name in sorted(present - set(expected) - {MANIFEST_NAME}):
-        raise CheckpointError("a file that the manifest does not know", where=str(directory / name))
-    for name, entry in sorted(expected.items()):
-        path = directory / name
-        if name not in present:
-            raise CheckpointError("a file of the manifest is missing", where=str(path))
-        actual = hash_file(path)
-        if actual.size_bytes != entry["size_bytes"]:
-            raise CheckpointError(
-                f"the file has {actual.size_bytes:,} bytes, the manifest says {entry['size_bytes']:,}", where=str(path)
-            )
-        if actual.xxh3_128 != entry["xxh3_128"]:
-            raise CheckpointError("the content does not match the hash in the manifest", where=str(path))
-    return body["metadata"]
-
-
-def hash_file(path: Path) -> FileEntry:
-    """Size and xxh3-128 of a file, read in pieces."""
-    digest = xxhash.xxh3_128()
-    size_bytes = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return FileEntry(size_bytes, digest.hexdigest())
+        sync_file(file, path)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -110,22 +110,22 @@ class HashChainedLog:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def append(self, bodies: Iterable[Mapping[str, Any]], *, after: LogPosition | None = None) -> str:
-        """Add entries durably and return the new head. The caller holds whatever lock the file needs.
+    def append(self, bodies: Iterable[Mapping[str, Any]], *, after: LogPosition | None = None) -> LogPosition:
+        """Add entries durably and return the new end. The caller holds whatever lock the file needs.
 
         Args:
             bodies: What to add.
             after: A position that the caller has read up to, so that nothing before it is read again.
         """
         _, position = self.read_after(after or LogPosition())
-        head = position.head
         if self.path.exists() and self.path.stat().st_size > position.end_bytes:
             truncate(self.path, position.end_bytes)
         lines: list[bytes] = []
         for body in bodies:
-            line = self._line(body, head)
-            head = hashlib.sha256(line).hexdigest()
+            line = self._line(body, position.head)
+            start, end = position.end_bytes, position.end_bytes + len(line)
+            position = LogPosition(position.num_entries + 1, start, end, hashlib.sha256(line).hexdigest())
             lines.append(line)
         if lines:
             append(self.path, b"".join(lines), sync=True)
-        return head
+        return position

@@ -8,7 +8,8 @@ Rules that every engine keeps (``tests/conformance`` holds it to them):
 - The loss is the sum over trained tokens divided by their *global* count, however the step is split.
 - A step whose loss or gradient is not finite leaves parameters and optimizer untouched and says so.
 - Randomness (dropout) is drawn from (seed, step, micro-batch), so no generator state exists to save.
-- ``save`` then ``load`` then a step gives the same bits as the step without them.
+- What a snapshot writes, loaded, then a step gives the same bits as the step without them.
+- No later step changes a bit of a detached snapshot.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import StagedDirectory
 from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, StepResult
+from vorox.core.staged_directory import StagedDirectory
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
@@ -36,6 +37,31 @@ class Decoder(Protocol):
 
     def feed(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
         """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
+        ...
+
+
+class EngineSnapshot(Protocol):
+    """The training state of one moment. Used by one thread at a time, any thread."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its arrays: the least that a disk must have room for."""
+        ...
+
+    def write(self, directory: StagedDirectory) -> None:
+        """Write the complete training state into a directory that the caller commits; for a run of one process."""
+        ...
+
+    def write_parts(self, directory: Path) -> None:
+        """Write what only this process of several has, below a directory that every process names."""
+        ...
+
+    def describe(self, directory: StagedDirectory) -> None:
+        """Write the rest, in the main process, once all parts are there."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What ``Engine.fingerprint`` said at that moment."""
         ...
 
 
@@ -79,12 +105,17 @@ class Engine(Protocol):
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         ...
 
-    def save(self, directory: StagedDirectory) -> None:
-        """Write the complete training state of this process into a directory that the caller commits."""
+    def snapshot(self, *, detached: bool) -> EngineSnapshot:
+        """The complete training state as it is now. In a run of several processes, all of them take it together.
+
+        Args:
+            detached: Copy it into host memory, so that steps may be made before it is written. If not, it shares the
+                engine's memory and holds until the next step.
+        """
         ...
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that ``save`` wrote and the caller has verified.
+        """Replace the training state by one that a snapshot wrote and the caller has verified.
 
         Raises:
             CheckpointError: The state belongs to another architecture or array format.

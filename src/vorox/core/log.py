@@ -156,7 +156,10 @@ class RunLog:
 
 
 class _Bridge(logging.Handler):
-    """Carries what libraries log into the run's log: warnings and worse."""
+    """Carries what is logged elsewhere into the run's log: warnings and worse.
+
+    Rooms of Vorox that know of no run name their event by ``extra={"event_kind": ..., "event_fields": {...}}``.
+    """
 
     def __init__(self, log: RunLog) -> None:
         super().__init__(level=logging.WARNING)
@@ -168,7 +171,9 @@ class _Bridge(logging.Handler):
             if record.exc_info and record.exc_info[1] is not None:
                 text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
             level: Level = "error" if record.levelno >= logging.ERROR else "warning"
-            self._log.event("library_message", text, level=level, logger=record.name)
+            kind: str = getattr(record, "event_kind", "library_message")
+            fields: dict[str, Any] = getattr(record, "event_fields", {"logger": record.name})
+            self._log.event(kind, text, level=level, **fields)
         except Exception:  # a library's broken message must not stop anything
             self.handleError(record)
 

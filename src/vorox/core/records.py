@@ -21,10 +21,22 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """Which part of every global batch this process reads: ``index`` of ``count`` data-parallel shards."""
+    """Which part of every global batch this process reads.
+
+    Attributes:
+        index: Its first data-parallel shard, from 0.
+        count: Shards of all processes.
+        width: Consecutive shards that this process reads, one for each group of its devices that share rows.
+    """
 
     index: int = 0
     count: int = 1
+    width: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process reads every row."""
+        return self.width == self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,12 @@ class Batch:
 
     def digest(self) -> str:
         """128-bit hash of the rows in slot order, as hex: what the replay chain records of the data."""
-        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.row_digests_AB).tobytes())
+        return rows_digest(self.row_digests_AB)
+
+
+def rows_digest(row_digests: npt.NDArray[np.uint64]) -> str:
+    """128-bit hash of the digests of rows in slot order, as hex."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(row_digests).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +180,16 @@ class Progress:
         return replace(
             self,
             step=batch.step + 1,
-            num_tokens=self.num_tokens + self._global_tokens(batch, shard.count if shard is not None else 1),
+            num_tokens=self.num_tokens + self._global_tokens(batch, shard or DataShard()),
             cursor=batch.cursor_after,
         )
 
-    def _global_tokens(self, batch: Batch, count: int) -> int:
+    def _global_tokens(self, batch: Batch, shard: DataShard) -> int:
         """Positions of a step over all processes, without the rows that fill up the shorter ones."""
         rows = batch.cursor_after.position - self.cursor.position
-        if count == 1 or rows % count == 0:
-            return batch.num_tokens * count
-        return rows * (batch.num_tokens // -(-rows // count))
+        if shard.is_whole or rows % shard.count == 0:
+            return batch.num_tokens // shard.width * shard.count
+        return rows * (batch.num_tokens // -(-rows // shard.count))
 
     def to_json(self) -> dict[str, Any]:
         return {

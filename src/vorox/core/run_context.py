@@ -90,6 +90,22 @@ class RunContext:
     # Opening
 
     @classmethod
+    def join(cls, directory: Path, config: RunConfig, attempt: int, distributed: DistributedContext) -> RunContext:
+        """The run that the main process has opened, in another of its processes; nothing is written.
+
+        Raises:
+            ConfigError: This process does not see the directory.
+        """
+        if not directory.is_dir():
+            raise ConfigError(
+                "the run directory that the main process has opened is not here", where=str(directory),
+                hint="run.directory must be on a file system that all processes of a run share",
+            )  # fmt: skip
+        run = cls(directory, config, argv=(), distributed=distributed, lock=None)
+        run.attempt = attempt
+        return run
+
+    @classmethod
     def create(
         cls,
         config: RunConfig,

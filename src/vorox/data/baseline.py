@@ -18,7 +18,8 @@ from pathlib import Path
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Document
-from vorox.data.text.sources import Source, cut_units, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import Source, read_unit
 
 DEFAULT_MAX_BYTES = 16 << 20
 _SMALLEST_DICTIONARY = 1 << 16

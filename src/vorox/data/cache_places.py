@@ -18,7 +18,8 @@ from vorox.data.cache import inventory
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.documents import Unit
-from vorox.data.text.sources import Source, cut_units
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import Source
 from vorox.data.text.splits import Split
 
 

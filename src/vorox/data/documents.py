@@ -34,7 +34,8 @@ class UnitSpan:
     """A byte range ``[start_byte, end_byte)`` of one file, cut at record boundaries.
 
     The bytes are those of the content: of the decompressed stream where a file is compressed, of the file itself
-    where it is Parquet (a run of row groups).
+    where it is Parquet (a run of row groups). An empty range says that the rest of the file, from there on, cannot be
+    read and is put aside.
 
     Attributes:
         file_index: Index into the source's file list.
@@ -112,6 +113,7 @@ class BadRecord:
     Attributes:
         reason: What is wrong, for a person: ``invalid UTF-8 at byte 17``.
         line: Line in the file, from 1, where the format has lines.
+        is_rest_of_file: It stands for everything from there on, in a damaged file.
     """
 
     file_index: int
@@ -120,6 +122,7 @@ class BadRecord:
     byte_length: int
     line: int | None
     reason: str
+    is_rest_of_file: bool = False
 
 
 Record = Document | TokenDocument | BadRecord

@@ -1,7 +1,8 @@
 """How large a dataset is of which only some units are built: what the length and the warm-up of a run are fixed by.
 
-A ratio estimate: the tokens (rows) of the built units over their bytes, times the bytes of all units. The error is
-the standard error of that estimate over the units, 0 when everything is built.
+A ratio estimate: the tokens (rows) of the built units over their bytes, times the bytes of all units. Where the source
+is still being cut into units, those bytes are estimated too: by what is stored, and what the first of it came to. The
+error is the standard error over the units of the first ratio, 0 when everything is built.
 """
 
 from __future__ import annotations
@@ -74,20 +75,25 @@ def estimate(caches: Sequence[CacheReader], first_units: int | None = None) -> D
 def _one(cache: CacheReader, first_units: int | None) -> tuple[int, int, int, int, float | None]:
     """Tokens, rows, measured bytes, all bytes and the variance of the tokens of one source."""
     manifest, size = cache.manifest, _unit_bytes(cache)
+    is_estimated = not manifest.is_cut or (first_units is not None and manifest.estimated_bytes > 0)
     limit = manifest.planned_units if first_units is None else first_units
     measured = manifest.units[manifest.units["unit"] < limit]
     units, tokens = measured["unit"].astype(np.int64), measured["tokens"].astype(np.int64)
     if not len(units):
         raise DataError("no unit of the cache is built yet", where=str(cache.directory), hint="wait for the first")
     rows, built, whole = int(np.diff(manifest.unit_row_starts)[units].sum()), size[units], int(size.sum())
-    if len(units) == manifest.planned_units:
+    number, planned = len(units), manifest.planned_units
+    if is_estimated:  # as when the first units were cut, whatever is known by now
+        whole = max(manifest.estimated_bytes, int(built.sum()))
+        planned = max(number, round(whole * number / max(int(built.sum()), 1)))
+    elif number == planned:
         return int(tokens.sum()), rows, whole, whole, 0.0
-    ratio, number = whole / int(built.sum()), len(units)
+    ratio = whole / int(built.sum())
     variance: float | None = None
     if number > 1:
         residuals: Float64Array = tokens - tokens.sum() / built.sum() * built
         spread = float((residuals**2).sum()) / (number - 1)
-        variance = manifest.planned_units**2 * (1 - number / manifest.planned_units) * spread / number
+        variance = planned**2 * (1 - number / planned) * spread / number
     return round(int(tokens.sum()) * ratio), round(rows * ratio), int(built.sum()), whole, variance
 
 

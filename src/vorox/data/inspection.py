@@ -17,9 +17,10 @@ from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusSource
-from vorox.data.documents import BadRecord
+from vorox.data.documents import BadRecord, SourceFile
+from vorox.data.parallel import in_order, num_cores
 from vorox.data.records import TokenArray
-from vorox.data.storage import content_hash
+from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.splits import SPLITS, Split
 from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
@@ -31,7 +32,7 @@ _TRACED_ROWS = 8
 _SAMPLE_TOKENS = 48
 
 VerifyProgress = Callable[[str, int, int], None]
-"""Called with (what is being checked, done, total)."""
+"""Called with (``check`` and what is being checked, bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None
     for source in corpus.sources:
         attempt(lambda source=source: _verify_files(source, report))
     for source, split, reader, _ in _caches(corpus):
-        name = f"{source.name} {split}"
+        name = f"check {source.name} {split}"
         attempt(lambda reader=reader, name=name: reader.verify(lambda done, total: report(name, done, total)))
         attempt(lambda source=source, split=split, reader=reader: _trace(corpus, source, split, reader))
     if len(problems) > 1:
@@ -214,15 +215,22 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
-    files = source.source.files
-    for index, (stored, file) in enumerate(zip(source.source.stored, files, strict=True), 1):
-        hashed = stored.version is None  # elsewhere the store pins it: what was listed just now is what it was
-        if hashed and content_hash(stored) != file.version:
+    pairs = list(zip(source.source.stored, source.source.files, strict=True))
+    total, done = sum(file.size_bytes for _, file in pairs), 0
+
+    def content(pair: tuple[StoredFile, SourceFile]) -> str:
+        stored, file = pair
+        pinned = stored.version is not None  # by its store: what was listed just now is what it was
+        return file.version if pinned else content_hash(stored)
+
+    for (_, file), found in in_order(pairs, content, num_cores()):
+        if found != file.version:
             raise DataError(
                 "the file's content is not what its recorded hash says", where=file.uri,
                 hint="restore the file; or remove the folder `versions` of the cache root and build from it as it is",
             )  # fmt: skip
-        report(f"{source.name} files", index, len(files))
+        done += file.size_bytes
+        report(f"check {source.name} files", done, total)
 
 
 def _trace(corpus: Corpus, source: CorpusSource, split: str, reader: CacheReader) -> None:

@@ -32,7 +32,7 @@ __all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "val
 Int64Array = npt.NDArray[np.int64]
 
 _LOCATED_ROWS = 4096
-"""Rows whose places are computed together: numpy's cost per call disappears, the first batch stays early."""
+"""Rows whose places are computed together: numpy's cost per call disappears. Of the first step, only its own are."""
 
 _ENDLESS_STEPS = 2**62
 
@@ -70,7 +70,7 @@ def open_batches(
         shard: The part of every global batch that this process reads.
         cursor: Where to begin: ``first_cursor`` or a checkpoint's.
         global_batch_sequences: Rows of a step over all shards, as in the plan.
-        micro_batch_sequences: Rows of a micro-batch of this process.
+        micro_batch_sequences: Rows of a micro-batch of one shard.
         document_mask: Whether documents of a row are kept apart.
         num_threads: Reader threads; 0 reads when a batch is asked for.
         prefetch_batches: Batches kept ready by the threads.
@@ -111,21 +111,26 @@ def open_batches(
 
 
 def slots_of_shard(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> Int64Array:
-    """Slots of the global batch that a shard reads, ``[A, B]``: of each global micro-batch, its contiguous part.
+    """Slots of the global batch that a process reads, ``[A, B]``: of each global micro-batch, its contiguous part.
 
-    A shard has the global batch over the shards, rounded up, in whole micro-batches. Where that does not come out
-    even, the last global micro-batch is short: some shards have one row less of it, and -1 in its place.
+    ``B`` is ``micro_batch_sequences`` for each shard of the process, side by side. A shard has the global batch over
+    the shards, rounded up, in whole micro-batches. Where that does not come out even, the last global micro-batch is
+    short: some shards have one row less of it, and -1 in its place.
 
     Raises:
         ConfigError: The rows of a shard are not a multiple of the micro-batch, or there are more shards than rows.
     """
-    if not 0 <= shard.index < shard.count or shard.count > global_batch_sequences or micro_batch_sequences < 1:
+    end = shard.index + shard.width
+    if not 0 <= shard.index < end <= shard.count <= global_batch_sequences or micro_batch_sequences < 1:
         raise _uneven(global_batch_sequences, micro_batch_sequences, shard)
     share = -(-global_batch_sequences // shard.count)
-    if share % micro_batch_sequences:
-        raise _uneven(global_batch_sequences, micro_batch_sequences, shard)
     step_rows = micro_batch_sequences * shard.count
-    slots_AB = np.arange(share * shard.count).reshape(-1, shard.count, micro_batch_sequences)[:, shard.index].copy()
+    if share % micro_batch_sequences or (shard.width > 1 and global_batch_sequences % step_rows):
+        raise _uneven(global_batch_sequences, micro_batch_sequences, shard)
+    slots = np.arange(share * shard.count).reshape(-1, shard.count, micro_batch_sequences)
+    slots_AB = slots[:, shard.index : end].reshape(len(slots), -1).copy()
+    if global_batch_sequences == slots.size:
+        return slots_AB
     first = share * shard.count - step_rows
     short = global_batch_sequences - first  # rows of the last global micro-batch
     start, end = (first + number * short // shard.count for number in (shard.index, shard.index + 1))
@@ -243,7 +248,7 @@ class _BatchSource:
         batch = self._plan.start.global_batch_sequences
         planned_steps = self._plan.num_positions // batch  # before the readers are asked: they see all that it covers
         readers = self._readers()
-        window_end = (step // self._window_steps + 1) * self._window_steps
+        window_end = (step // self._window_steps + 1) * self._window_steps if self._places else step + 1
         last_step = max(step + 1, min(window_end, planned_steps))
         positions = np.arange(first_step, last_step)[:, None] * batch + self._slots
         found = self._plan.locate(positions.reshape(-1))

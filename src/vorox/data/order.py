@@ -23,10 +23,12 @@ NAME = "perm/1"
 Index = npt.NDArray[np.int64]
 _Unsigned = npt.NDArray[np.uint64]
 _Half = npt.NDArray[np.uint32]
-_Cipher = Callable[[_Unsigned, int, list[_Half]], _Unsigned]
+_Cipher = Callable[[_Unsigned, int, _Half], _Unsigned]
 
 _NUM_ROUNDS = 6
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_COUNTERS = (np.arange(_NUM_ROUNDS, dtype=np.uint64) // np.uint64(2) + np.uint64(1)).reshape(-1, 1)
+_13, _16, _FIRST, _SECOND = (np.uint32(value) for value in (13, 16, 0x85EBCA6B, 0xC2B2AE35))
 
 
 def permutation_key(*parts: str | int) -> bytes:
@@ -52,32 +54,32 @@ def unpermute(index: Index, num_rows: int, key: bytes, tweak: Index | int = 0) -
 
 
 def _walk(index: Index, num_rows: int, key: bytes, tweak: Index | int, cipher: _Cipher) -> Index:
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= num_rows):
+    if not index.size:
+        return index.astype(np.int64)
+    if int(index.min()) < 0 or int(index.max()) >= num_rows:
         raise ValueError(f"indices {index.min()} to {index.max()} are not within [0, {num_rows})")
     half_bits = (max(2, (num_rows - 1).bit_length()) + 1) // 2
-    tweaks = np.broadcast_to(np.asarray(tweak, np.uint64), index.shape if np.ndim(tweak) else (1,))
-    round_keys = _round_keys(key, tweaks)
+    round_keys = _keys_of(key, np.asarray(tweak, np.uint64).reshape(-1))
     result = cipher(index.astype(np.uint64), half_bits, round_keys)
     outside = np.flatnonzero(result >= num_rows)
     while outside.size:
-        if np.ndim(tweak):
-            round_keys = _round_keys(key, tweaks[outside])
-        again = cipher(result[outside], half_bits, round_keys)
+        keys = round_keys if round_keys.shape[1] == 1 else round_keys[:, outside]
+        again = cipher(result[outside], half_bits, keys)
         result[outside] = again
         outside = outside[again >= num_rows]
     return result.astype(np.int64)
 
 
-def _encrypt(values: _Unsigned, half_bits: int, round_keys: list[_Half]) -> _Unsigned:
+def _encrypt(values: _Unsigned, half_bits: int, round_keys: _Half) -> _Unsigned:
     left, right, mask = _split(values, half_bits)
     for round_key in round_keys:
         left, right = right, left ^ (_scramble(right ^ round_key) & mask)
     return _join(left, right, half_bits)
 
 
-def _decrypt(values: _Unsigned, half_bits: int, round_keys: list[_Half]) -> _Unsigned:
+def _decrypt(values: _Unsigned, half_bits: int, round_keys: _Half) -> _Unsigned:
     left, right, mask = _split(values, half_bits)
-    for round_key in reversed(round_keys):
+    for round_key in round_keys[::-1]:
         left, right = right ^ (_scramble(left ^ round_key) & mask), left
     return _join(left, right, half_bits)
 
@@ -93,22 +95,26 @@ def _join(left: _Half, right: _Half, half_bits: int) -> _Unsigned:
 
 def _scramble(value: _Half) -> _Half:
     """murmur3's fmix32. Overwrites its argument, which is a fresh array everywhere above."""
-    value ^= value >> np.uint32(16)
-    value *= np.uint32(0x85EBCA6B)
-    value ^= value >> np.uint32(13)
-    value *= np.uint32(0xC2B2AE35)
-    value ^= value >> np.uint32(16)
+    value ^= value >> _16
+    value *= _FIRST
+    value ^= value >> _13
+    value *= _SECOND
+    value ^= value >> _16
     return value
 
 
-def _round_keys(key: bytes, tweaks: _Unsigned) -> list[_Half]:
+def _keys_of(key: bytes, tweaks: _Unsigned) -> _Half:
+    """Round keys ``[rounds, tweaks]``; a single column where all tweaks are one. Equal neighbours are worked out once:
+    tweaks are epochs and batches, which come in long runs."""
+    starts = np.flatnonzero(np.append(True, tweaks[1:] != tweaks[:-1]))
+    keys = _round_keys(key, tweaks[starts])
+    return keys if len(starts) == 1 else np.repeat(keys, np.diff(starts, append=len(tweaks)), axis=1)
+
+
+def _round_keys(key: bytes, tweaks: _Unsigned) -> _Half:
     """The upper halves of two SplitMix64 streams, one per half of the key, in turn; a tweak takes three of each."""
-    seeds = np.frombuffer(key, "<u8")
-    keys: list[_Half] = []
-    for index in range(_NUM_ROUNDS):
-        counter = tweaks * np.uint64(_NUM_ROUNDS // 2) + np.uint64(index // 2 + 1)
-        state = counter * _GAMMA + seeds[index % 2 : index % 2 + 1]
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        keys.append(((state ^ (state >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32))
-    return keys
+    seeds = np.resize(np.frombuffer(key, "<u8"), (_NUM_ROUNDS, 1))
+    state = (tweaks * np.uint64(_NUM_ROUNDS // 2) + _COUNTERS) * _GAMMA + seeds
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32)

@@ -97,6 +97,10 @@ class PartReader:
     def is_building(self) -> bool:
         return self.base.is_building
 
+    @property
+    def is_cut(self) -> bool:
+        return self.base.is_cut
+
     def refreshed(self, *, awaited_units: int = 0) -> PartReader:
         """A reader of what is committed by now."""
         base = self.base.refreshed(awaited_units=awaited_units)

@@ -62,9 +62,10 @@ class Plan:
         if log.read()[0]:
             raise DataError("there is a plan already", where=str(path), hint="open it, or start another run")
         event = encode_start(start)
-        cls(path, [event]).check(readers)  # refuses what could not be read again before anything is written
-        log.append([event])
-        return cls.open(path)
+        plan = cls(path, [event])
+        plan.check(readers)  # refuses what could not be read again before anything is written
+        plan._end = log.append([event])
+        return plan
 
     @classmethod
     def open(cls, path: Path) -> Plan:
@@ -209,8 +210,7 @@ class Plan:
         for event in events:
             written.append(tables.written(event))
             tables = self._after(tables, written[-1:])
-        self._log.append(written, after=self._end)
-        _, self._end = self._log.read_after(self._end)
+        self._end = self._log.append(written, after=self._end)
         self._tables = tables
 
     def refresh(self, prepare: Callable[[PlanTables], None]) -> bool:

@@ -33,7 +33,9 @@ from vorox.data.cache_places import Place, all_units, cache_directory, find_plac
 from vorox.data.documents import Unit
 from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.preparation import Streams
-from vorox.data.text.sources import Source, first_units, read_unit
+from vorox.data.streaming.unit_list import UnitList
+from vorox.data.text.cutting import UnitCutter, first_units, refuse_emptiness
+from vorox.data.text.sources import Source, read_unit
 from vorox.data.text.splits import Split
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -43,7 +45,7 @@ _LOOK_EVERY_SECONDS = 0.1
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
-``check NAME train`` (counted in chunks), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
+``check NAME train`` (counted in bytes), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
 ``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building:
 ``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
 ``ratio_to_uint32``, ``ratio_to_uint16``."""
@@ -255,11 +257,27 @@ class Preparation:
             )  # fmt: skip
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         mark_used(place.directory)
-        units = self._units(place, "train", None)
-        reader = self.streams.open(
-            place.directory, self._work(source, recipe), units, bad_record_fraction=source.config.bad_record_fraction
-        )
+        work = self._work(source, recipe)
+        cutter = UnitCutter(source, "train", self.data.validation, self.data.cache.unit_bytes)
+        units = UnitList(place.directory, work, cutter)
+        if not units.units:
+            self._cut_first(cutter, units, place)
+        reader = self.streams.open(place.directory, work, units, bad_record_fraction=source.config.bad_record_fraction)
         return reader, report_of(reader.manifest, recipe)
+
+    def _cut_first(self, cutter: UnitCutter, units: UnitList, place: Place) -> None:
+        """Know the first units of a stream, as far as it takes to know that they have any record."""
+        if not self.how.build:
+            raise not_built(place.source, "train", place.directory)
+        known, num_units = 0, self.data.growth.first_segment_units
+        while not units.is_all:
+            units.cut(num_units)
+            if cutter.has_records(units.units[known:]):
+                return
+            known, num_units = len(units.units), 2 * num_units
+        if not units.units:
+            refuse_emptiness(place.source)
+        raise _empty_split(self.data, place.source, "train")
 
     def _work(self, source: Source, recipe: Recipe) -> UnitWork:
         split: Split = recipe.split["name"]

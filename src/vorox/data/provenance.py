@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from vorox.core.attempts import StepInterval, intervals, read_attempts
 from vorox.core.errors import ConfigError
+from vorox.data.byte_of_document import ByteFinder, Granularity
 from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import SourceReader
+from vorox.data.parts import SourceReader, cache_of
 from vorox.data.storage import absolute
 from vorox.data.trail import Trail, noted, open_trail
 
@@ -104,6 +105,8 @@ class Occurrence:
         state: ``kept``, ``rolled_back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
             no checkpoint yet), ``planned`` (not done) or ``beyond`` (the plan covers it, the run ends before it).
         attempt: Which attempt did it; ``None`` where none did.
+        granularity: What the row is known to hold of what was asked for: a piece of the ``file``; tokens of the
+            ``record``, or of the ``row group`` with the byte; or the ``byte`` itself.
     """
 
     uri: str
@@ -115,6 +118,7 @@ class Occurrence:
     row: int
     state: State
     attempt: int | None
+    granularity: Granularity
 
 
 def where(trail: Trail, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
@@ -196,7 +200,8 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
     Args:
         trail: The run.
         uri: The file, or enough of the end of its name to tell it from the others.
-        byte: Only the document whose record has this byte; in Parquet, those of the row group that has it.
+        byte: Only the document whose record has this byte; in Parquet, those of the row group that has it. Of a
+            document in several rows only those that hold the byte, where its tokens tell (see ``granularity``).
         ordinal: Only the document with this number within the file, from 0.
 
     Raises:
@@ -205,19 +210,29 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
     """
     history = intervals(read_attempts(trail.directory))
     total_steps = next((steps for steps in noted(trail.directory, "total_steps") if type(steps) is int), None)
-    places: list[tuple[int, str, str, int]] = []
+    places: list[tuple[int, str, str, int, Granularity]] = []
+    finder = ByteFinder(trail.directory / "tokenizer")
     for index, file_index in _files(trail, uri):
         reader, name = trail.readers[index], trail.plan.sources[index].name
         file = reader.files[file_index]
+        known: dict[int, Granularity] | None = None
+        if byte is not None and ordinal is None:
+            cache = cache_of(reader)
+            known = finder.narrowed(cache, cache.rows_of_document(file_index, byte), file_index, byte)
         for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
             positions, cache_row = trail.plan.positions_of(index, row, reader), _cache_row(reader, row)
-            places += [(position, file.uri, name, cache_row) for position in positions.tolist()]
+            held: Granularity = "file" if ordinal is None else "record"
+            if known is not None:
+                if cache_row not in known:
+                    continue
+                held = known[cache_row]
+            places.extend((position, file.uri, name, cache_row, held) for position in positions.tolist())
     epochs = trail.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
     found: list[Occurrence] = []
-    for (position, full_uri, name, cache_row), epoch in zip(places, epochs.tolist(), strict=True):
+    for (position, full_uri, name, cache_row, held), epoch in zip(places, epochs.tolist(), strict=True):
         step, slot = trail.step_and_slot(position)
         found += [
-            Occurrence(full_uri, name, step, slot, position, epoch, cache_row, state, attempt)
+            Occurrence(full_uri, name, step, slot, position, epoch, cache_row, state, attempt, held)
             for state, attempt in _executions(history, step, total_steps)
         ]
     return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))

@@ -91,6 +91,11 @@ class GrowingReader(RowReader, Protocol):
         """Whether this process builds what it lacks."""
         ...
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the units that it sees are all of the source; else more follow, as they are awaited."""
+        ...
+
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
         """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
         ...

@@ -205,7 +205,9 @@ def test_a_builder_waits_for_what_another_has_in_hand(tmp_path):
 
 
 def test_long_logs_get_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(builder, "SNAPSHOT_FROM_ENTRIES", 5)
+    build_corpus(tmp_path / "measured", corpus_of([["a", "b", "c"]], 1))
+    three_units_bytes = Manifest.read_log(tmp_path / "measured").position.end_bytes
+    monkeypatch.setattr(builder, "SNAPSHOT_FROM_BYTES", three_units_bytes + 1)
     build_corpus(tmp_path / "short", corpus_of([["a", "b", "c"]], 1))
     assert not (tmp_path / "short" / SNAPSHOT_NAME).exists()
     build_corpus(tmp_path, corpus_of([["a", "b", "c", "d"]], 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.data.cache import condition
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.condition import Depth, damaged_units, what_is_wrong
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
@@ -91,7 +93,8 @@ def test_lost_and_cut_chunks_are_found_at_a_look_and_flipped_bits_by_reading(tmp
     seen: list[tuple[int, int]] = []
     found = damaged_units(tmp_path, manifest, depth, lambda done, total: seen.append((done, total)))
     assert sorted(found) == expected
-    assert seen[-1] == (len(manifest.chunks), len(manifest.chunks))
+    total = sum(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
+    assert seen[-1] == (total, total)
     report = build_corpus(tmp_path, CORPUS, check=depth)
     assert (report.units_built, report.digest) == (len(expected), clean.digest)
     assert damaged_units(tmp_path, manifest, depth) == {}
@@ -225,3 +228,75 @@ def test_lists_of_another_source_are_found(tmp_path: Path) -> None:
     (tmp_path / "UNITS.jsonl").unlink()
     with pytest.raises(DataError, match="the list of units has 0"):
         CacheReader.open(tmp_path).verify()
+
+
+# several threads
+
+
+def test_chunks_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check waits for another one to be under way: with one thread, that would never come."""
+    build_corpus(tmp_path, CORPUS)
+    manifest = Manifest.open(tmp_path)
+    num_chunks = len(manifest.chunks)
+    assert num_chunks >= 2
+    monkeypatch.setattr(condition, "num_cores", lambda: 2)
+    together, original = threading.Barrier(2), Chunk.verify
+
+    def verify(self: Chunk) -> object:
+        if self.header.unit != manifest.chunk(num_chunks - 1).unit or num_chunks % 2 == 0:
+            together.wait(60)
+        return original(self)
+
+    monkeypatch.setattr(Chunk, "verify", verify)
+    told: list[tuple[int, int]] = []
+    CacheReader.open(tmp_path).verify(lambda done, total: told.append((done, total)))
+    sizes = [manifest.chunk(index).size_bytes for index in range(num_chunks)]
+    assert told == [(sum(sizes[: index + 1]), sum(sizes)) for index in range(num_chunks)]
+
+
+def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_corpus(tmp_path, CORPUS)
+    manifest = Manifest.open(tmp_path)
+    generator = random.Random(3)
+    for index in generator.sample(range(len(manifest.chunks)), len(manifest.chunks) // 2):
+        record = manifest.chunk(index)
+        path = chunk_path(tmp_path, record.unit, record.part)
+        raw = bytearray(path.read_bytes())
+        raw[generator.randrange(len(raw))] ^= 1
+        path.write_bytes(raw)
+    verdicts: list[tuple[str, str, dict[int, str]]] = []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(condition, "num_cores", lambda threads=threads: threads)
+        with pytest.raises(DataError) as caught:
+            CacheReader.open(tmp_path).verify()
+        found = damaged_units(tmp_path, manifest, "full")
+        verdicts.append((caught.value.what, caught.value.where, {unit: str(error) for unit, error in found.items()}))
+    assert verdicts[0][2]
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+
+
+def test_what_is_held_at_the_same_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_corpus(tmp_path, CORPUS)
+    manifest = Manifest.open(tmp_path)
+    monkeypatch.setattr(condition, "num_cores", lambda: 8)
+    largest = max(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
+    assert condition.check_threads(manifest) == 8
+    monkeypatch.setattr(condition, "MOST_BYTES_HELD", 10 * largest)
+    assert condition.check_threads(manifest) < 8
+    monkeypatch.setattr(condition, "MOST_BYTES_HELD", 0)
+    assert condition.check_threads(manifest) == 1
+    busy, most, lock, original = [0], [0], threading.Lock(), Chunk.verify
+
+    def verify(self: Chunk) -> object:
+        with lock:
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+        try:
+            return original(self)
+        finally:
+            with lock:
+                busy[0] -= 1
+
+    monkeypatch.setattr(Chunk, "verify", verify)
+    assert damaged_units(tmp_path, manifest, "full") == {}
+    assert most == [1]

@@ -471,6 +471,7 @@ def test_a_tokenizer_that_changes_its_mind_makes_the_unit_anew():
 
 
 def test_progress_and_statistics_are_told_in_the_thread_that_asks():
+    pytest.importorskip("datasketch")
     told, statistics, threads = [], [], set()
 
     def on_documents(documents: int, text_bytes: int, tokens: int) -> None:

@@ -14,7 +14,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_work import UnitWork
-from vorox.data.text.sources import cut_units, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import list_source, read_unit
 from vorox.data.tokenizers.tokenizer import train
 
 TOKENIZER = ByteTokenizer()

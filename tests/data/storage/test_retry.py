@@ -7,8 +7,10 @@ import email.utils
 import logging
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
+from typing import Any, cast
 
 import pytest
 
@@ -213,23 +215,58 @@ class TestWaiting:
         second.over()
         assert waiting_for_data() is None
 
-    def test_the_log_tells_once_of_its_start_and_once_of_its_end(
+    def test_a_moment_is_not_worth_a_line(self, caplog: pytest.LogCaptureFixture) -> None:
+        told: list[str | None] = []
+        with waiting.told_of_waits(lambda state: told.append(str(state))):
+            wait = waiting.Wait("hf://a/b")
+            for _ in range(3):
+                wait.because("HTTP 503")
+            wait.over()
+        assert caplog.messages == told == []
+
+    def test_the_log_tells_of_a_wait_in_which_nothing_happens(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """A server that hangs says nothing at all; nobody calls ``because`` again."""
         caplog.set_level(logging.INFO, "vorox.data.storage")
+        for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
+            monkeypatch.setattr(waiting, name, 0.01)
+        monkeypatch.setattr(waiting._state, "log_times", waiting._LogTimes())
+        told: list[waiting.WaitingForData | None] = []
         wait = waiting.Wait("hf://a/b")
-        for _ in range(3):
-            wait.because("HTTP 503")
-        wait.over()
-        assert caplog.messages == [], "a moment is not worth a line"
-        monkeypatch.setattr(waiting, "LOG_AFTER_SECONDS", 0.0)
-        for _ in range(3):
-            wait.because("HTTP 503")
-        wait.over()
-        assert len(caplog.messages) == 2
-        assert "because HTTP 503 [hf://a/b]" in caplog.messages[0]
+        with waiting.told_of_waits(told.append):
+            for _ in range(3):
+                wait.because("HTTP 503")
+            wait_until(lambda: len(caplog.messages) == 1 and len(told) >= 3)
+            wait.over()
+        assert len(caplog.messages) == 2, "once at its start, once at its end"
+        assert "because HTTP 503 after 3 failed tries [hf://a/b]" in caplog.messages[0]
         assert "data flows again" in caplog.messages[1]
         assert "3 failed tries" in caplog.messages[1]
+        assert told[-1] is None
+        assert told.count(None) == 1
+        assert {state.uri for state in told if state is not None} == {"hf://a/b"}
+        first, last = (cast(Any, record) for record in caplog.records)
+        assert (first.event_kind, last.event_kind) == ("waiting_for_data", "data_flows_again")
+        assert first.event_fields["uri"] == "hf://a/b"
+        assert first.event_fields["since_unix_seconds"] <= time.time()
+        assert last.event_fields["failed_tries"] == 3
+
+    def test_waits_that_follow_each_other_do_not_fill_the_log(self) -> None:
+        """A store that stumbles for 6 s in every 10, all day: by the rule, not by the clock of this machine."""
+        times, lines = waiting._LogTimes(), []
+        for begin in range(0, 86_400, 10):
+            times.begin(begin)
+            told = [now for now in range(begin, begin + 7) if times.is_due(now)]
+            lines += told
+            times.end(begin + 6)
+        assert lines[0] == 5
+        assert len(lines) < 6 + 86_400 / 600
+        quiet = waiting._LogTimes()
+        for begin in (0, 7200, 14_400):
+            quiet.begin(begin)
+            assert [now - begin for now in range(begin, begin + 1000) if quiet.is_due(now)] == [5, 65, 185, 425, 905]
+            quiet.end(begin + 1000)
 
     def test_secrets_do_not_get_into_it(self) -> None:
         wait = waiting.Wait("https://host/x?token=hf_abcdefABCDEF123456")

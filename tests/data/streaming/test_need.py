@@ -56,3 +56,30 @@ def test_the_last_segment_is_followed_by_the_first() -> None:
     need.touch([9, 0])
     assert need.window() == [(0, 2), (2, 4)]
     assert ranks(need)[0] == 0
+
+
+def test_what_was_awaited_and_is_recorded_makes_room_for_what_is_read() -> None:
+    need = Need(SEGMENTS, 0)
+    need.awaited = 4
+    need.was_recorded()
+    assert need.awaited == 4, "before anything is read it is what is read first"
+    need.touch([0])
+    assert ranks(need)[4] == 0
+    need.was_recorded()
+    assert ranks(need) == [0, 4, 5, 6, 7]
+
+
+def test_units_that_are_not_known_are_cut_when_all_before_them_are_built() -> None:
+    need = Need([(0, 1), (1, 3), (3, 7), (7, 40)], 1)
+    need.awaited = 2
+    assert need.wanted((), (), (), 4) == ([3], 0), "what is known comes first"
+    assert need.wanted((), (), {3}, 4) == ([], 7)
+    assert need.awaits_more(4)
+    assert not need.awaits_more(7)
+    assert need.wanted((), (), {3, 4}, 4) == ([], 0), "it failed and is not tried now"
+    assert need.wanted({1}, (), {3}, 4) == ([1], 0), "who waits for a unit goes first"
+    need.awaited = 3
+    assert need.wanted((), (), range(7), 7) == ([], 15), "some at a time"
+    assert need.wanted((), (), (), None) == (list(range(7, 40)), 0)
+    need.know([(0, 1), (1, 3), (3, 5)])
+    assert need.awaited is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +19,28 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.streaming.retention import MARKER_NAME, Ring
-from vorox.data.streaming.stream import Stream, open_directory
+from vorox.data.streaming.stream import Stream
+from vorox.data.streaming.unit_list import UnitList, open_directory
+from vorox.data.streaming.windows import SegmentRule
 
 TOKENIZER = ByteTokenizer()
 PAIRS = [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
+RULE = SegmentRule(1, 2)
+
+
+class CorpusCutter:
+    """Gives units that were cut before, and remembers which."""
+
+    def __init__(self, units) -> None:
+        self.units, self.given = tuple(units), list[int]()
+
+    def after(self, known=()):
+        for unit in self.units[len(known) :]:
+            self.given.append(unit.unit_id)
+            yield unit, unit.unit_id + 1 == len(self.units)
+
+    def estimated_bytes(self, first) -> int:
+        return sum(unit.size_bytes for unit in self.units)
 
 
 def corpus() -> Corpus:
@@ -35,17 +54,20 @@ def work_of(text: Corpus, read_unit=None) -> UnitWork:
 class Opened:
     """A stream over a corpus, with its ring."""
 
-    def __init__(self, directory: Path, text: Corpus, limit_bytes: int = 1 << 30, segments=PAIRS, **options) -> None:
+    def __init__(self, directory: Path, text: Corpus, limit_bytes: int = 1 << 30, rule=RULE, **options) -> None:
         self.work = options.pop("work", None) or work_of(text)
-        open_directory(directory, self.work, text.units)
+        self.units = UnitList(directory, self.work, options.pop("cutter", None) or CorpusCutter(text.units))
+        open_directory(directory, self.units, rule.first_units)
         self.ring = Ring(limit_bytes)
-        self.stream = Stream(directory, self.work, text.units, segments, self.ring, **options)
+        self.stream = Stream(directory, self.work, self.units, rule, self.ring, **options)
         self.reader = StreamReader(self.stream)
 
     def grown_to(self, units: int) -> StreamReader:
         """What the plan's grower does: ask until the units are there."""
         end = time.monotonic() + 10
-        while len(self.reader.manifest.missing_units(0, units)):
+        while len(self.reader.manifest.missing_units(0, units)) or (
+            self.reader.manifest.planned_units < units and not self.reader.is_cut
+        ):
             assert time.monotonic() < end, "the stream does not grow"
             self.reader = self.reader.refreshed(awaited_units=units)
             time.sleep(0.005)
@@ -206,7 +228,7 @@ def test_a_failing_network_delays_a_unit_and_drops_none(tmp_path, cached, prefet
 
 def test_room_for_less_than_is_read_at_once_is_refused_with_what_it_takes(tmp_path):
     with (
-        Opened(tmp_path, corpus(), 500, segments=[(0, 8)]) as opened,
+        Opened(tmp_path, corpus(), 500, SegmentRule(8, 8)) as opened,
         pytest.raises(DataError, match="retention_bytes is 500, and the segments") as caught,
     ):
         opened.grown_to(8)
@@ -237,7 +259,7 @@ def test_closing_leaves_no_thread_and_ends_those_who_wait(tmp_path):
 
     def waiting() -> None:
         try:
-            opened.stream.ensure(6)
+            opened.stream.ensure(0)
         except RuntimeError as error:
             failed.append(error)
 
@@ -276,3 +298,79 @@ def test_a_damaged_chunk_is_built_again(tmp_path, cached):
     with Opened(tmp_path, corpus()) as opened:
         assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
         assert opened.stream.statistics.units_rebuilt > 0
+
+
+def test_the_source_is_cut_as_it_is_read(tmp_path, cached):
+    text = corpus()
+    cutter = CorpusCutter(text.units)
+    with Opened(tmp_path, text, cutter=cutter, prefetch_segments=0) as opened:
+        assert (cutter.given, opened.reader.manifest.planned_units, opened.reader.is_cut) == ([0], 1, False)
+        opened.grown_to(1)
+        opened.reader.read_rows(np.array([0]))
+        opened.grown_to(3)
+        assert cutter.given == [0, 1, 2]
+        assert opened.reader.content_digest(0, 3) == cached.content_digest(0, 3)
+        opened.grown_to(8)
+        assert cutter.given == list(range(8)), "each once"
+        assert (opened.reader.is_cut, opened.reader.num_rows) == (True, cached.num_rows)
+        assert opened.reader.digest == cached.digest
+        assert opened.reader.units == cached.units
+    cutter.given.clear()
+    with Opened(tmp_path, text, cutter=cutter) as opened:
+        assert opened.reader.is_cut
+        assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
+    assert cutter.given == [], "nothing is cut again"
+
+
+def test_units_that_were_listed_by_one_who_died_do_not_count(tmp_path, cached, monkeypatch):
+    text = corpus()
+    with Opened(tmp_path, text, prefetch_segments=0) as opened:
+        opened.grown_to(1)
+    units = UnitList(tmp_path, work_of(text), CorpusCutter(text.units))
+    with monkeypatch.context() as patch:
+        patch.setattr("vorox.data.streaming.unit_list.planned_entry", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            units.extend(6)
+    assert UnitList(tmp_path, work_of(text), CorpusCutter(text.units)).units == list(text.units[:1])
+    with Opened(tmp_path, text) as opened:
+        assert opened.grown_to(8).digest == cached.digest
+
+
+def test_text_that_is_cut_otherwise_than_before_is_refused(tmp_path):
+    text = corpus()
+    with Opened(tmp_path / "stream", text) as opened:
+        opened.grown_to(3)
+    shutil.copytree(tmp_path / "stream", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "stream")
+    stale = UnitList(tmp_path / "stream", work_of(text), CorpusCutter(corpus_of_other_units().units))
+    stale.cut(2)
+    shutil.copytree(tmp_path / "moved", tmp_path / "stream")
+    with pytest.raises(DataError, match="no longer cut as it was"):
+        stale.record()
+
+
+def corpus_of_other_units() -> Corpus:
+    return small_corpus(num_files=2, lines_per_file=60, lines_per_unit=20)
+
+
+def test_a_network_that_fails_while_the_source_is_cut_is_told_and_tried_again(tmp_path, cached):
+    text = corpus()
+    failures = [3, 5]
+
+    class Failing(CorpusCutter):
+        def after(self, known=()):
+            for pair in super().after(known):
+                if failures and pair[0].unit_id == failures[0]:
+                    del failures[0]
+                    raise DataError("the store did not answer")
+                yield pair
+
+    errors = []
+    with Opened(tmp_path, text, cutter=Failing(text.units), prefetch_segments=0) as opened:
+        for units in (3, 5, 5, 8, 8):
+            try:
+                opened.grown_to(units)
+            except DataError as error:
+                errors.append(error.what)
+        assert opened.reader.digest == cached.digest
+    assert errors == ["the store did not answer"] * 2

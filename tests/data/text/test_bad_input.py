@@ -19,7 +19,8 @@ import zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document, Record
-from vorox.data.text.sources import cut_units, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import list_source, read_unit
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 
@@ -325,7 +326,8 @@ import json, resource, sys
 import pyarrow.compute, pyarrow.parquet, zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.text.sources import cut_units, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import list_source, read_unit
 config = SourceConfig.model_validate_json(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rule = ValidationConfig(held_out_fraction=0)

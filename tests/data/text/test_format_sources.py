@@ -21,7 +21,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
-from vorox.data.text.sources import Source, cut_units, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import Source, list_source, read_unit
 from vorox.data.tokenizers.excerpt import excerpt
 
 END = 60_000

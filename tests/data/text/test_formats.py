@@ -97,6 +97,36 @@ def test_escaped_pairs_and_other_fields_are_fine() -> None:
     assert parse_line(b'{"text": ""}', "text") == ""
 
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters(exclude_categories=()), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "t", "\ud800"]), inner),
+    max_leaves=6,
+)
+_LINES = st.builds(
+    lambda value, ascii, cut: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass")[cut:],
+    st.dictionaries(st.sampled_from(["text", "a", ""]), _VALUES, max_size=3), st.booleans(),
+    st.sampled_from([0] * 9 + [1]),
+)  # fmt: skip
+_SPOILT = st.tuples(_LINES, st.integers(0, 80), st.binary(max_size=3)).map(lambda x: x[0][: x[1]] + x[2] + x[0][x[1] :])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(_LINES | _SPOILT | st.binary(max_size=20))
+def test_a_line_is_read_as_the_standard_library_reads_it(line: bytes) -> None:
+    """Whatever parses the line first, the module ``json`` decides what is a record and what its text is."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+        expected = record["text"] if isinstance(record, dict) else None
+        expected = expected.encode("utf-8").decode("utf-8") if isinstance(expected, str) else None
+    except (ValueError, KeyError):
+        expected = None
+    if expected is None:
+        with pytest.raises(UnreadableRecord):
+            parse_line(line, "text")
+    else:
+        assert parse_line(line, "text") == expected
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(st.characters(codec="utf-8"), max_size=200) | st.text("aä\n€😀", max_size=200),

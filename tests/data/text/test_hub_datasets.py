@@ -15,8 +15,9 @@ from servers import HubServer, hub_server
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
+from vorox.data.text.cutting import cut_units
 from vorox.data.text.hub_datasets import dataset_files, names_a_dataset
-from vorox.data.text.sources import cut_units, list_source, read_unit
+from vorox.data.text.sources import list_source, read_unit
 
 NAME = "someone/corpus"
 NOTHING_HELD_OUT = ValidationConfig(held_out_fraction=0)

@@ -19,7 +19,8 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.text import content
-from vorox.data.text.sources import cut_units, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import list_source, read_unit
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 FILES = {"jsonl": "a.jsonl.zst", "csv": "b.csv.gz", "parquet": "c.parquet", "txt": "d.txt", "bin": "e.bin"}

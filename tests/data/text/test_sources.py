@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
-from vorox.data.text.sources import Source, cut_units, list_files, list_source, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import Source, list_files, list_source, read_unit
 from vorox.data.tokenizers.excerpt import allocate, excerpt
 
 

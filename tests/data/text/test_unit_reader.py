@@ -16,7 +16,8 @@ from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfi
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.pipeline.stages import FetchedUnit
 from vorox.data.storage import Fetched, open_range
-from vorox.data.text.sources import cut_units, list_source
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
 
 RULE = ValidationConfig(held_out_fraction=0)

@@ -110,8 +110,10 @@ class TestPattern:
             words = word_pattern(pattern)
             assert words is not None
             library = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            found = words.words(text)
-            assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(text)]
+            plain = "It's 12 words,\n and   more; " * 6
+            for each in (text, text[:3] + plain + text[3:6] + plain):  # and few characters in a text of ASCII
+                found = words.words(each)
+                assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(each)]
 
     @pytest.mark.parametrize(
         "pattern",

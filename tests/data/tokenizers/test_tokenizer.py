@@ -268,6 +268,19 @@ class TestFiles:
         assert np.array_equal(again.encode(TEXTS[0]), tokenizers["bpe"].encode(TEXTS[0]))
         assert again.fingerprint == tokenizers["bpe"].fingerprint
 
+    def test_truncation_does_not_count_where_a_model_knows_no_dropout(self) -> None:
+        words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"}
+        special = {"id": 3, "content": "<end/>", "single_word": False, "lstrip": False, "rstrip": False}
+        value = {
+            "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+            "added_tokens": [special | {"normalized": False, "special": True}],
+            "pre_tokenizer": {"type": "Whitespace"}, "decoder": None, "model": words,
+        }  # fmt: skip
+        cut = value | {"truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}}
+        plain, other = (Tokenizer(json.dumps(each), "<end/>", where="here") for each in (value, cut))
+        assert other.fingerprint == plain.fingerprint
+        assert other.encode("a b a").tolist() == plain.encode("a b a").tolist() == [0, 1, 0]
+
     @pytest.mark.parametrize(
         "damage",
         [lambda path: path.unlink(), lambda path: path.write_text("{"), lambda path: path.write_text('{"a": 1}')],

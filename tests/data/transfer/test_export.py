@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vorox.core.atomic import FileOperation, observe, verify_directory
+from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
+from vorox.core.staged_directory import verify_directory
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.tokenizer import load

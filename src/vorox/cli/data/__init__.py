@@ -12,13 +12,13 @@ from vorox.cli.data.build import build, fill, grow, repair
 from vorox.cli.data.inspect import peek, stats, verify
 from vorox.cli.data.provenance import sql, when, where
 from vorox.cli.data.transfer import download, export
-from vorox.cli.data.upkeep import gc
+from vorox.cli.data.upkeep import gc, pin, unpin
 
 app = typer.Typer(
     name="data", help="Build, verify, count and look at token caches.", no_args_is_help=True, add_completion=False
 )
 
-for _command in (build, fill, grow, repair, verify, stats, peek, export, gc):
+for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
 
 for _command in (where, when, sql, download):

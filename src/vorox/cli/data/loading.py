@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Generator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,12 +35,19 @@ def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
 
 @contextlib.contextmanager
 def showing() -> Generator[PreparationDisplay]:
+    """A display of long work. What Vorox warns of meanwhile (data that is waited for) has lines of its own."""
     from vorox.cli.preparation import PreparationDisplay
 
-    display = PreparationDisplay()
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            display.message(record.getMessage())
+
+    display, lines, logger = PreparationDisplay(), Lines(logging.WARNING), logging.getLogger("vorox")
+    logger.addHandler(lines)
     try:
         yield display
     finally:
+        logger.removeHandler(lines)
         display.close()
 
 

@@ -120,9 +120,26 @@ def when(
             if not found
             else "No step of this run."
         )
+    if byte is not None and found:
+        typer.echo(_granularity(byte, {one.granularity for one in found}))
     if len(found) > len(shown):
         beyond = len(found) - len(shown)
         typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} behind the run's last step.")
+
+
+def _granularity(byte: int, known: set[str]) -> str:
+    """How closely the answer is meant."""
+    if known == {"byte"}:
+        return f"Each of these rows holds byte {byte:,}."
+    if "row group" in known:
+        return (
+            f"In Parquet byte {byte:,} means its row group: these are the rows of all its records. --record N asks for "
+            "one of them."
+        )
+    return (
+        f"These are the rows of the whole record that has byte {byte:,}: it lies in several, and its text is not its "
+        "bytes (jsonl, csv, a transform), so that it cannot be told which of them has the byte."
+    )
 
 
 def _print_occurrences(found: Sequence[Occurrence]) -> None:

@@ -1,7 +1,8 @@
-"""``vorox data gc``: remove what nothing names any more, and caches that no run reads."""
+"""``vorox data gc``, ``pin`` and ``unpin``: remove what nothing names and no run reads, and keep what is to stay."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_jso
 if TYPE_CHECKING:
     from vorox.data.cache.collection import CacheUse
 
+_OPTIONS = ("--older-than", "--root", "--dry-run", "--yes", "--json", "--name", "--reason", "--cache")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -25,7 +27,9 @@ def gc(
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", help="Also caches that no run reads and nobody opened for so long: 30d, 12h."),
+        typer.Option(
+            "--older-than", help="Also caches that no run reads, nobody pinned and nobody opened for so long: 30d."
+        ),
     ] = None,
     runs: Root = DEFAULT_ROOT,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
@@ -39,11 +43,7 @@ def gc(
     garbage = collection.find_garbage(root)
     caches = collection.find_caches(root, Path(runs))
     longest = _seconds(older_than)
-    unused = [
-        cache
-        for cache in caches
-        if longest is not None and cache.idle_seconds > longest and not cache.runs and not cache.is_busy
-    ]
+    unused = [cache for cache in caches if longest is not None and cache.idle_seconds > longest and cache.may_go]
     if not as_json:
         _print_caches(caches, unused)
         for item in garbage:
@@ -56,10 +56,7 @@ def gc(
             confirm(
                 f"Remove {len(unused):,} caches, {quantities.size(sum(cache.size_bytes for cache in unused))}?", yes=yes
             )
-        freed = collection.remove(garbage)
-        for cache in unused:
-            collection.remove_cache(cache.directory)
-            freed += cache.size_bytes
+        freed = collection.remove(garbage) + collection.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
         print_json(
@@ -75,12 +72,74 @@ def gc(
         typer.echo(f"{'would free' if dry_run else 'freed'} {quantities.size(freed)} ({freed:,} bytes) in {root}")
 
 
+PinName = Annotated[str, typer.Option("--name", help="What the pin is removed by.")]
+Cache = Annotated[
+    str | None, typer.Option("--cache", help="One cache, named as `vorox data gc` lists it, instead of CONFIG's.")
+]
+PinWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [a.b=v ...]", help="Whose caches; with --cache, where they lie."),
+]
+_DEFAULT_PIN = "kept"
+
+
+def pin(
+    words: PinWords = None,
+    name: PinName = _DEFAULT_PIN,
+    reason: Annotated[str, typer.Option("--reason", help="Why, for whoever reads the list.")] = "",
+    cache: Cache = None,
+) -> None:
+    """Keep the caches of a configuration: gc removes none of them until they are unpinned."""
+    from vorox.data.cache import pins
+
+    for directory in _chosen(words or [], cache):
+        pins.pin(directory, name, reason)
+        typer.echo(f"pinned  {directory}  ({name})")
+
+
+def unpin(words: PinWords = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
+    """Take a pin off the caches of a configuration."""
+    from vorox.data.cache import pins
+
+    for directory in _chosen(words or [], cache):
+        there = ", ".join(pin.name for pin in pins.pins_of(directory))
+        if pins.unpin(directory, name):
+            typer.echo(f"unpinned  {directory}  ({name})")
+        else:
+            typer.echo(f"not pinned as {name}  {directory}  (pins: {there or 'none'})")
+
+
+def _chosen(words: list[str], cache: str | None) -> list[Path]:
+    """The cache directories that are meant.
+
+    Raises:
+        ConfigError: There is no such cache, or none is named.
+        DataError: The caches of the configuration are not complete.
+    """
+    from vorox.core.errors import ConfigError
+    from vorox.data.cache.collection import find_caches
+    from vorox.data.dataset import prepare
+
+    if cache is not None:
+        root = _cache_root(words)
+        known = {found.directory.name: found.directory for found in find_caches(root, root)}
+        if cache not in known:
+            raise ConfigError(
+                f"there is no cache {cache} in {root}", where="--cache", hint="see vorox data gc --dry-run"
+            )
+        return [known[cache]]
+    if not words:
+        raise ConfigError("say whose caches: a configuration, or --cache", where="vorox data pin", hint="see --help")
+    with contextlib.closing(prepare(load(words, _OPTIONS), build=False)) as corpus:
+        return [reader.directory for reader in (*corpus.train, *corpus.validation)]
+
+
 def _cache_root(words: list[str]) -> Path:
     from vorox.data.cache_places import root_of
 
     if not words:
         return root_of(None)
-    return root_of(load(words, ("--older-than", "--root", "--dry-run", "--yes", "--json")).data.cache.directory)
+    return root_of(load(words, _OPTIONS).data.cache.directory)
 
 
 def _seconds(text: str | None) -> float | None:
@@ -103,11 +162,12 @@ def _print_caches(caches: list[CacheUse], unused: list[CacheUse]) -> None:
             quantities.size(cache.size_bytes),
             quantities.duration(cache.idle_seconds),
             ", ".join(cache.runs) or ("being built" if cache.is_busy else "no run"),
+            ", ".join(map(str, cache.pins)) or "-",
             "remove" if cache in unused else "keep",
         ]
         for cache in caches
     ]
-    print_table(["CACHE", "SIZE", "IDLE", "READ-BY", "DO"], rows, right="SIZE IDLE")
+    print_table(["CACHE", "SIZE", "IDLE", "READ-BY", "PINS", "DO"], rows, right="SIZE IDLE")
 
 
 def _json(cache: CacheUse, is_unused: bool) -> dict[str, Any]:
@@ -117,5 +177,6 @@ def _json(cache: CacheUse, is_unused: bool) -> dict[str, Any]:
         "idle_seconds": cache.idle_seconds,
         "runs": list(cache.runs),
         "being_built": cache.is_busy,
+        "pins": {pin.name: pin.reason for pin in cache.pins},
         "remove": is_unused,
     }

@@ -6,6 +6,7 @@ itself would say against it is for those who know them to refuse.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -181,6 +182,8 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
         "data.cache.directory": (config.data.cache.directory or "",),
         "run.directory": (config.run.directory,),
         "run.name": (config.run.name or "",),
+        "checkpoint.mirror": (config.checkpoint.mirror or "",),
+        "train.from_weights": (config.train.from_weights or "",),
     }
     for index, source in enumerate(config.data.sources):
         places[f"data.sources.{index}.paths"] = source.paths
@@ -224,8 +227,15 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     parts = config.parallel.num_row_parts
     if rows % (micro * parts):
         over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
+        below, above = (rows // (micro * parts) * micro * parts + more for more in (0, micro * parts))
+        fitting = [size for size in range(1, rows + 1) if rows % (size * parts) == 0]
+        advice = f"global_batch_sequences={f'{below} or ' if below else ''}{above}"
+        nearest = [*[size for size in fitting if size < micro][-1:], *[size for size in fitting if size > micro][:1]]
+        if nearest:
+            advice += f", or micro_batch_sequences={' or '.join(map(str, nearest))}"
         yield Problem(
-            f"train.global_batch_sequences={rows} is not a multiple of train.micro_batch_sequences={micro}{over}",
+            f"train.global_batch_sequences={rows} is not a multiple of train.micro_batch_sequences={micro}{over}; "
+            f"{advice} would fit",
             keys=(
                 "train.global_batch_sequences",
                 "train.micro_batch_sequences",
@@ -264,6 +274,12 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
+    if checkpoint.mirror is not None and not re.fullmatch(r"(gs|s3)://[^/\s]+(/.*)?", checkpoint.mirror):
+        yield Problem(
+            f"checkpoint.mirror={redact(checkpoint.mirror)} is no place in a store; "
+            "write it as gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
+            keys=("checkpoint.mirror",),
+        )
     if checkpoint.keep_best and config.eval.every_steps is None:
         yield Problem(
             f"checkpoint.keep_best={checkpoint.keep_best} needs validations to compare; set eval.every_steps",

@@ -38,6 +38,9 @@ _FILES = ("txt", "jsonl", "csv", "parquet", "bin")
 _FIELDS = ("jsonl", "csv", "parquet")
 
 CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        "checkpoint.mirror_wait_seconds", "checkpoint.mirror", lambda value: value is not None, "checkpoint.mirror"
+    ),
     Condition("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
     Condition("data.sources.*.paths", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
     Condition("data.sources.*.fallback", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),

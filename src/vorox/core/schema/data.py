@@ -120,6 +120,11 @@ class SourceConfig(Section):
     bad_record_fraction: float = Field(
         default=0.001, ge=0, le=1, description="Unreadable records that are put aside before the build stops."
     )
+    damaged_files: Literal["stop", "keep_readable"] = Field(
+        default="stop",
+        description="A gzip or zstd file that is damaged or ends early: stop the build with its name; or keep the "
+        "records that lie whole before the damage, put the rest of the file aside, and say so.",
+    )
     max_retries_per_unit: int = Field(
         default=60,
         ge=0,

@@ -30,7 +30,9 @@ class RuntimeConfig(Section):
     )
     compile: bool = Field(default=False, description="Compile the model before step 1; takes up to a minute.")
     scan_layers: bool = Field(
-        default=False, description="jax: compile one block and scan over all, which compiles deep models faster."
+        default=False,
+        description="jax: compile one block and scan over all, which compiles deep models faster; a block keeps its "
+        "matrix products for the backward pass and computes the rest again.",
     )
     determinism: Literal["auto", "D0", "D1", "D2"] = Field(
         default="auto",

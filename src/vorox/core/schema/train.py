@@ -41,7 +41,7 @@ class TrainConfig(Section):
     from_weights: str | None = Field(
         default=None,
         description="Start from these weights instead of random ones: a run, a checkpoint (of either engine) or a "
-        "directory of transformers. The optimizer starts afresh.",
+        "directory of transformers, here or under gs:// or s3://. The optimizer starts afresh.",
     )
     from_optimizer: bool = Field(
         default=False, description="Take over the optimizer's state of that checkpoint as well."
@@ -71,6 +71,10 @@ class EvalConfig(Section):
     )
 
 
+ArraysFormat = Literal["safetensors", "orbax"]
+"""How the arrays of a checkpoint are stored."""
+
+
 class CheckpointConfig(Section):
     every_steps: int | None = Field(default=None, ge=1, description="Save every so many steps. None: only at the end.")
     every_seconds: float | None = Field(
@@ -86,6 +90,25 @@ class CheckpointConfig(Section):
         default=None, ge=1, description="Keep checkpoints at multiples of this for ever."
     )
     at_end: bool = Field(default=True, description="Save after the last step.")
+    mirror: str | None = Field(
+        default=None,
+        description="Folder in a store (gs://BUCKET/FOLDER, s3://BUCKET/FOLDER) that gets a copy of every checkpoint "
+        "and of the run's record, in the background. A run that is not on this machine, or further there, is brought "
+        "back from it.",
+    )
+    mirror_wait_seconds: float = Field(
+        default=300.0, ge=0, description="How long the end of a run waits for its last checkpoint to be in the mirror."
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="Copy the state into host memory and write it in the background while training goes on. Off: "
+        "training stands still until the checkpoint is committed, and nothing is copied.",
+    )
+    arrays: ArraysFormat = Field(
+        default="safetensors",
+        description="safetensors: whole arrays in the files of Hugging Face. orbax (jax): the parts that the devices "
+        "hold, each written by its process; any mesh restores them. Either is read whatever is set here.",
+    )
 
 
 class LogConfig(Section):

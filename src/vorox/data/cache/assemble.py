@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import ChunkContent
+from vorox.data.cache.format import DOCUMENT, ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, TokenDocument
@@ -70,32 +70,6 @@ def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: i
     )
 
 
-def document_row(
-    entry: Entry, tokens: TokenArray, files: Sequence[SourceFile]
-) -> tuple[int, ...]:  # fmt: skip
-    """The ``DOCUMENT`` record of one document.
-
-    Its size is that of the text that was tokenised; its place and its hash are those of the record, whatever transforms
-    made of it, so that provenance can tell whether the source still has it. Tokens without a text are hashed.
-
-    Raises:
-        DataError: It is too long for a cache.
-    """
-    record = entry.record
-    text = entry.text.encode() if entry.text is not None else b""
-    if max(record.byte_length, len(text)) > _LARGEST_UINT32 or len(tokens) > _LARGEST_INT32:
-        raise DataError(
-            f"a document of {record.byte_length:,} bytes and {len(tokens):,} tokens is too long for a cache",
-            where=place_of(record, files), hint="cut it into several records of less than 2 GiB",
-        )  # fmt: skip
-    if isinstance(record, TokenDocument):
-        content = np.ascontiguousarray(record.tokens).view(np.uint8).data
-    else:
-        content = text if record.text is entry.text else record.text.encode()
-    place = (record.file_index, record.ordinal, record.byte_offset, record.byte_length)
-    return (*place, len(tokens), len(text), xxhash.xxh3_64_intdigest(content))
-
-
 def encode(entries: Sequence[Entry], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
     """The ids of every entry, without ends of text; records that are tokens have theirs already.
 
@@ -113,26 +87,66 @@ def encode(entries: Sequence[Entry], files: Sequence[SourceFile], encoder: Encod
     return [entry.record.tokens if isinstance(entry.record, TokenDocument) else next(encoded) for entry in entries]
 
 
-def ended(entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe) -> TokenArray:
-    """Ids as they are stored, with the end of text behind them.
+def finished(
+    entries: Sequence[Entry], tokens: Sequence[npt.NDArray[Any]], files: Sequence[SourceFile], recipe: Recipe
+) -> UnitText:
+    """Documents as they are stored, from their ids without ends of text.
+
+    The size of a document is that of the text that was tokenised; its place and its hash are those of the record,
+    whatever transforms made of it, so that provenance can tell whether the source still has it. Tokens without a text
+    are hashed.
 
     Raises:
-        DataError: An id is not in the vocabulary.
+        DataError: An id is not in the vocabulary, or a document is too long for a cache.
     """
-    if len(ids) and (int(ids.max()) >= recipe.vocab_size or int(ids.min()) < 0):
-        wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
-        given = isinstance(entry.record, TokenDocument)
+    end = np.array([recipe.end_of_text_id], recipe.dtype)
+    stored = [ids if ids.dtype == end.dtype else _in_dtype(entry, ids, files, recipe)
+              for entry, ids in zip(entries, tokens, strict=True)]  # fmt: skip
+    flat = cast("TokenArray", np.concatenate([end[:0], *(part for ids in stored for part in (ids, end))]))
+    if flat.size and int(flat.max()) >= recipe.vocab_size:
+        for entry, ids in zip(entries, stored, strict=True):
+            _check_vocabulary(entry, ids, files, recipe)
+    rows = [_document_row(entry, len(ids) + 1, files) for entry, ids in zip(entries, stored, strict=True)]
+    return UnitText(flat, np.array(rows, DOCUMENT))
+
+
+def _document_row(entry: Entry, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
+    """The ``DOCUMENT`` record of one document."""
+    record = entry.record
+    text = entry.text.encode() if entry.text is not None else b""
+    if max(record.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
         raise DataError(
-            f"{'the source has' if given else 'the tokenizer gave'} id {wrong}, "
-            f"{'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
-            where=place_of(entry.record, files),
-            hint="the shards were written with another tokenizer" if given else
-            "the tokenizer is broken: train or load it again",
+            f"a document of {record.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
+            where=place_of(record, files), hint="cut it into several records of less than 2 GiB",
         )  # fmt: skip
-    row = np.empty(len(ids) + 1, recipe.dtype)
-    row[:-1] = ids
-    row[-1] = recipe.end_of_text_id
-    return row
+    if isinstance(record, TokenDocument):
+        content = np.ascontiguousarray(record.tokens).view(np.uint8).data
+    else:
+        content = text if record.text is entry.text else record.text.encode()
+    place = (record.file_index, record.ordinal, record.byte_offset, record.byte_length)
+    return (*place, num_tokens, len(text), xxhash.xxh3_64_intdigest(content))
+
+
+def _in_dtype(
+    entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
+) -> npt.NDArray[Any]:  # fmt: skip
+    """Ids of another type as they are stored."""
+    _check_vocabulary(entry, ids, files, recipe)
+    return ids.astype(recipe.dtype)
+
+
+def _check_vocabulary(entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe) -> None:
+    if not len(ids) or (int(ids.max()) < recipe.vocab_size and int(ids.min()) >= 0):
+        return
+    wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
+    given = isinstance(entry.record, TokenDocument)
+    raise DataError(
+        f"{'the source has' if given else 'the tokenizer gave'} id {wrong}, "
+        f"{'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
+        where=place_of(entry.record, files),
+        hint="the shards were written with another tokenizer" if given else
+        "the tokenizer is broken: train or load it again",
+    )  # fmt: skip
 
 
 def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkContent]:

@@ -54,7 +54,7 @@ def build(
         workers: Builders that work at once.
         executor: What they are when they are several: processes, or tasks of Ray (also when it is one).
         on_progress: Told after every batch of documents and every unit.
-        on_check: Told (chunks looked at, chunks) by ``check``.
+        on_check: Told (bytes of chunk files looked at, all of them) by ``check``.
         stop: Asked between units; once it says yes, the cache is left as it is: valid, and incomplete.
 
     Raises:

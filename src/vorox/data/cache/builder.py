@@ -34,8 +34,8 @@ from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
 
-SNAPSHOT_FROM_ENTRIES = 256
-"""A shorter log opens quickly enough without a snapshot."""
+SNAPSHOT_FROM_BYTES = 1 << 15
+"""A shorter log, of some ninety chunks, opens as quickly without a snapshot."""
 
 _FIRST_GUESS_CACHE_PER_TEXT_BYTE = 0.4
 _SHORTEST_WAIT_SECONDS = 0.02
@@ -87,6 +87,22 @@ def prepare_directory(
     Raises:
         DataError: The cache is of another recipe or source, or is damaged.
     """
+    with begun(directory, work) as manifest:
+        inventory.record(directory, manifest, work.files, units)
+        if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
+            entry = planned_entry(len(units), work.recipe.digest, len(work.files))
+            manifest = manifest.appended(directory, [entry])
+    work.at(directory).find_duplicates(units, on_compared=on_compared, stop=stop)
+    return manifest
+
+
+@contextlib.contextmanager
+def begun(directory: Path, work: UnitWork) -> Generator[Manifest]:
+    """Clear away what dead builders left, record the recipe, and keep others from planning meanwhile.
+
+    Raises:
+        DataError: The cache is of another recipe, or is damaged.
+    """
     make_directory(directory)
     chunk_directories = sorted((directory / "chunks").glob("*"))
     lists = (directory / name for name in ("manifest", "quarantine", "leases"))
@@ -100,12 +116,7 @@ def prepare_directory(
         make_directory(directory / "manifest")
         manifest = Manifest.open(directory)
         manifest.check_recipe(directory, work.recipe.digest)
-        inventory.record(directory, manifest, work.files, units)
-        if manifest.planned_units < len(units) or manifest.planned_files < len(work.files):
-            entry = planned_entry(len(units), work.recipe.digest, len(work.files))
-            manifest = manifest.appended(directory, [entry])
-    work.at(directory).find_duplicates(units, on_compared=on_compared, stop=stop)
-    return manifest
+        yield manifest
 
 
 class Builder:
@@ -171,7 +182,7 @@ class Builder:
                         self.tell(waiting_for=f"{leases.holder(wanted[0]) or 'another builder'}")
                         time.sleep(wait_seconds)
                         wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
-            if self.manifest.generation >= SNAPSHOT_FROM_ENTRIES and self.units_built + self.units_adopted:
+            if self.manifest.position.end_bytes >= SNAPSHOT_FROM_BYTES and self.units_built + self.units_adopted:
                 self.manifest.write_snapshot(self.directory)
 
     @property

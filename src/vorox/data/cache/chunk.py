@@ -116,7 +116,7 @@ class Chunk:
             DataError: It is missing, cut short, or damaged in one of these places.
         """
         try:
-            with path.open("rb") as file:
+            with path.open("rb", buffering=0) as file:
                 size_bytes = file.seek(0, 2)
                 if size_bytes < HEADER_BYTES + FOOTER.size:
                     raise damaged(path, f"the file has only {size_bytes} bytes")

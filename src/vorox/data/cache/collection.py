@@ -1,4 +1,4 @@
-"""What can go: files in a cache that nothing names any more, and caches that no run reads.
+"""What can go: files in a cache that nothing names any more, and caches that no run reads and nobody pinned.
 
 The root of the caches goes in; what was found comes out, with sizes and reasons, and is removed when asked to.
 Invariants: nothing that a manifest names and nothing that a living process holds is ever found; a cache goes with its
@@ -22,6 +22,7 @@ from vorox.core.errors import DataError
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
 from vorox.data.cache.leases import STALE_SECONDS, is_void, lease_path
 from vorox.data.cache.manifest import LOG_NAME, Manifest
+from vorox.data.cache.pins import Pin, pins_of
 from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
 
@@ -56,6 +57,7 @@ class CacheUse:
         idle_seconds: Time since it was last opened or built.
         runs: Runs whose plan reads it.
         is_busy: Whether it is being built.
+        pins: Who wants it to stay.
     """
 
     directory: Path
@@ -63,6 +65,12 @@ class CacheUse:
     idle_seconds: float
     runs: tuple[str, ...]
     is_busy: bool
+    pins: tuple[Pin, ...]
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nobody needs it that is known."""
+        return not (self.runs or self.is_busy or self.pins)
 
 
 def find_garbage(root: Path) -> list[Garbage]:
@@ -121,9 +129,20 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
             max(0.0, now - _last_used(directory)),
             users or by_source.get(_source_and_content(directory), ()),
             _is_busy(directory),
+            pins_of(directory),
         )
         for directory, users in found
     ]
+
+
+def remove_unused(caches: Sequence[CacheUse]) -> int:
+    """Remove whole caches, but for those that were pinned or taken up since; returns the bytes that were freed."""
+    freed = 0
+    for cache in caches:
+        if cache.may_go and not pins_of(cache.directory) and not _is_busy(cache.directory):
+            remove_cache(cache.directory)
+            freed += cache.size_bytes
+    return freed
 
 
 def remove_cache(directory: Path) -> None:

@@ -20,7 +20,7 @@ from vorox.data.cache.assemble import unit_statistics
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
-from vorox.data.cache.quarantine import check_budget, count_quarantined, write_quarantine
+from vorox.data.cache.quarantine import check_budget, count_quarantined, tell_damaged_files, write_quarantine
 from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
 
@@ -72,7 +72,9 @@ def commit_unit(
                 rename(*staged[0])
                 del staged[0]
             transforms = {name: count.to_json() for name, count in built.transforms.items()}
-            return current.appended(directory, [unit_entry(built.statistics, records, transforms)]), True
+            now = current.appended(directory, [unit_entry(built.statistics, records, transforms)])
+        tell_damaged_files(directory, built, work.files)
+        return now, True
     finally:
         for temporary, _ in staged:
             drop_staged(temporary)

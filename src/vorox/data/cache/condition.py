@@ -2,14 +2,18 @@
 
 ``quick`` looks whether each chunk is there, has its size, and has a header, index and segments that match their hashes
 and the manifest; ``full`` reads every byte. ``verify`` is ``full`` for all files of a cache: recipe, files, units,
-manifest, chunks and quarantine. Nothing is changed; what is found can be built again from the source.
+manifest, chunks and quarantine. Nothing is changed; what is found can be built again from the source. A thread for each
+core reads chunks (hashing and decompressing need no interpreter lock), which are told in the manifest's order, so that
+the verdict is that of one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
@@ -19,8 +23,14 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.quarantine import verify_quarantine
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
+from vorox.data.parallel import in_order, num_cores
 
 Depth = Literal["quick", "full"]
+
+MOST_BYTES_HELD = 1 << 29
+"""What the chunks that are checked at the same time may come to in memory."""
+_TIMES_HELD = 3
+"""The blocks of a chunk, decompressed, then joined; and what is computed from them."""
 
 
 def damaged_units(
@@ -35,17 +45,38 @@ def damaged_units(
         directory: The cache.
         manifest: Its state.
         depth: How closely to look.
-        on_progress: Told (chunks looked at, chunks) after each.
+        on_progress: Told (bytes of chunk files looked at, all of them) after each chunk.
     """
     found: dict[int, DataError] = {}
-    for index in range(len(manifest.chunks)):
-        record = manifest.chunk(index)
-        problem = what_is_wrong(directory, record, depth)
+    for record, problem in _checked(manifest, lambda record: what_is_wrong(directory, record, depth), on_progress):
         if problem is not None:
             found.setdefault(record.unit, problem)
-        if on_progress is not None:
-            on_progress(index + 1, len(manifest.chunks))
     return found
+
+
+def _checked(
+    manifest: Manifest,
+    check: Callable[[ChunkRecord], DataError | None],
+    on_progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[ChunkRecord, DataError | None]]:
+    """Every chunk with what is wrong with it, in the manifest's order."""
+    done, total = 0, int(manifest.chunks["size_bytes"].sum())
+    records = map(manifest.chunk, range(len(manifest.chunks)))
+    for record, problem in in_order(records, check, check_threads(manifest)):
+        done += record.size_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+        yield record, problem
+
+
+def check_threads(manifest: Manifest) -> int:
+    """Threads that check chunks at the same time: one for each core, fewer where chunks are so large."""
+    chunks = manifest.chunks
+    if not len(chunks):
+        return 1
+    positions = int((chunks["tokens"] + chunks["padding_tokens"]).max())
+    held_bytes = int(chunks["size_bytes"].max()) + _TIMES_HELD * positions * np.dtype(np.uint32).itemsize
+    return max(1, min(num_cores(), MOST_BYTES_HELD // held_bytes))
 
 
 def is_intact(directory: Path, manifest: Manifest, unit: int, depth: Depth) -> bool:
@@ -78,7 +109,7 @@ def verify(
         directory: The cache.
         recipe: What it was opened as.
         manifest: What it was opened with.
-        on_progress: Told (chunks checked, chunks) after each.
+        on_progress: Told (bytes of chunk files checked, all of them) after each chunk.
 
     Raises:
         DataError: Naming everything that is damaged.
@@ -94,18 +125,18 @@ def verify(
             f"the manifest speaks of {planned:,} units, the list of units has {len(units):,}",
             where=str(directory / UNITS_NAME), hint="restore the file from a copy, or build the cache again",
         )  # fmt: skip
-    problems: list[DataError] = []
-    num_chunks = len(manifest.chunks)
-    for index in range(num_chunks):
+
+    def check(record: ChunkRecord) -> DataError | None:
         try:
-            _verify_chunk(directory, recipe, manifest.chunk(index), units, files)
+            _verify_chunk(directory, recipe, record, units, files)
         except DataError as error:
-            problems.append(error)
-        if on_progress is not None:
-            on_progress(index + 1, num_chunks)
+            return error
+        return None
+
+    problems = [problem for _, problem in _checked(manifest, check, on_progress) if problem is not None]
     if problems:
         raise DataError(
-            f"{len(problems):,} of {num_chunks:,} chunks are damaged; the first: {problems[0].what}",
+            f"{len(problems):,} of {len(manifest.chunks):,} chunks are damaged; the first: {problems[0].what}",
             where=", ".join(problem.where for problem in problems[:10]), hint=REMEDY,
         )  # fmt: skip
     for unit, quarantined in manifest.units[["unit", "quarantined"]].tolist():

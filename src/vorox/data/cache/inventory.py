@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json
-from vorox.core.chained_log import HashChainedLog
+from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
 from vorox.data.cache.manifest import Manifest
 from vorox.data.documents import SourceFile, Unit, UnitSpan
@@ -38,12 +38,41 @@ def read_files(directory: Path) -> list[SourceFile]:
 
 def read_units(directory: Path) -> list[Unit]:
     """The units that were planned, ``unit_id`` being the index."""
-    units: list[Unit] = []
-    for body in HashChainedLog(directory / UNITS_NAME).read()[0]:
-        del units[int(body["first"]) :]
-        for spans in body["units"]:
-            units.append(Unit(len(units), tuple(UnitSpan(*span) for span in spans)))
-    return units
+    return UnitLog(directory).units
+
+
+class UnitLog:
+    """The list of units, read and written on from where it was left.
+
+    Attributes:
+        units: What is listed; what is planned of it counts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.units: list[Unit] = []
+        self._log, self._position = HashChainedLog(directory / UNITS_NAME), LogPosition()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what was added."""
+        bodies, self._position = self._log.read_after(self._position)
+        for body in bodies:
+            del self.units[int(body["first"]) :]
+            for spans in body["units"]:
+                self.units.append(Unit(len(self.units), tuple(UnitSpan(*span) for span in spans)))
+
+    def append(self, first: int, units: Sequence[Unit]) -> None:
+        """List units from number ``first`` on, durably. The caller holds the cache's lock."""
+        self._log.append(_unit_bodies(first, units), after=self._position)
+        self.refresh()
+
+
+def _unit_bodies(first: int, units: Sequence[Unit]) -> list[dict[str, Any]]:
+    starts = range(0, len(units), _ENTRIES_PER_LINE)
+    return [
+        {"first": first + at, "units": [unit_spans(unit) for unit in units[at : at + _ENTRIES_PER_LINE]]}
+        for at in starts
+    ]
 
 
 def planned(directory: Path, manifest: Manifest) -> tuple[list[SourceFile], list[Unit]]:
@@ -61,7 +90,7 @@ def is_recorded(directory: Path, manifest: Manifest, files: Sequence[SourceFile]
     """
     known_files, known_units = planned(directory, manifest)
     _check_files(directory, known_files, files)
-    _check_units(directory, known_units, units)
+    check_units(directory, known_units, units)
     return known_files == list(files) and len(known_units) == len(units)
 
 
@@ -73,7 +102,7 @@ def record(directory: Path, manifest: Manifest, files: Sequence[SourceFile], uni
     """
     known_files, known_units = planned(directory, manifest)
     _check_files(directory, known_files, files)
-    _check_units(directory, known_units, units)
+    check_units(directory, known_units, units)
     listed_files, listed_units = read_files(directory), read_units(directory)
     if listed_files != list(files):
         runs = [(index, index + 1) for index, known in enumerate(known_files) if known != files[index]]  # moved
@@ -87,10 +116,7 @@ def record(directory: Path, manifest: Manifest, files: Sequence[SourceFile], uni
             bodies.insert(0, {"first": start, "void_from": start, "files": []})
         HashChainedLog(directory / FILES_NAME).append(bodies)
     if listed_units != list(units):
-        HashChainedLog(directory / UNITS_NAME).append(
-            {"first": first, "units": [unit_spans(unit) for unit in units[first : first + _ENTRIES_PER_LINE]]}
-            for first in range(len(known_units), len(units), _ENTRIES_PER_LINE)
-        )
+        HashChainedLog(directory / UNITS_NAME).append(_unit_bodies(len(known_units), units[len(known_units) :]))
 
 
 def unit_spans(unit: Unit) -> list[list[int]]:
@@ -119,7 +145,12 @@ def _check_files(directory: Path, known: Sequence[SourceFile], files: Sequence[S
             )  # fmt: skip
 
 
-def _check_units(directory: Path, known: Sequence[Unit], units: Sequence[Unit]) -> None:
+def check_units(directory: Path, known: Sequence[Unit], units: Sequence[Unit]) -> None:
+    """Refuse units that do not begin with those that are known.
+
+    Raises:
+        DataError: Naming the first that differs.
+    """
     if list(known) != list(units[: len(known)]):
         first = next(index for index, unit in enumerate(known) if index >= len(units) or unit != units[index])
         raise DataError(

@@ -2,7 +2,8 @@
 
 ``manifest/log.jsonl`` has one entry per event:
 
-    {"planned": 812, "files": 90, "recipe": "<sha256>"}       so many units of so many files exist, built or not
+    {"planned": 812, "files": 90, "recipe": "<sha256>"}       so many units of so many files exist, built or not; with
+                                                              "cutting": <bytes>, more follow that are not cut yet
     {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
                                                               (and in "transforms" what each transform did)
 
@@ -42,9 +43,10 @@ SNAPSHOT_NAME = "manifest/snapshot.bin"
 LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
-_SNAPSHOT_MAGIC = b"VXSNAP3\n"
-# magic, planned units, planned files, recipe, log position (entries, line start, line end, head), chunks, units
-_SNAPSHOT = struct.Struct("<8s QQ 32s QQQ 32s QQ")
+_SNAPSHOT_MAGIC = b"VXSNAP4\n"
+# magic, planned units, planned files, estimated bytes, whether more follow, recipe, log position (entries, line start,
+# line end, head), chunks, units
+_SNAPSHOT = struct.Struct("<8s QQQ? 32s QQQ 32s QQ")
 _LARGEST_UNIT = (1 << 48) - 1
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -70,6 +72,7 @@ class UnitStatistics:
 _CHUNK_FIELDS = [field.name for field in dataclasses.fields(ChunkRecord)]
 _UNIT_FIELDS = [field.name for field in dataclasses.fields(UnitStatistics)]
 _HASH_FIELDS = frozenset({"content", "file_sha256"})
+_KINDS = {"planned", "files", "recipe", "cutting", "add", "done"}
 _CHUNK = np.dtype([(name, "V32" if name in _HASH_FIELDS else "<u8") for name in _CHUNK_FIELDS])
 _UNIT = np.dtype([(name, "<u8") for name in _UNIT_FIELDS])
 
@@ -87,6 +90,9 @@ class Manifest:
         position: The line of the log that this is the state after.
         recipe: Digest of the recipe that the log was begun for; empty while nothing is planned.
         planned_files: Files of the source that the planned units are of.
+        is_cut: Whether the planned units are all; else more follow, as somebody asks for them.
+        estimated_bytes: What all units were expected to span when the first of them were cut; 0 where all were cut
+            at once.
     """
 
     planned_units: int
@@ -95,6 +101,8 @@ class Manifest:
     position: LogPosition
     recipe: str = ""
     planned_files: int = 0
+    is_cut: bool = True
+    estimated_bytes: int = 0
 
     @classmethod
     def empty(cls) -> Manifest:
@@ -144,7 +152,7 @@ class Manifest:
         bodies, position = HashChainedLog(path).read_after(self.position)
         if not bodies:
             return self
-        unknown = sorted({kind for body in bodies for kind in body} - {"planned", "files", "recipe", "add", "done"})
+        unknown = sorted({kind for body in bodies for kind in body} - _KINDS)
         if unknown:
             raise DataError(
                 f"the manifest has entries of a kind that this version does not know: {', '.join(unknown)}",
@@ -158,6 +166,8 @@ class Manifest:
             units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
             planned = max([self.planned_units, *(_number(body["planned"]) for body in bodies if "planned" in body)])
             files = max([self.planned_files, *(_number(body["files"]) for body in bodies if "files" in body)])
+            plans = [body for body in bodies if "planned" in body]
+            estimates = [self.estimated_bytes, *(_number(body["cutting"]) for body in plans if "cutting" in body)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _contradiction(path, f"an entry is not of the form that it should have: {error}") from error
         outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
@@ -170,6 +180,8 @@ class Manifest:
             position,
             next(iter(recipes), ""),
             files,
+            "cutting" not in plans[-1] if plans else self.is_cut,
+            next((estimate for estimate in estimates if estimate), 0),
         )
 
     def check_recipe(self, directory: Path, recipe: str) -> None:
@@ -209,7 +221,8 @@ class Manifest:
     def write_snapshot(self, directory: Path) -> None:
         position = self.position
         header = _SNAPSHOT.pack(
-            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, bytes.fromhex(self.recipe) or bytes(32)),
+            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, self.estimated_bytes, not self.is_cut),
+            bytes.fromhex(self.recipe) or bytes(32),
             *(position.num_entries, position.line_start_bytes),
             *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),
         )
@@ -267,15 +280,22 @@ def unit_entry(
     return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [done]}
 
 
-def planned_entry(num_units: int, recipe: str = "", num_files: int = 0) -> dict[str, Any]:
-    """The entry that says how many units there are, of how many files and of which recipe."""
+def planned_entry(
+    num_units: int, recipe: str = "", num_files: int = 0, *, estimated_bytes: int | None = None
+) -> dict[str, Any]:
+    """The entry that says how many units there are, of how many files and of which recipe.
+
+    ``estimated_bytes`` says that more follow, and what all of them are expected to span.
+    """
     entry: dict[str, Any] = {"planned": num_units}
+    if estimated_bytes is not None:
+        entry["cutting"] = estimated_bytes
     return entry | ({"recipe": recipe} if recipe else {}) | ({"files": num_files} if num_files else {})
 
 
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
     """Where a chunk lies, a function of its address; a directory holds every 256th unit."""
-    return directory / "chunks" / f"{unit & 0xFF:02x}" / f"u{unit:09d}-{part}.psc"
+    return directory / f"chunks/{unit & 0xFF:02x}/u{unit:09d}-{part}.psc"
 
 
 def _signature(path: Path) -> tuple[int, int]:
@@ -292,8 +312,12 @@ def check_contained(directory: Path, path: Path) -> None:
     Raises:
         DataError: ``path`` is, or lies in, a link to somewhere else.
     """
-    inside = path.relative_to(directory).parts
-    if not any(directory.joinpath(*inside[:count]).is_symlink() for count in range(1, len(inside) + 1)):
+    place = str(directory)
+    for name in path.parts[len(directory.parts) :]:
+        place = f"{place}{os.sep}{name}"
+        if os.path.islink(place):  # noqa: PTH114 - asked at every chunk; a Path for each costs more than the question
+            break
+    else:
         return
     real = os.path.realpath(path)
     if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
@@ -355,11 +379,12 @@ def _read_snapshot(directory: Path) -> Manifest:
     body = memoryview(raw)[:-32]
     if hashlib.sha256(body).digest() != raw[-32:]:
         raise ValueError("damaged snapshot")
-    magic, planned, files, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
+    magic, planned, files, estimate, follow, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
     if magic != _SNAPSHOT_MAGIC:
         raise ValueError("a snapshot of another version")
     chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
     entries, line_start, line_end = place
     position = LogPosition(entries, line_start, line_end, head.hex())
-    return Manifest(planned, chunks, units, position, recipe.hex() if any(recipe) else "", files)
+    digest = recipe.hex() if any(recipe) else ""
+    return Manifest(planned, chunks, units, position, digest, files, not follow, estimate)

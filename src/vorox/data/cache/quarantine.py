@@ -7,6 +7,7 @@ whether a unit passes does not depend on which others were built before it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -22,6 +23,8 @@ from vorox.data.cache.unit_work import BuiltUnit
 from vorox.data.documents import BadRecord, SourceFile
 
 DIRECTORY_NAME = "quarantine"
+
+_log = logging.getLogger("vorox.data.cache")
 
 
 def quarantine_path(directory: Path, unit: int) -> Path:
@@ -81,13 +84,24 @@ def count_quarantined(directory: Path, unit: int) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def tell_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
+    """Say aloud of which files only a part was taken."""
+    for record in built.bad_records:
+        if record.is_rest_of_file:
+            uri, path = files[record.file_index].uri, quarantine_path(directory, built.unit_id)
+            kept = f"kept are its first {record.ordinal:,} records, {record.byte_offset:,} bytes of its content"
+            text = f"{uri} is damaged: {record.reason}; {kept}; listed in {path}"
+            fields = {"uri": uri, "kept_records": record.ordinal, "kept_bytes": record.byte_offset, "list": str(path)}
+            _log.warning("%s", text, extra={"event_kind": "damaged_file", "event_fields": fields})
+
+
 def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile], bad_record_fraction: float) -> None:
-    """Refuse a unit with too many bad records.
+    """Refuse a unit with too many bad records. The rest of a damaged file is not one: the source says what is done.
 
     Raises:
         DataError: More than the fraction of its records, rounded up, or too many in a row.
     """
-    bad = built.bad_records
+    bad = [record for record in built.bad_records if not record.is_rest_of_file]
     allowed = math.ceil(Fraction(str(bad_record_fraction)) * built.records_read)
     if not bad or (len(bad) <= allowed and not built.gave_up):
         return

@@ -140,10 +140,6 @@ class CacheReader:
     def token_bytes(self) -> int:
         return self.recipe.token_bytes
 
-    @property
-    def vocab_size(self) -> int:
-        return self.recipe.vocab_size
-
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The planned units, ``unit_id`` being the index."""
@@ -190,6 +186,10 @@ class CacheReader:
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
         """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
         return self.manifest.missing_units(unit_start, unit_end)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.manifest.is_cut  # a stream's may not be
 
     @property
     def is_building(self) -> bool:  # by this process

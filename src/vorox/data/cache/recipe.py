@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ DEFAULT_CHUNK_ROWS = 4096
 _LARGEST_VOCABULARY_OF_TWO_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
     """The identity of a cache.
 
@@ -58,7 +59,7 @@ class Recipe:
     def dtype(self) -> str:
         return f"uint{8 * self.token_bytes}"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the recipe, in hex."""
         return hashlib.sha256(canonical_json(self.to_json())).hexdigest()

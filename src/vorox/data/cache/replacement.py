@@ -14,6 +14,7 @@ from pathlib import Path
 from vorox.core.atomic import remove_directory, sync_directory
 from vorox.core.errors import ConfigError
 from vorox.data.cache.leases import DIRECTORY_NAME, is_void, read_holder
+from vorox.data.cache.pins import pin, pins_of
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"
@@ -39,6 +40,8 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
     _refuse_builders(directory)
     if old.exists():
         remove_directory(old)
+    for kept in pins_of(directory):
+        pin(fresh, kept.name, kept.reason)
     if directory.exists():
         directory.rename(old)
     fresh.rename(directory)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache import inventory
-from vorox.data.cache.assemble import Encoder, UnitText, chunk_contents, unit_statistics
+from vorox.data.cache.assemble import Encoder, chunk_contents, unit_statistics
 from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.pipeline.duplicates import corpus_wide
-from vorox.data.pipeline.first_pass import find_duplicates
+from vorox.data.pipeline.first_pass import FirstPass, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, Stage
 from vorox.data.pipeline.stages import GatheredUnit, ReadUnit, Told, UnitStages, one_after_the_other
 from vorox.data.pipeline.statistics import PipelineStatistics
@@ -106,6 +106,7 @@ class UnitWork:
         *,
         on_compared: Callable[[int], None] | None = None,
         stop: Callable[[], bool] | None = None,
+        passes: dict[int, FirstPass] | None = None,
     ) -> None:
         """Do the first pass, or what is missing of it, where a transform looks for duplicates in the whole source.
 
@@ -113,6 +114,7 @@ class UnitWork:
             units: All units of the cache, in order.
             on_compared: Told after every unit how many bytes of text have been looked at.
             stop: Asked before every unit.
+            passes: What earlier calls with fewer units came to; a dictionary that is given again.
 
         Raises:
             DataError: A text cannot be read, or what was found before is of another source.
@@ -120,7 +122,9 @@ class UnitWork:
         if corpus_wide(self.transforms):
             assert self.directory is not None, "UnitWork.at says where the first pass is kept"
             stages = self.stages()
-            find_duplicates(self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop)
+            find_duplicates(
+                self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop, passes=passes
+            )  # fmt: skip
 
     def run(
         self,
@@ -196,8 +200,7 @@ class UnitWork:
 
     def _packed(self, gathered: GatheredUnit) -> BuiltUnit:
         unit = gathered.unit
-        text = UnitText(gathered.tokens, gathered.documents_D)
-        contents = [] if gathered.gave_up else chunk_contents(unit.unit_id, text, self.recipe)
+        contents = [] if gathered.gave_up else chunk_contents(unit.unit_id, gathered.text, self.recipe)
         chunks = [
             encode_chunk(content, self.origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
             for part, content in enumerate(contents)
@@ -205,7 +208,7 @@ class UnitWork:
         return BuiltUnit(
             unit_id=unit.unit_id,
             chunks=tuple(chunks),
-            statistics=unit_statistics(unit.unit_id, gathered.documents_D, len(gathered.bad_records)),
+            statistics=unit_statistics(unit.unit_id, gathered.text.documents_D, len(gathered.bad_records)),
             bad_records=gathered.bad_records,
             records_read=gathered.records_read,
             gave_up=gathered.gave_up,

@@ -46,6 +46,7 @@ def find_duplicates(
     *,
     on_compared: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    passes: dict[int, FirstPass] | None = None,
 ) -> None:
     """Make the files that are missing, one transform after the other. Of several processes one does it.
 
@@ -56,20 +57,29 @@ def find_duplicates(
         config: How the work is staged.
         on_compared: Told after every unit how many bytes of text have been looked at.
         stop: Asked before every unit; what was found stays.
+        passes: What earlier calls with fewer units came to, by the number of the transform, so that it is not read
+            again.
 
     Raises:
         DataError: A file is of another history, or the text cannot be read.
     """
+    passes = {} if passes is None else passes
     for transform in corpus_wide(stages.applier.transforms):
-        if all(duplicates_path(directory, transform, unit.unit_id).exists() for unit in units):
+        behind = units[passes[transform.number].known_units :] if transform.number in passes else units
+        if all(duplicates_path(directory, transform, unit.unit_id).exists() for unit in behind):
             continue
         make_directory(directory / DIRECTORY_NAME / str(transform.number))
         with FileLock(directory / DIRECTORY_NAME / LOCK_NAME, purpose="looking for duplicates"):
-            _Pass(directory, stages, transform, on_compared).run(units, config, stop)
+            found = passes.setdefault(transform.number, FirstPass(directory, stages, transform, on_compared))
+            found.run(units, config, stop)
 
 
-class _Pass:
-    """One transform over all units."""
+class FirstPass:
+    """One transform over all units, or over more and more of them.
+
+    Attributes:
+        known_units: Units, from the first on, that it has compared or taken from their files.
+    """
 
     def __init__(
         self, directory: Path, stages: UnitStages, transform: Transform, on_compared: Callable[[int], None] | None
@@ -79,15 +89,14 @@ class _Pass:
         self._stages = stages.before(transform.number)
         self._index = index_for(transform.name, transform.args)
         self._before = ""
+        self.known_units = 0
 
     def run(self, units: Sequence[Unit], config: PipelineConfig, stop: Callable[[], bool] | None) -> None:
-        known = 0
-        while known < len(units) and self._path(units[known]).exists():
-            self._take(units[known])
-            known += 1
+        while self.known_units < len(units) and self._path(units[self.known_units]).exists():
+            self._take(units[self.known_units])
         filters = self._stages.filters(config)
         stages = (*self._stages.sources(config), *filters, Stage("sign", self._signed, config.filter_threads))
-        left = units[known:]
+        left = units[self.known_units :]
         signed: Iterator[Any]
         if config.staged:
             pipeline = Pipeline(left, stages, queue_bytes=config.queue_bytes, consumer="compare", stop=stop)
@@ -117,6 +126,7 @@ class _Pass:
             self._index.add(signature)
         self._before = found.sha256
         self._compared_bytes += unit.size_bytes
+        self.known_units += 1
 
     def _signed(self, batch: Batch) -> _Signed:
         signatures = [self._transform.function(entry.text, **self._transform.args) for entry in batch.entries]
@@ -140,6 +150,7 @@ class _Pass:
         ).to_bytes()  # fmt: skip
         write_file(self._path(unit), raw)
         self._compared_bytes += unit.size_bytes
+        self.known_units += 1
         if self._on_compared is not None:
             self._on_compared(self._compared_bytes)
 

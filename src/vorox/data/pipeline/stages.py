@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, Encoder, document_row, encode, ended
-from vorox.data.cache.format import DOCUMENT
+from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, Encoder, UnitText, encode, finished
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, Document, SourceFile, TokenDocument, Unit
 from vorox.data.pipeline.duplicates import duplicates_of
@@ -43,8 +42,8 @@ class Batch:
     Attributes:
         unit: The unit.
         entries: The documents.
-        tokens: Their ids, once they have some; with ends of text once they are finished.
-        rows: Their ``DOCUMENT`` records, once they are finished.
+        tokens: Their ids, once they have some and until they are finished.
+        text: The documents as they are stored, once they are finished; the others are let go then.
         bad_records: Records of this part of the unit that could not be read.
         records_read: Records that the batch was made of, bad and removed ones included.
         is_last: No other batch of the unit follows.
@@ -59,7 +58,7 @@ class Batch:
     entries: Sequence[Entry]
     size_bytes: int
     tokens: Sequence[npt.NDArray[Any]] = ()
-    rows: Sequence[tuple[int, ...]] = ()
+    text: UnitText | None = None
     bad_records: tuple[BadRecord, ...] = ()
     records_read: int = 0
     is_last: bool = False
@@ -111,8 +110,7 @@ class GatheredUnit:
     """All documents of a unit as tokens."""
 
     unit: Unit
-    tokens: TokenArray
-    documents_D: npt.NDArray[np.void]
+    text: UnitText
     bad_records: tuple[BadRecord, ...]
     records_read: int
     gave_up: bool
@@ -120,7 +118,7 @@ class GatheredUnit:
 
     @property
     def size_bytes(self) -> int:
-        return self.tokens.nbytes + self.documents_D.nbytes
+        return self.text.tokens.nbytes + self.text.documents_D.nbytes
 
     @property
     def place(self) -> str:
@@ -221,7 +219,7 @@ class UnitStages:
         for record in records:
             if isinstance(record, BadRecord):
                 bad_records.append(record)
-                bad_in_a_row += 1
+                bad_in_a_row += not record.is_rest_of_file
                 if bad_in_a_row == BAD_RECORDS_IN_A_ROW:
                     break
                 continue
@@ -262,10 +260,9 @@ class UnitStages:
 
     def _finished(self, batch: Batch, entries: Sequence[Entry], tokens: Sequence[npt.NDArray[Any]]) -> Batch:
         """The documents as they are stored; their texts are let go."""
-        arrays = [ended(entry, ids, self.files, self.recipe) for entry, ids in zip(entries, tokens, strict=True)]
-        rows = [document_row(entry, ids, self.files) for entry, ids in zip(entries, arrays, strict=True)]
-        size_bytes = sum(ids.nbytes + _TEXT_OVERHEAD_BYTES for ids in arrays)
-        return replace(batch, entries=(), tokens=arrays, rows=rows, size_bytes=size_bytes)
+        text = finished(entries, tokens, self.files, self.recipe)
+        size_bytes = text.tokens.nbytes + text.documents_D.nbytes
+        return replace(batch, entries=(), tokens=(), text=text, size_bytes=size_bytes)
 
     def gather(self, batches: Iterator[Batch]) -> Iterator[GatheredUnit | Told]:
         """Whole units, and word of every batch on the way.
@@ -277,9 +274,10 @@ class UnitStages:
             parts.append(batch)
             if batch.is_last and any(part.path_changes != self._path_changes() for part in parts):
                 parts = self._made_anew(batch.unit)
-            if batch.rows:
-                documents, tokens = len(batch.rows), sum(row[4] for row in batch.rows)
-                yield Told(documents, sum(row[5] for row in batch.rows), tokens)
+            if batch.text is not None and len(batch.text.documents_D):
+                documents_D = batch.text.documents_D
+                text_bytes = int(documents_D["text_bytes"].sum(dtype=np.int64))
+                yield Told(len(documents_D), text_bytes, len(batch.text.tokens))
             if batch.is_last:
                 yield self._gathered(parts)
                 parts = []
@@ -300,11 +298,13 @@ class UnitStages:
         counts: Counts = {}
         for part in parts:
             add_counts(counts, part.counts)
-        tokens = [ids for part in parts for ids in part.tokens]
+        texts = [part.text for part in parts if part.text is not None]
         return GatheredUnit(
             unit=parts[0].unit,
-            tokens=cast("TokenArray", np.concatenate([*tokens, np.zeros(0, self.recipe.dtype)])),
-            documents_D=np.array([row for part in parts for row in part.rows], DOCUMENT),
+            text=UnitText(
+                cast("TokenArray", np.concatenate([text.tokens for text in texts])),
+                np.concatenate([text.documents_D for text in texts]),
+            ),
             bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
             records_read=sum(part.records_read for part in parts),
             gave_up=parts[-1].gave_up,

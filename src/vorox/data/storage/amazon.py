@@ -2,23 +2,27 @@
 
 In a bucket that keeps versions an object is pinned by its VersionId, and old bytes are read even after it was
 replaced; elsewhere by its ETag with ``If-Match``, and a replaced object is an error. Neither s3fs nor the client below
-it retries: that is done here, within the budget.
+it retries: that is done here, within the budget. What is put is sent with its MD5, which the store checks, and held
+against the ETag that it answers with where that is one.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.data.storage import transport
-from vorox.data.storage.google import split_bucket
+from vorox.data.storage.google import no_bucket, split_bucket
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.remote import Asker, Keep
 from vorox.data.storage.retry import RetryPolicy, TransientError, retry_after_seconds
 from vorox.data.storage.transport import NotThere, Receive, content_range
+from vorox.data.storage.writing import PART_BYTES, Content, Over, RefusedByCondition, md5, received_other_bytes
 
 _CREDENTIALS_HINT = (
     "give credentials that may read it by the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
@@ -35,6 +39,8 @@ _CREDENTIAL_CODES = frozenset(
 )  # fmt: skip
 _MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchVersion", "NoSuchBucket", "NotFound"})
 _UNTOLD_CODES = frozenset({"AccessDenied", "403", "NotImplemented", "MethodNotAllowed"})
+_CONDITION_CODES = frozenset({"PreconditionFailed", "412"})
+_MOST_PARTS = 9_000
 _READ_BYTES = 1 << 20
 _PAGE_ITEMS = 1000
 
@@ -80,9 +86,7 @@ class AmazonStore:
             try:
                 page: Mapping[str, Any] = await ask(attempt)
             except NotThere:
-                raise DataError(
-                    f"there is no bucket {bucket!r}", where=prefix, hint="check the name, or create the bucket"
-                ) from None
+                raise no_bucket(prefix) from None
             for item in page.get("Versions" if versions else "Contents", []):
                 uri = f"s3://{bucket}/{item['Key']}"
                 if item.get("IsLatest", True) and not uri.endswith("/") and keep(uri):
@@ -112,9 +116,7 @@ class AmazonStore:
         try:
             return await ask(attempt)
         except NotThere:
-            raise DataError(
-                f"there is no bucket {bucket!r}", where=uri, hint="check the name, or create the bucket"
-            ) from None
+            raise no_bucket(uri) from None
 
     async def send(
         self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
@@ -144,6 +146,118 @@ class AmazonStore:
                     position += len(piece)
         if position != end_byte:
             raise TransientError(f"the body ended {end_byte - position:,} bytes early")
+
+    async def put(self, uri: str, content: Content, over: Over, ask: Asker) -> StoredFile:
+        size = content.size_bytes
+        if size > PART_BYTES:
+            return await _put_in_parts(uri, content, over, ask)
+        data, digest = await content.part(0, size)
+
+        async def attempt() -> Mapping[str, Any]:
+            bucket, key = split_bucket(uri)
+            async with _client(uri, ask.policy) as client, _conditions_told(client):
+                return await client.put_object(
+                    Bucket=bucket, Key=key, Body=data, ContentMD5=_base64(digest), **_condition(over)
+                )
+
+        return await ask(lambda: _proven(uri, attempt, digest.hex(), size))
+
+    async def remove(self, uri: str, ask: Asker) -> None:
+        bucket, key = split_bucket(uri)
+
+        async def attempt() -> None:
+            async with _client(uri, ask.policy) as client:
+                await client.delete_object(Bucket=bucket, Key=key)
+
+        with contextlib.suppress(NotThere):
+            await ask(attempt)
+
+
+async def _put_in_parts(uri: str, content: Content, over: Over, ask: Asker) -> StoredFile:
+    """A multipart upload, whose parts are tried again one by one; what is not completed is taken back."""
+    size, place = content.size_bytes, dict[str, str](zip(("Bucket", "Key"), split_bucket(uri), strict=True))
+    part_bytes = PART_BYTES * -(-size // (PART_BYTES * _MOST_PARTS))
+
+    async def call(verb: str, **arguments: Any) -> Mapping[str, Any]:
+        async with _client(uri, ask.policy) as client, _conditions_told(client):
+            return await getattr(client, verb)(**place, **arguments)
+
+    place["UploadId"] = (await ask(lambda: call("create_multipart_upload")))["UploadId"]
+    parts: list[dict[str, Any]] = []
+    digests: list[bytes] = []
+    try:
+        for number, start in enumerate(range(0, size, part_bytes), start=1):
+            data, digest = await content.part(start, min(start + part_bytes, size))
+
+            async def send(number: int = number, data: bytes = data, digest: bytes = digest) -> Mapping[str, Any]:
+                return await call("upload_part", PartNumber=number, Body=data, ContentMD5=_base64(digest))
+
+            answer = await ask(lambda send=send, digest=digest: _checked(uri, send, digest.hex()))
+            parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            digests.append(digest)
+        whole = f"{md5(b''.join(digests)).hex()}-{len(parts)}"
+
+        async def complete() -> Mapping[str, Any]:
+            try:
+                return await call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **_condition(over))
+            except NotThere:  # perhaps because a try whose answer was lost has completed it
+                async with _client(uri, ask.policy) as client:
+                    there = await client.head_object(Bucket=place["Bucket"], Key=place["Key"])
+                if there["ETag"].strip('"') == whole:
+                    return there
+                raise DataError("the store forgot an upload that had begun", where=uri) from None
+
+        return await ask(lambda: _proven(uri, complete, whole, size))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await call("abort_multipart_upload")
+        raise
+
+
+Call = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+async def _checked(uri: str, call: Call, etag: str) -> Mapping[str, Any]:
+    """The answer to a write, unless its ETag is a checksum and another one."""
+    try:
+        answer = await call()
+    except NotThere:
+        raise no_bucket(uri) from None
+    told = answer["ETag"].strip('"')
+    keyed = str(answer.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in answer
+    if not keyed and re.fullmatch(r"[0-9a-f]{32}(-\d+)?", told) and told != etag:
+        raise received_other_bytes(uri)
+    return answer
+
+
+async def _proven(uri: str, call: Call, etag: str, size_bytes: int) -> StoredFile:
+    """The object that a write made."""
+    answer = await _checked(uri, call, etag)
+    return _file(uri, size_bytes, answer["ETag"], answer.get("VersionId"), None)
+
+
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()
+
+
+def _condition(over: Over) -> dict[str, str]:
+    if isinstance(over, StoredFile):
+        return {"IfMatch": str(over.content).removeprefix("etag:")}
+    return {"IfNoneMatch": "*"} if over == "nothing" else {}
+
+
+@contextlib.asynccontextmanager
+async def _conditions_told(client: Any) -> AsyncGenerator[None]:
+    """Tell a condition that does not hold from other failures."""
+    try:
+        yield
+    except client.exceptions.ClientError as error:
+        code = error.response.get("Error", {}).get("Code")
+        if code in _CONDITION_CODES:
+            raise RefusedByCondition from None
+        if code == "ConditionalRequestConflict":
+            raise TransientError("two writes met") from None
+        raise
 
 
 def _file(uri: str, size_bytes: int, etag: str, version: str | None, modified: Any) -> StoredFile:
@@ -212,7 +326,7 @@ async def _make(policy: RetryPolicy) -> tuple[Any, Callable[[], Awaitable[None]]
     try:
         from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
-        raise ConfigError("reading s3:// needs s3fs, which is not installed", hint="pip install 'vorox[s3]'") from error
+        raise ConfigError("s3:// needs s3fs, which is not installed", hint="pip install 'vorox[s3]'") from error
     system: Any = S3FileSystem(
         asynchronous=True,
         loop=transport.event_loop(),

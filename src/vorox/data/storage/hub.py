@@ -74,7 +74,7 @@ def resolve_commit(uri: str) -> str:
     """
     budget = current_budget()
     ask = Asker(uri, budget)
-    return transport.run(_resolve(split_hub(uri), ask), uri, budget.policy)
+    return transport.run(_resolve(split_hub(uri), ask), uri, budget)
 
 
 async def _resolve(place: HubPlace, ask: Asker) -> str:

@@ -69,7 +69,7 @@ def list_remote(
     """All files of a location of a store, sorted by uri: see ``storage.list_files``."""
     budget = current_budget()
     ask = Asker(absolute(location), budget)
-    found = transport.run(_list(store, absolute(location), suffixes, skip_directories, ask), ask.uri, budget.policy)
+    found = transport.run(_list(store, absolute(location), suffixes, skip_directories, ask), ask.uri, budget)
     return sorted(found, key=lambda file: file.uri)
 
 
@@ -141,7 +141,7 @@ class _Piece:
         assert len(self._got) == self.end_byte - self.start_byte, "a store sent another length and did not say so"
 
     def bytes(self) -> bytearray:
-        transport.finish(self._future, self._file.uri, self._budget.policy)
+        transport.finish(self._future, self._file.uri, self._budget)
         return self._got
 
     def cancel(self) -> None:
@@ -175,9 +175,10 @@ class _RangeReader(io.RawIOBase):
         return most
 
     def _ask(self, pieces_ahead: int) -> None:
+        budget = current_budget(self._budget)  # a reader may outlive the unit of work that opened it
         while self._asked_byte < self._end_byte and len(self._pieces) < pieces_ahead:
             end = min(self._asked_byte + self._piece_bytes(), self._end_byte)
-            self._pieces.append(_Piece(self._store, self._file, self._asked_byte, end, self._budget))
+            self._pieces.append(_Piece(self._store, self._file, self._asked_byte, end, budget))
             self._asked_byte = end
 
     def readinto(self, buffer: Any) -> int:

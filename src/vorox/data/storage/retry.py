@@ -23,9 +23,12 @@ from typing import TypeVar
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
 from vorox.data.storage.contexts import iterated_with
-from vorox.data.storage.waiting import may_wait
+from vorox.data.storage.waiting import Waiter, may_wait
 
 T = TypeVar("T")
+
+Waits = Callable[[str], contextlib.AbstractContextManager[Waiter]]
+"""Opens a wait for something of a uri: somebody to tell, until the block is left."""
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
 
@@ -69,11 +72,20 @@ class TransientError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
-class RetryBudget:
-    """The failed tries that one unit of work has left, shared by all its readers and threads."""
+class StoreUnreachable(DataError):
+    """A store did not answer rightly for as long as was to be waited: it may later."""
 
-    def __init__(self, policy: RetryPolicy) -> None:
-        self.policy = policy
+
+class RetryBudget:
+    """The failed tries that one unit of work has left, shared by all its readers and threads.
+
+    Args:
+        policy: How patient to be.
+        waits: Whom failed and late tries are told; by default everybody who asks whether data is waited for.
+    """
+
+    def __init__(self, policy: RetryPolicy, waits: Waits = may_wait) -> None:
+        self.policy, self.waits = policy, waits
         self._left = policy.retries_per_unit
         self._lock = threading.Lock()
 
@@ -87,7 +99,7 @@ class RetryBudget:
             self._left -= 1
             if self._left >= 0:
                 return
-        raise DataError(
+        raise StoreUnreachable(
             f"the store did not answer rightly in {self.policy.retries_per_unit + 1:,} tries; the last time: {reason}",
             where=uri, hint="check the network and the store, then run the same command again; nothing is lost",
         )  # fmt: skip
@@ -97,14 +109,15 @@ _current: contextvars.ContextVar[RetryBudget | None] = contextvars.ContextVar("r
 
 
 @contextlib.contextmanager
-def retry_budget(policy: RetryPolicy | None = None) -> Generator[RetryBudget]:
+def retry_budget(policy: RetryPolicy | None = None, *, waits: Waits | None = None) -> Generator[RetryBudget]:
     """Let everything that is read inside share one budget: a unit of work. Without it every reader has its own.
 
     Args:
         policy: How patient to be. ``None``: as outside, else as ``RetryPolicy`` says.
+        waits: Whom failed and late tries are told. ``None``: as outside.
     """
-    outside = _current.get()
-    budget = RetryBudget(policy or (outside.policy if outside is not None else RetryPolicy()))
+    outside = _current.get() or RetryBudget(RetryPolicy())
+    budget = RetryBudget(policy or outside.policy, waits or outside.waits)
     token = _current.set(budget)
     try:
         yield budget
@@ -117,9 +130,9 @@ def in_one_budget(items: Iterator[T], policy: RetryPolicy) -> Iterator[T]:
     return iterated_with(items, _current, RetryBudget(policy))
 
 
-def current_budget() -> RetryBudget:
-    """The budget of the unit of work around the caller, else a new one."""
-    return _current.get() or RetryBudget(RetryPolicy())
+def current_budget(otherwise: RetryBudget | None = None) -> RetryBudget:
+    """The budget of the unit of work around the caller, else the one given, else a new one."""
+    return _current.get() or otherwise or RetryBudget(RetryPolicy())
 
 
 def backoff_seconds(policy: RetryPolicy, failures: int, jitter: random.Random) -> float:
@@ -171,7 +184,7 @@ async def with_retries(
     """
     policy, jitter = budget.policy, jitter or jitter_of(uri)
     failures, before = 0, progress()
-    with may_wait(uri) as wait:
+    with budget.waits(uri) as wait:
         while True:
             try:
                 async with asyncio.timeout(policy.try_seconds):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import io
 import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
@@ -21,8 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
-from vorox.data.storage.retry import RetryPolicy, TransientError, retry_after_seconds
-from vorox.data.storage.waiting import may_wait
+from vorox.data.storage.retry import RetryBudget, RetryPolicy, TransientError, retry_after_seconds
 
 if TYPE_CHECKING:
     import aiohttp
@@ -83,24 +83,24 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
 
-def finish(future: Future[T], uri: str, policy: RetryPolicy) -> T:
-    """The result of begun work; whoever waits long for it counts as waiting for data."""
+def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
+    """The result of begun work; that it is late is told as failed tries are."""
     try:
         with contextlib.suppress(TimeoutError):
-            return future.result(timeout=policy.late_seconds)
+            return future.result(timeout=budget.policy.late_seconds)
         if future.done():
             return future.result()
-        with may_wait(uri) as wait:
-            wait.because(f"no answer for {policy.late_seconds:g} s", failed=False)
+        with budget.waits(uri) as wait:
+            wait.because(f"no answer for {budget.policy.late_seconds:g} s", failed=False)
             return future.result()
     except BaseException:
         future.cancel()
         raise
 
 
-def run(coroutine: Coroutine[Any, Any, T], uri: str, policy: RetryPolicy) -> T:
+def run(coroutine: Coroutine[Any, Any, T], uri: str, budget: RetryBudget) -> T:
     """Do work on the background loop and wait for it."""
-    return finish(start(coroutine), uri, policy)
+    return finish(start(coroutine), uri, budget)
 
 
 async def kept(name: str, make: Callable[[], Awaitable[tuple[T, Callable[[], Awaitable[None]]]]]) -> T:
@@ -173,6 +173,7 @@ async def request(
     policy: RetryPolicy,
     headers: Mapping[str, str] | None = None,
     form: Mapping[str, str] | None = None,
+    body: bytes | memoryview | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
     """One try of a request.
@@ -180,6 +181,7 @@ async def request(
     Args:
         uri: What it is about, for messages; the address itself is never shown.
         form: Sent as the body, as forms are.
+        body: Sent as it is.
 
     Raises:
         TransientError: No connection, no byte for too long, or a body that broke.
@@ -194,7 +196,7 @@ async def request(
             method,
             URL(url, encoded=True),
             headers=headers,
-            data=form,
+            data=form if body is None else io.BytesIO(body),
             timeout=timeout,
             max_redirects=8,
             proxy=_proxy_of(url),

@@ -1,20 +1,25 @@
-"""The verbs of storage, the same whatever the scheme: list, read a range, open for random access.
+"""The verbs of storage, the same whatever the scheme: list, read a range, open for random access; put and remove.
 
 A location or a ``StoredFile`` comes in and goes to the module of its scheme. Invariant: what is read is what was
-listed, on every scheme; a change is a ``DataError`` that names the object.
+listed, on every scheme; a change is a ``DataError`` that names the object. Files of this machine are written by
+``core.atomic``; here only objects of ``s3://`` and ``gs://`` are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Generator
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, cast
 
-from vorox.data.storage import local
+from vorox.core.errors import ConfigError
+from vorox.data.storage import local, writing
 from vorox.data.storage.fetched import held_range
 from vorox.data.storage.locations import StoredFile, scheme_of
 from vorox.data.storage.remote import Store, list_remote, open_remote_range, open_remote_seekable
+from vorox.data.storage.writing import WRITABLE_SCHEMES, Content, Over, WritableStore, cannot_be_written
 
 
 @functools.cache
@@ -91,3 +96,76 @@ def open_seekable(file: StoredFile) -> BinaryIO:
     if scheme is not None:
         return open_remote_seekable(_store(scheme), file)
     return local.open_seekable(file)
+
+
+def list_objects(folder: str) -> list[StoredFile]:
+    """Every object below a folder of a store, hidden names and all, sorted by uri; none if there is no such folder.
+
+    Raises:
+        DataError: There is no such bucket, or it cannot be read.
+    """
+    return writing.list_below(_writable(folder), folder)
+
+
+def put_file(path: Path, uri: str) -> StoredFile:
+    """Write a file to a store, in parts if it is large, over whatever is there.
+
+    Returns:
+        The object, whose size and checksum the store has told.
+
+    Raises:
+        ConfigError: Nothing can be written under this scheme, or its extra is not installed.
+        DataError: The store refuses it, or did not answer rightly within the budget.
+        OSError: The file cannot be read.
+    """
+    return writing.put(_writable(uri), uri, Content.of_file(path), "anything")
+
+
+def put_bytes(data: bytes, uri: str, *, over: Over = "anything") -> StoredFile:
+    """Write an object.
+
+    Args:
+        data: All of it.
+        uri: Where.
+        over: What it may replace: ``"anything"``, ``"nothing"``, or only the version that was listed or put before. The
+            store decides this in one step, so of two writers one is refused.
+
+    Raises:
+        ConditionFailed: Another object is there.
+        ConfigError, DataError: As ``put_file``.
+    """
+    return writing.put(_writable(uri), uri, Content.of_bytes(data), over)
+
+
+def remove_object(uri: str) -> None:
+    """Remove an object; one that is not there is no failure.
+
+    Raises:
+        ConfigError, DataError: As ``put_file``.
+    """
+    writing.remove(_writable(uri), uri)
+
+
+def check_writable(location: str) -> None:
+    """Refuse a place that nothing can be written to, without asking any store.
+
+    Raises:
+        ConfigError: The scheme is none of those, the uri names no bucket or carries credentials, or the extra that the
+            scheme needs is not installed.
+    """
+    scheme = scheme_of(location)
+    needed = {"s3": ("s3fs", "vorox[s3]"), "gs": ("gcsfs", "vorox[gcs]")}.get(scheme or "")
+    if needed is None:
+        raise cannot_be_written(location)
+    if not location.partition("://")[2].strip("/"):
+        raise ConfigError("the uri names no bucket", where=location, hint=f"write it as {scheme}://BUCKET/FOLDER")
+    package, extra = needed
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{scheme}:// needs {package}, which is not installed", hint=f"pip install '{extra}'")
+
+
+def _writable(location: str) -> WritableStore:
+    scheme = scheme_of(location)
+    if scheme not in WRITABLE_SCHEMES:
+        raise cannot_be_written(location)
+    return cast("WritableStore", _store(scheme))

@@ -7,9 +7,12 @@ Invariant: what is read or waited for now is never more dispensable than what is
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vorox.data.streaming.windows import Range
+
+_CUT_AT_ONCE = 8
+"""Units that are cut before the first of them are built."""
 
 _HELD_READS = 64
 """Reads for which a segment stays wanted after its last one: reader threads leave a segment one by one."""
@@ -19,19 +22,25 @@ class Need:
     """What the readers of a stream are at.
 
     Args:
-        segments: Ranges of units that are read together, one after the other, without gaps.
+        segments: Ranges of units that are read together, one after the other, without gaps; ``know`` gives more.
         prefetch_segments: Segments that are wanted ahead of the one being read.
     """
 
     def __init__(self, segments: Sequence[Range], prefetch_segments: int) -> None:
-        self.segments = segments
         self.awaited: int | None = None
         """The segment that somebody waits for until its units are recorded."""
         self._prefetch_segments = prefetch_segments
-        self._starts = [start for start, _ in segments]
+        self.know(segments)
         self._latest: int | None = None
         self._touched: dict[int, int] = {}
         self._reads = 0
+
+    def know(self, segments: Sequence[Range]) -> None:
+        """There are more segments than was known, or the last of them end where the units do."""
+        self.segments = segments
+        self._starts = [start for start, _ in segments]
+        if self.awaited is not None and self.awaited >= len(segments):
+            self.awaited = None
 
     def segment_of(self, unit: int) -> int:
         return bisect.bisect_right(self._starts, unit) - 1
@@ -54,6 +63,11 @@ class Need:
             self.awaited = None
         return bool(fresh or expired)
 
+    def was_recorded(self) -> None:
+        """The awaited segment is recorded: where others are read, it may go like any until its turn comes."""
+        if self._latest is not None:
+            self.awaited = None
+
     def window(self) -> Sequence[Range]:
         """The segment that is read and those wanted ahead of it; nothing before the first read."""
         base = self._base
@@ -62,6 +76,32 @@ class Need:
     def to_build(self) -> list[Range]:
         """Segments to build, the most urgent ones first."""
         return [*([] if self.awaited is None else [self.segments[self.awaited]]), *self.window()]
+
+    def wanted(
+        self, demanded: Iterable[int], done: Collection[int], settled: Collection[int], known_units: int | None
+    ) -> tuple[list[int], int]:
+        """Units to build, the most urgent ones first; if there is none before, how many units are to be known.
+
+        Args:
+            demanded: Units that somebody waits for, one by one.
+            done: Units that were built before; those that were not come first.
+            settled: Units that are there, or are not to be tried now. The first that is not known may be among them.
+            known_units: How many units are known, if more follow.
+        """
+        wanted = dict.fromkeys(unit for unit in sorted(demanded) if unit not in settled)
+        for first, last in self.to_build():
+            known = last if known_units is None else min(last, known_units)
+            units = sorted(range(first, known), key=lambda unit: unit in done)
+            wanted |= dict.fromkeys(unit for unit in units if unit not in settled)
+            if known_units is not None and known_units < last and known_units not in settled:
+                return list(wanted), 0 if wanted else min(last, known_units + _CUT_AT_ONCE)
+        return list(wanted), 0
+
+    def awaits_more(self, known_units: int | None) -> bool:
+        """Whether somebody waits for units that are not known yet."""
+        if self.awaited is None or known_units is None:
+            return False
+        return self.segments[self.awaited][1] > known_units
 
     def rank(self, unit: int, others: Sequence[Range]) -> int:
         """0: read now or waited for; 1: read by slower threads or in between; 2: of the next segments; more: later.

@@ -10,29 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vorox.core.schema.data import DataConfig, GrowthConfig
+from vorox.core.schema.data import DataConfig
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import Unit
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.streaming.retention import Ring
-from vorox.data.streaming.stream import Stream, open_directory
-from vorox.data.streaming.windows import Range
+from vorox.data.streaming.stream import Stream
+from vorox.data.streaming.unit_list import UnitList, open_directory
+from vorox.data.streaming.windows import SegmentRule
 
 DIRECTORY_NAME = "streams"
 """Below the root of the caches: chunks there come and go."""
 
 _POLL_SECONDS = 0.02
-
-
-def segment_ranges(num_units: int, growth: GrowthConfig) -> list[Range]:
-    """The units of each segment of a pass."""
-    ranges: list[Range] = []
-    first, size = 0, growth.first_segment_units
-    while first < num_units:
-        last = min(first + min(size, growth.max_segment_units), num_units)
-        ranges.append((first, last))
-        first, size = last, 2 * size
-    return ranges
 
 
 class Streams:
@@ -47,17 +37,17 @@ class Streams:
         self.ring = Ring(data.streaming.retention_bytes)
         self.streams: list[Stream] = []
 
-    def open(
-        self, directory: Path, work: UnitWork, units: Sequence[Unit], *, bad_record_fraction: float
-    ) -> StreamReader:
+    def open(self, directory: Path, work: UnitWork, units: UnitList, *, bad_record_fraction: float) -> StreamReader:
         """The rows of one split of a source, built while they are read.
 
         Raises:
-            DataError: The directory is of another recipe or source, or holds a cache that is meant to stay.
+            DataError: The directory is of another recipe or source, or holds a cache that is meant to stay; the
+                text cannot be read.
         """
-        open_directory(directory, work, units)
+        growth = self._data.growth
+        open_directory(directory, units, growth.first_segment_units)
         stream = Stream(
-            directory, work, units, segment_ranges(len(units), self._data.growth), self.ring,
+            directory, work, units, SegmentRule(growth.first_segment_units, growth.max_segment_units), self.ring,
             prefetch_segments=self._data.streaming.prefetch_segments, bad_record_fraction=bad_record_fraction,
         )  # fmt: skip
         self.streams.append(stream)

@@ -1,10 +1,11 @@
 """One split of one source whose chunk files come and go: what is on disk, what is wanted next, and who builds it.
 
-Readers say what they touch; a thread builds the units of the segment that is being read and of the next ones, in the
-order of their need, within the room of the ring. A unit that was built once is recorded in the cache's manifest for
-ever; when its chunks are needed after they were removed, the unit is built again from its text and must come out with
-the content that was recorded. Invariant: what a reader gets is what a cache of the same recipe holds, or an error at
-the very row that needs it; neither the network nor the room on disk changes an order or leaves something out.
+Readers say what they touch; a thread cuts the source into the units of the segment that is being read and of the next
+ones, as far as they are not known, and builds them in the order of their need, within the room of the ring. A unit
+that was built once is recorded in the cache's manifest for ever; when its chunks are needed after they were removed,
+the unit is built again from its text and must come out with the content that was recorded. Invariant: what a reader
+gets is what a cache of the same recipe holds, or an error at the very row that needs it; neither the network nor the
+room on disk changes an order or leaves something out.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.builder import prepare_directory, refused_write
+from vorox.data.cache.builder import refused_write
 from vorox.data.cache.commit import commit_unit
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.leases import Leases
@@ -28,9 +28,11 @@ from vorox.data.cache.unit_work import BuiltUnit, UnitWork
 from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.storage.waiting import may_wait
+from vorox.data.streaming.figures import StreamStatistics
 from vorox.data.streaming.need import Need
-from vorox.data.streaming.retention import Ring, mark, remove_chunks, resident_units
-from vorox.data.streaming.windows import Range, Window
+from vorox.data.streaming.retention import Ring, remove_chunks, resident_units
+from vorox.data.streaming.unit_list import UnitList
+from vorox.data.streaming.windows import Range, SegmentRule, Window
 
 _CLOSE_SECONDS = 10.0
 _OTHERS_SECONDS = 0.1
@@ -43,44 +45,14 @@ class Forgetful(Protocol):
     def forget(self, unit: int, /) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStatistics:
-    """What a stream did since it was opened.
-
-    Attributes:
-        units_built: Units built for the first time.
-        units_rebuilt: Units built again because their chunks had been removed.
-        text_bytes: UTF-8 bytes of text that became tokens, those of units built again included.
-        tokens: Their tokens.
-        evicted_units: Units whose chunks were removed.
-    """
-
-    units_built: int = 0
-    units_rebuilt: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
-    evicted_units: int = 0
-
-
-def open_directory(directory: Path, work: UnitWork, units: Sequence[Unit]) -> Manifest:
-    """Make or find the directory of a stream, with its recipe, files and units recorded.
-
-    Raises:
-        DataError: It is of another recipe or source, or holds a cache that is meant to stay.
-    """
-    make_directory(directory)
-    mark(directory)
-    return prepare_directory(directory, work, units)
-
-
 class Stream:
     """An open stream. Nothing is built before somebody reads or waits.
 
     Args:
         directory: A directory that ``open_directory`` made.
         work: What its units are a function of.
-        units: All of them.
-        segments: Ranges of units that are read together, one after the other, without gaps.
+        units: Those that are known, and where more come from; the thread's from now on.
+        rule: Which of them are read together.
         ring: The room for its chunks.
         prefetch_segments: Segments that are built ahead of the one being read.
         bad_record_fraction: Unreadable records of a unit, rounded up, that are put aside before the stream stops.
@@ -90,8 +62,8 @@ class Stream:
         self,
         directory: Path,
         work: UnitWork,
-        units: Sequence[Unit],
-        segments: Sequence[Range],
+        units: UnitList,
+        rule: SegmentRule,
         ring: Ring,
         *,
         prefetch_segments: int = 1,
@@ -103,7 +75,8 @@ class Stream:
         self.stages: PipelineStatistics | None = None
         self.manifest = Manifest.open(directory)
         self._unit_work, self._units, self._bad_record_fraction = work.at(directory), units, bad_record_fraction
-        self._need = Need(segments, prefetch_segments)
+        self._rule, self._ahead = rule, prefetch_segments + 1
+        self._need = Need(self._segments(), prefetch_segments)
         self._resident: set[int] = set()
         self._demanded: dict[int, int] = {}
         self._targets: frozenset[int] = frozenset()
@@ -125,6 +98,7 @@ class Stream:
         """Rows of these units are read now, as part of the order of training."""
         with self.ring.changed:
             if self._need.touch(units):
+                self._settle()
                 self._start()
                 self.ring.changed.notify_all()
 
@@ -184,10 +158,12 @@ class Stream:
             DataError: One of them cannot be built.
         """
         with self.ring.changed:
-            self.manifest = self.manifest.refreshed(self.directory)
-            missing = self.manifest.missing_units(0, awaited_units)
-            if len(missing):
-                awaited = self._need.segment_of(int(missing[0]))
+            self._refresh()
+            missing: list[int] = self.manifest.missing_units(0, awaited_units).tolist()
+            if not missing and not self.manifest.is_cut and self.manifest.planned_units < awaited_units:
+                missing = [self.manifest.planned_units]
+            if missing:
+                awaited = self._need.segment_of(missing[0])
                 first, last = self._need.segments[awaited]
                 for unit in sorted(self._errors.keys() & set(range(first, last))):
                     self.ring.changed.notify_all()  # it is tried again
@@ -198,6 +174,26 @@ class Stream:
                     self._start()
                     self.ring.changed.notify_all()
             return self.manifest
+
+    def _refresh(self) -> None:
+        """See what is recorded by now. The caller has the ring."""
+        before = self.manifest
+        self.manifest = before.refreshed(self.directory)
+        if (self.manifest.planned_units, self.manifest.is_cut) != (before.planned_units, before.is_cut):
+            self._need.know(self._segments())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Stop awaiting what is recorded."""
+        awaited = self._need.awaited
+        if awaited is None or self._need.awaits_more(self._known):
+            return
+        if not len(self.manifest.missing_units(*self._need.segments[awaited])):
+            self._need.was_recorded()
+
+    def _segments(self) -> list[Range]:
+        manifest = self.manifest
+        return self._rule.ranges(manifest.planned_units, is_all=manifest.is_cut, ahead=self._ahead)
 
     @property
     def first_segment_units(self) -> int:
@@ -220,7 +216,7 @@ class Stream:
 
     def evicted(self, unit: int, /) -> None:
         self._resident.discard(unit)
-        self.statistics = replace(self.statistics, evicted_units=self.statistics.evicted_units + 1)
+        self.statistics = self.statistics.with_evicted_unit()
         for reader in list(self._readers):
             reader.forget(unit)
 
@@ -237,34 +233,58 @@ class Stream:
         self.stages = stages
 
     def _work(self) -> None:
-        while (targets := self._next_targets()) is not None:
-            claimed: list[int] = []
-            kept = 0
+        while (wanted := self._next_wanted()) is not None:
+            targets, cut_to = wanted
             try:
-                with Leases(self.directory) as leases:
-                    units = self._claim(targets, leases, claimed)
-                    for built in self._unit_work.run(units, on_statistics=self._see, stop=self._is_interrupted):
-                        if not self._keep(built):
-                            break
-                        leases.release(built.unit_id)
-                        kept += 1
-            except OSError as error:
-                saved = f"{len(self.manifest.units)} of {len(self._units)} units are recorded"
-                refused = refused_write(error, self.directory, saved=saved, needed_bytes=self.ring.limit_bytes)
-                refused.__cause__ = error
-                self._failed(claimed[kept] if kept < len(claimed) else targets[0], refused)
+                if targets:
+                    self._build(targets)
+                else:
+                    self._cut(cut_to)
             except BaseException as error:  # whatever it is, who waits for the unit must see it
-                self._failed(claimed[kept] if kept < len(claimed) else targets[0], error)
+                self._failed(targets[0] if targets else self.manifest.planned_units, error)
+        self._units.close()
 
-    def _next_targets(self) -> list[int] | None:
-        """Waits until there is something to build; None when the ring is closed."""
+    def _build(self, targets: Sequence[int]) -> None:
+        claimed: list[int] = []
+        kept = 0
+        try:
+            with Leases(self.directory) as leases:
+                units = self._claim(targets, leases, claimed)
+                for built in self._unit_work.run(units, on_statistics=self._see, stop=self._is_interrupted):
+                    if not self._keep(built):
+                        break
+                    leases.release(built.unit_id)
+                    kept += 1
+        except BaseException as error:
+            self._failed(claimed[kept] if kept < len(claimed) else targets[0], error)
+
+    def _cut(self, num_units: int) -> None:
+        """Have more units recorded, or wait for another process that cuts."""
+        awaited = self._need.awaited
+
+        def stop() -> bool:
+            with self.ring.changed:
+                return self.ring.closed or bool(self._demanded) or self._need.awaited not in (None, awaited)
+
+        is_mine = self._units.extend(num_units, stop) is not None
+        with self.ring.changed:
+            if not is_mine:
+                self.ring.changed.wait(_OTHERS_SECONDS)
+            self._refresh()
+            self.ring.changed.notify_all()
+
+    def _next_wanted(self) -> tuple[list[int], int] | None:
+        """Units to build, or how many are to be known; waits until there is any. None: the ring is closed."""
         with self.ring.changed:
             while not self.ring.closed:
+                self._units.see(self.manifest)
                 self._find_on_disk()
-                targets = self._wanted()
+                settled = self._resident | self._postponed | self._errors.keys()
+                done = set(self.manifest.units["unit"].tolist())
+                targets, cut_to = self._need.wanted(self._demanded, done, settled, self._known)
                 self._targets = frozenset(targets)
-                if targets:
-                    return targets
+                if targets or cut_to:
+                    return targets, cut_to
                 self.ring.changed.wait()
             return None
 
@@ -279,15 +299,6 @@ class Stream:
         chunks = self.manifest.unit_chunks(unit) if unit >= 0 else []
         return bool(chunks) and all(chunk_path(self.directory, unit, chunk.part) in files for chunk in chunks)
 
-    def _wanted(self) -> list[int]:
-        """Units to build, the most urgent ones first."""
-        done = set(self.manifest.units["unit"].tolist())
-        settled = self._resident | self._postponed | self._errors.keys()
-        wanted = dict.fromkeys(sorted(self._demanded))
-        for segment in self._need.to_build():
-            wanted |= dict.fromkeys(sorted(range(*segment), key=lambda unit: unit in done))
-        return [unit for unit in wanted if unit not in settled]
-
     def _urgent(self) -> set[int]:
         """Units that somebody waits for."""
         urgent = set(self._demanded)
@@ -298,12 +309,22 @@ class Stream:
     def _is_interrupted(self) -> bool:
         """Whether something is waited for that is not among what is being built."""
         with self.ring.changed:
-            return self.ring.closed or not self._urgent() <= self._targets
+            urgent = self._urgent()
+            return self.ring.closed or not urgent <= self._targets or (self._awaits_cutting() and not urgent)
 
     def _gives_way(self, unit: int) -> bool:
         """Whether a unit that there is no room for should not wait, because another one is waited for."""
         urgent = self._urgent()
-        return bool(urgent) and unit not in urgent
+        return unit not in urgent and (bool(urgent) or self._awaits_cutting())
+
+    def _awaits_cutting(self) -> bool:
+        """Whether somebody waits for units that are not known yet, and could be."""
+        return self.manifest.planned_units not in self._errors and self._need.awaits_more(self._known)
+
+    @property
+    def _known(self) -> int | None:
+        """How many units are known, if more follow."""
+        return None if self.manifest.is_cut else self.manifest.planned_units
 
     def _claim(self, targets: Sequence[int], leases: Leases, claimed: list[int]) -> Iterator[Unit]:
         """The units that no other process builds or has built by now."""
@@ -311,13 +332,13 @@ class Stream:
             if not leases.take(unit):
                 continue
             with self.ring.changed:
-                self.manifest = self.manifest.refreshed(self.directory)
+                self._refresh()
                 self._find_on_disk()
                 if unit in self._resident:
                     leases.release(unit)
                     continue
                 claimed.append(unit)
-            yield self._units[unit]
+            yield self._units.units[unit]
         if not claimed:
             with self.ring.changed:
                 self.ring.changed.wait(_OTHERS_SECONDS)
@@ -327,7 +348,8 @@ class Stream:
         unit = built.unit_id
         records = [record for _, record in built.chunks]
         with self.ring.changed:
-            manifest = self.manifest = self.manifest.refreshed(self.directory)
+            self._refresh()
+            manifest = self.manifest
         is_new = not manifest.has_unit(unit)
         if not is_new:
             _check_content(self.directory, manifest, unit, records)
@@ -347,20 +369,18 @@ class Stream:
                     make_directory(path.parent)
                     write_file(path, data)
             with self.ring.changed:
-                self.manifest = manifest
+                self._refresh()
                 self._resident.add(unit)
-                done = self.statistics
-                self.statistics = replace(
-                    done,
-                    units_built=done.units_built + is_new,
-                    units_rebuilt=done.units_rebuilt + (not is_new),
-                    text_bytes=done.text_bytes + built.statistics.text_bytes,
-                    tokens=done.tokens + built.statistics.tokens,
-                )
+                self.statistics = self.statistics.with_unit(built, is_new=is_new)
         return True
 
     def _failed(self, unit: int, error: BaseException) -> None:
         """Who waits for the unit gets the error; if nobody does yet, it is tried again when somebody does."""
+        if isinstance(error, OSError):
+            saved = f"{len(self.manifest.units)} units are recorded"
+            refused = refused_write(error, self.directory, saved=saved, needed_bytes=self.ring.limit_bytes)
+            refused.__cause__ = error
+            error = refused
         with self.ring.changed:
             if unit in self._demanded or self._need.segment_of(unit) == self._need.awaited:
                 self._errors[unit] = error

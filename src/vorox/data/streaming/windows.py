@@ -1,4 +1,4 @@
-"""What the processes that share a stream's directory read at the moment, so that none removes what another needs.
+"""What is read together, and what the processes that share a stream's directory read at the moment.
 
 Each stream writes the units that it reads next into ``windows/``; others look there before they remove chunks.
 Invariant: nothing but time depends on it. A window that is missed costs a unit that is built once more.
@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,36 @@ _FORGOTTEN_SECONDS = 3600.0
 """A process of another host that has said nothing for so long is taken for dead."""
 
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRule:
+    """Which units are read together: segments, each twice as long as the one before, up to a bound.
+
+    Attributes:
+        first_units: Units of the first.
+        max_units: The bound.
+    """
+
+    first_units: int
+    max_units: int
+
+    def ranges(self, num_units: int, *, is_all: bool, ahead: int = 1) -> list[Range]:
+        """The segments of a pass.
+
+        Args:
+            num_units: Units that are known.
+            is_all: Whether they are all; the last segment ends with them.
+            ahead: If they are not, so many segments that begin behind them.
+        """
+        ranges: list[Range] = []
+        first, size, left = 0, self.first_units, 0 if is_all else ahead
+        while first < num_units or left:
+            left -= first >= num_units
+            last = first + min(size, self.max_units)
+            ranges.append((first, min(last, num_units) if is_all else last))
+            first, size = last, 2 * size
+        return ranges
 
 
 class Window:

@@ -22,6 +22,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
 
+_CHECKSUM_MESSAGES = ("incorrect data check", "incorrect length check", "checksum")
 _PIECE_BYTES = 1 << 16
 _LARGEST_WINDOW_BYTES = 1 << 27
 _LARGEST_FRAME_HEADER_BYTES = 18
@@ -29,7 +30,17 @@ _RESTART_DISTANCE_BYTES = 1 << 22
 
 
 class BrokenStream(ValueError):
-    """Compressed data that is damaged, ends early or is something else; the message says what."""
+    """Compressed data that is damaged, ends early or is something else; the message says what.
+
+    Attributes:
+        is_damage: Not so where the data may be sound, but is refused.
+        is_checksum: A member or frame was read to its end, and something in it is not what was compressed.
+    """
+
+    def __init__(self, message: str, *, is_damage: bool = True) -> None:
+        super().__init__(message)
+        self.is_damage = is_damage
+        self.is_checksum = any(words in message for words in _CHECKSUM_MESSAGES)
 
 
 class Reader(Protocol):
@@ -45,6 +56,7 @@ class Decoder(Protocol):
         offset: Decompressed bytes given out.
         taken_bytes: Compressed bytes taken from the reader: where the next reader has to begin.
         restarts: (compressed, decompressed) places where a new decoder may begin, some MiB apart.
+        began: The same two places of the member or frame at hand.
     """
 
     @property
@@ -53,6 +65,8 @@ class Decoder(Protocol):
     def taken_bytes(self) -> int: ...
     @property
     def restarts(self) -> list[tuple[int, int]]: ...
+    @property
+    def began(self) -> tuple[int, int]: ...
 
     def read(self, reader: Reader, size: int) -> bytes:
         """At least one byte and at most ``size``; nothing at the end of the stream.
@@ -98,6 +112,7 @@ class GzipDecoder:
         self.offset = offset
         self.taken_bytes = taken_bytes
         self.restarts: list[tuple[int, int]] = []
+        self.began = (taken_bytes, offset)
         self._member: zlib._Decompress | None = None  # pyright: ignore[reportPrivateUsage]
         self._pending = b""
 
@@ -140,9 +155,10 @@ class GzipDecoder:
             return self._begin_member(reader)
         if not self._pending:
             return False
+        self.began = (self.taken_bytes - len(self._pending), self.offset)
         if not self._pending.startswith(GZIP_MAGIC):
             raise BrokenStream("behind the gzip data lies something else")
-        _add_restart(self.restarts, (self.taken_bytes - len(self._pending), self.offset))
+        _add_restart(self.restarts, self.began)
         self._member = zlib.decompressobj(16 + zlib.MAX_WBITS)
         return True
 
@@ -153,6 +169,7 @@ class ZstdDecoder:
     def __init__(self, taken_bytes: int = 0, offset: int = 0) -> None:
         self.offset = offset
         self.restarts: list[tuple[int, int]] = []
+        self.began = (taken_bytes, offset)
         self._frames = _ZstdFrames(taken_bytes)
         self._frame: zstandard.ZstdDecompressionReader | None = None
 
@@ -165,10 +182,12 @@ class ZstdDecoder:
         try:
             while True:
                 if self._frame is None:
+                    self.began = (self._frames.at, self.offset)
                     begin = self._frames.begin()
                     if begin is None:
                         return b""
-                    _add_restart(self.restarts, (begin, self.offset))
+                    self.began = (begin, self.offset)
+                    _add_restart(self.restarts, self.began)
                     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
                     self._frame = decompressor.stream_reader(cast("IO[bytes]", self._frames), read_size=_PIECE_BYTES)
                 piece = self._frame.read(size)
@@ -180,7 +199,8 @@ class ZstdDecoder:
         except zstandard.ZstdError as error:
             if "requires too much memory" in str(error):
                 raise BrokenStream(
-                    f"the zstd window is larger than {_LARGEST_WINDOW_BYTES >> 20} MiB; compress it without --long=31"
+                    f"the zstd window is larger than {_LARGEST_WINDOW_BYTES >> 20} MiB; compress it without --long=31",
+                    is_damage=False,
                 ) from error
             raise BrokenStream(f"damaged zstd data: {str(error).rpartition(': ')[2]}") from error
         finally:
@@ -201,6 +221,11 @@ class _ZstdFrames:
         self._then: Literal["block", "checksum", "end"] = "end"
         self._has_checksum = False
 
+    @property
+    def at(self) -> int:
+        """Compressed bytes that were given out."""
+        return self.taken_bytes - len(self._pending)
+
     def begin(self) -> int | None:
         """Place of the next frame; ``None`` at the end of the stream."""
         while self._fill(4) and _is_skippable(self._pending):
@@ -214,7 +239,7 @@ class _ZstdFrames:
         self._fill(_LARGEST_FRAME_HEADER_BYTES)
         self._has_checksum = zstandard.get_frame_parameters(self._pending).has_checksum
         self._left_bytes, self._then = zstandard.frame_header_size(self._pending), "block"
-        return self.taken_bytes - len(self._pending)
+        return self.at
 
     def read(self, size: int) -> bytes:
         if self._left_bytes == 0 and not self._next_part():

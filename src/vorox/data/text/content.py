@@ -15,7 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, cast
 
 from vorox.core.errors import DataError
@@ -33,24 +33,11 @@ from vorox.data.text.compression import (
 )
 
 _PIECE_BYTES = 1 << 20
+_SMALL_PIECE_BYTES = 1 << 10
+_SALVAGED_BYTES = 1 << 9
 _ALWAYS_ALLOWED_BYTES = 1 << 28
 _MOST_FILES_KNOWN = 4096
 _MOST_DECODERS_KEPT = 8
-
-_FOREIGN: dict[bytes, str] = {
-    b"PAR1": "Parquet",
-    b"PK\x03\x04": "a zip archive",
-    b"\x7fELF": "a program",
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
-    b"%PDF-": "a PDF document",
-    b"SQLite format 3\0": "a SQLite database",
-    b"\xfd7zXZ\0": "xz data",
-    b"BZh9": "bzip2 data",
-    b"7z\xbc\xaf": "a 7z archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +47,33 @@ class Limits:
     Attributes:
         max_bytes: Decompressed bytes.
         max_ratio: Decompressed bytes for each compressed one, counted from 256 MiB on.
+        keeps_readable: A damaged file ends where its damage begins, instead of being refused.
     """
 
     max_bytes: int = 1 << 40
     max_ratio: float = 1000.0
+    keeps_readable: bool = False
 
     @classmethod
     def of(cls, config: SourceConfig) -> Limits:
-        return cls(config.max_decompressed_bytes, config.max_decompression_ratio)
+        keeps_readable = config.damaged_files == "keep_readable"
+        return cls(config.max_decompressed_bytes, config.max_decompression_ratio, keeps_readable)
 
 
 DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Where the content of a compressed file ends because the rest cannot be read.
+
+    Attributes:
+        end_byte: Behind the last decompressed byte that any way of reading gives.
+        reason: What is wrong and where, for a person.
+    """
+
+    end_byte: int
+    reason: str
 
 
 @dataclass
@@ -79,11 +82,13 @@ class _Known:
 
     Attributes:
         length_bytes: Of its content, once the end was seen.
+        damage: What keeps the end from being seen, once that was looked for.
         restarts: (compressed, decompressed) places where decompressing may begin, ascending.
         decoders: Those that were put aside, the latest last.
     """
 
     length_bytes: int | None = None
+    damage: Damage | None = None
     restarts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     decoders: list[Decoder] = field(default_factory=list[Decoder])
 
@@ -145,6 +150,9 @@ def length_bytes(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> int:
     """Length of the content; for a compressed file one pass over it, once in a process."""
     if compression_of(file.uri) is None:
         return file.size_bytes
+    damage = damage_of(file, limits)
+    if damage is not None:
+        return damage.end_byte
     with _lock:
         known = _remembered(file).length_bytes
         start = max((place[1] for place in _remembered(file).restarts), default=0)
@@ -157,6 +165,79 @@ def length_bytes(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> int:
         length = _remembered(file).length_bytes
     assert length is not None, "a stream was read to its end"
     return length
+
+
+def damage_of(file: StoredFile, limits: Limits) -> Damage | None:
+    """Where a compressed file is damaged, for a source that keeps what is readable: one pass, once in a process.
+
+    The place is a function of the file: what comes before it is read alike in whatever portions. Of a member or frame
+    whose checksum is wrong nothing counts as readable, for anything in it may be wrong.
+
+    Raises:
+        DataError: The file cannot be read for another reason.
+    """
+    kind = compression_of(file.uri)
+    if kind is None or not limits.keeps_readable:
+        return None
+    with _lock:
+        known = _remembered(file)
+        if known.length_bytes is not None or known.damage is not None:
+            return known.damage
+    decoder, strict = decoder_at(kind), replace(limits, keeps_readable=False)
+    with open_range(file) as opened:
+        raw = _Decompressed(file, decoder, _checked(file, kind, opened), None, strict)
+        try:
+            while raw.piece(_PIECE_BYTES):
+                pass
+        except DataError as error:
+            broken = error.__cause__
+            if not isinstance(broken, BrokenStream) or not broken.is_damage:
+                raise
+            end = decoder.began[1] if broken.is_checksum else _sound_end(file, kind, decoder)
+            damage = Damage(end, error.what)
+        else:
+            return None
+    with _lock:
+        _remembered(file).damage = damage
+    return damage
+
+
+def _sound_end(file: StoredFile, kind: Compression, broken: Decoder) -> int:
+    """Where the sound part of a broken member or frame ends: what a decoder gives when it is asked for little.
+
+    One byte less, for a decoder looks at what follows as soon as it can, and must not see the damage.
+    """
+    decoder, sure = decoder_at(kind, *broken.began), broken.offset - 1
+    with open_range(file, broken.began[0], None) as opened, contextlib.suppress(BrokenStream):
+        while decoder.offset < sure:
+            decoder.read(opened, min(_PIECE_BYTES, sure - decoder.offset))
+        while decoder.read(opened, _SALVAGED_BYTES):
+            pass
+    return max(broken.began[1], decoder.offset - 1)
+
+
+def compressed_bytes(file: StoredFile, end_byte: int, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Bytes of a compressed file that were taken when its content up to a place was given out.
+
+    It is read from the start, so that the answer is a function of the file and the place alone.
+    """
+    kind = compression_of(file.uri)
+    assert kind is not None, "asked of a compressed file"
+    decoder = decoder_at(kind)
+    with open_range(file) as opened:
+        source = _InSmallPieces(_checked(file, kind, opened))
+        _Decompressed(file, decoder, source, None, limits).skip_to(end_byte)
+    return decoder.taken_bytes
+
+
+class _InSmallPieces:
+    """The same bytes, so few at a time that a decoder has hardly more of them than it needs."""
+
+    def __init__(self, source: Reader) -> None:
+        self._source = source
+
+    def read(self, size: int, /) -> bytes:
+        return self._source.read(min(size, _SMALL_PIECE_BYTES))
 
 
 class _Decompressed(io.RawIOBase):
@@ -228,6 +309,8 @@ def open_content(
         with open_range(file, start_byte, end_byte) as reader:
             yield reader
         return
+    damage = damage_of(file, limits) if end_byte is None else None
+    end_byte = damage.end_byte if damage is not None else end_byte
     decoder = _take_decoder(file, kind, start_byte)
     with open_range(file, decoder.taken_bytes, None) as opened:
         source = _checked(file, kind, opened) if decoder.taken_bytes == 0 else opened
@@ -261,25 +344,6 @@ def _checked(file: StoredFile, kind: Compression, source: BinaryIO) -> Reader:
         f"the name says {NAMES[kind]}, but {said}", where=file.uri,
         hint="name the file after what it is, or fetch it again",
     )  # fmt: skip
-
-
-def refuse_foreign(file: StoredFile, start: bytes) -> None:
-    """Refuse content that begins like something other than text.
-
-    Raises:
-        DataError: Naming what it looks like.
-    """
-    found = looks_like(start)
-    if found is not None:
-        what = f"{NAMES[found]} data, but its name does not end in .{found}"
-        hint = f"name the file ....{found}, so that it is decompressed"
-    else:
-        name = next((name for magic, name in _FOREIGN.items() if start.startswith(magic)), None)
-        if name is None:
-            return
-        what = name
-        hint = "convert it to UTF-8" if name.startswith("UTF-16") else "take it out of data.sources, or say its format"
-    raise DataError(f"the file is not UTF-8 text but looks like {what}", where=file.uri, hint=hint)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Named sources: which files they are, how the files are cut into units of work, and what a unit reads.
+"""Named sources: which files they are, and what a unit of them reads.
 
 A ``SourceConfig`` goes in; ``list_source`` fixes its files (sorted, each content once, pinned by SHA-256),
-``cut_units`` divides them before any work is done, ``read_unit`` yields documents and bad records. Invariant: the
-list, the units and the records are functions of the configuration and of the files' content alone, so that the same
-files give the same rows on every machine and however often a build was interrupted.
+``read_unit`` yields the documents and bad records of a unit that ``cutting`` made. Invariant: the list and the
+records are functions of the configuration and of the files' content alone, so that the same files give the same rows
+on every machine and however often a build was interrupted.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.documents import Record, SourceFile, Unit, UnitSpan
-from vorox.data.groups import groups_within
+from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
-from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure, read_records
+from vorox.data.text.content import Limits, damage_of
+from vorox.data.text.formats import cut, has_many_records, measure, read_records
 from vorox.data.text.listing import FoundFile, Note, find_files
-from vorox.data.text.splits import Split, document_filter, file_split, tail_start
+from vorox.data.text.splits import Split, document_filter
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes identified, bytes to identify)."""
@@ -69,6 +68,8 @@ class Source:
         if config.format == "bin":
             definition["end_of_text_id"] = str(config.end_of_text_id)
         default = type(config).model_fields["max_record_bytes"].default
+        if config.damaged_files != "stop":
+            definition["damaged_files"] = config.damaged_files
         if has_many_records(config) and config.max_record_bytes != default:
             definition["max_record_bytes"] = str(config.max_record_bytes)
         return definition
@@ -128,7 +129,7 @@ def list_source(
             duplicates.append(f"{stored.uri} (as {first})")
             continue
         end, text_bytes, is_last = _use(config, stored, used)
-        if text_bytes:
+        if text_bytes or (end is None and damage_of(stored, Limits.of(config)) is not None):
             chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
         used += text_bytes
         if is_last:
@@ -165,7 +166,7 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
     if config.max_bytes is None:
         return whole, file.size_bytes, False
     left = config.max_bytes - used_bytes
-    pieces = cut(config, file, 0, None, left)
+    pieces = (piece for piece in cut(config, file, 0, None, left) if piece.text_bytes)
     if compression_of(file.uri) is None:
         size = measure(config, file)
         if size <= left:
@@ -232,6 +233,12 @@ def _check(config: SourceConfig, key: str) -> None:
             f"format {config.format} has no fields, so text_field {config.text_field!r} would be ignored",
             where=f"{key}.text_field", hint="leave it away, or say format: jsonl, csv or parquet",
         )  # fmt: skip
+    if config.format not in {"txt", "jsonl", "csv"} and config.damaged_files != "stop":
+        raise ConfigError(
+            f"damaged_files {config.damaged_files!r} means gzip and zstd files of format txt, jsonl or csv; of format "
+            f"{config.format} nothing can be read once a part of it is broken",
+            where=f"{key}.damaged_files", hint="leave it away",
+        )  # fmt: skip
 
 
 def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataError:
@@ -245,90 +252,6 @@ def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataE
     else:
         what, hint = f"source {config.name!r} is empty: every file has 0 bytes", f"check {key}.paths"
     return DataError(what, where=", ".join(config.paths) or key, hint=hint)
-
-
-def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_bytes: int) -> tuple[Unit, ...]:
-    """Divide a split of a source into units of about ``unit_bytes`` of its text.
-
-    Files larger than a unit are cut at record boundaries. Records are only ever counted, nothing is parsed: where
-    single records are held out, the units of both splits cover all of them and ``read_unit`` tells them apart.
-
-    Raises:
-        DataError: A file cannot be read or is not what the source says, or no file of the source holds any text.
-    """
-    return first_units(source, split, validation, unit_bytes)[0]
-
-
-def first_units(
-    source: Source, split: Split, validation: ValidationConfig, unit_bytes: int, limit_bytes: int | None = None
-) -> tuple[tuple[Unit, ...], bool]:
-    """The units of the first ``limit_bytes`` of a split, and whether that is all of it; what follows is not read."""
-    if split == "validation" and validation.held_out_fraction == 0:
-        return (), True
-    pieces: list[tuple[UnitSpan, int]] = []
-    is_all, size_bytes = True, 0
-    for index in range(len(source.files)):
-        for piece in _spans(source, index, split, validation, unit_bytes):
-            if limit_bytes is not None and size_bytes >= limit_bytes:
-                is_all = False
-                break
-            pieces.append(piece)
-            size_bytes += piece[1]
-        if not is_all:
-            break
-    if not pieces:
-        _refuse_emptiness(source)
-    group_bytes = unit_bytes
-    if split == "validation" and validation.split == "document" and has_many_records(source.config):
-        group_bytes = int(unit_bytes / Fraction(str(validation.held_out_fraction)))
-    return tuple(
-        Unit(unit_id, tuple(group)) for unit_id, group in enumerate(groups_within(pieces, group_bytes))
-    ), is_all
-
-
-def _refuse_emptiness(source: Source) -> None:
-    """Refuse a source whose files have bytes, but no records."""
-    for stored, end in zip(source.stored, source.end_bytes, strict=True):
-        if next(cut(source.config, stored, 0, end, 1), None) is not None:
-            return
-    raise DataError(
-        f"source {source.config.name!r} is empty: none of its {len(source.files):,} files has a record",
-        where=source.files[0].uri, hint=f"check {source.key}.paths",
-    )  # fmt: skip
-
-
-def _spans(
-    source: Source, index: int, split: Split, validation: ValidationConfig, unit_bytes: int
-) -> Iterator[tuple[UnitSpan, int]]:
-    """The pieces of one file that belong to a split, and the text in each."""
-    config, file, end = source.config, source.stored[index], source.end_bytes[index]
-    if validation.split == "file" and file_split(validation, source.places[index]) != split:
-        return
-    start, ordinal = 0, 0
-    if validation.split == "tail":
-        middle = _tail_boundary(source, index, validation)
-        if split == "train":
-            end = middle
-        elif middle > 0:
-            for piece in cut(config, file, 0, middle, unit_bytes):
-                start, ordinal = piece.start_byte, piece.first_ordinal
-            ordinal += count_records(config, file, start, middle)
-            start = middle
-    accept = document_filter(validation, split, source.places[index])
-    if end is not None and end <= start:
-        return
-    for piece in cut(config, file, start, end, unit_bytes, ordinal):
-        if has_many_records(config) or accept(piece.start_byte):
-            yield UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal), piece.text_bytes
-
-
-def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> int:
-    """Where the held-out tail of a file begins: the last end of a record before it, else the first one behind."""
-    config, file, end = source.config, source.stored[index], source.end_bytes[index]
-    size = measure(config, file, end)
-    start = tail_start(validation, size)
-    first: Piece | None = next(cut(config, file, 0, end, start), None)
-    return 0 if first is None else first.end_byte
 
 
 def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

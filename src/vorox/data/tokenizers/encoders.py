@@ -23,7 +23,8 @@ Encoder = Callable[[Sequence[str]], list[TokenArray]]
 _BATCH_CHARACTERS = 2 << 20
 _PIECE_CHARACTERS = 1 << 18
 _WORD_END = re.compile(r"(?<=[A-Za-z])(?=[ \n])")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = REPLACEMENT_CHARACTER.encode()
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -67,15 +68,25 @@ def is_character_level(value: dict[str, Any]) -> bool:
     return plain and model["type"] == "BPE" and not model["merges"] and model.get("unk_token") is None
 
 
+def _bytes_by_letter() -> dict[int, str]:
+    """For ``str.translate``: the letters of ``byte_alphabet`` to bytes as Latin-1, all else to what Latin-1 lacks."""
+    others = dict.fromkeys(range(256), REPLACEMENT_CHARACTER)
+    return others | {ord(letter): chr(byte) for letter, byte in byte_alphabet().items()}
+
+
 def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: int) -> list[bytes]:
     """The bytes that each id stands for; ids that no token has stand for U+FFFD."""
-    alphabet = byte_alphabet() if writes_bytes(value) else {}
+    letters = _bytes_by_letter() if writes_bytes(value) else {}
     added = {token["content"] for token in value["added_tokens"]}
     table = [REPLACEMENT] * vocab_size
     for token, index in vocabulary.items():
-        if alphabet and token not in added and all(character in alphabet for character in token):
-            table[index] = bytes(alphabet[character] for character in token)
-        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        if letters and token not in added:
+            try:
+                table[index] = token.translate(letters).encode("latin-1")
+                continue
+            except UnicodeEncodeError:
+                pass
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
             table[index] = bytes([int(token[3:5], 16)])
         else:
             table[index] = (token if token in added else token.replace("▁", " ")).encode("utf-8")

@@ -14,6 +14,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.content import Limits
+from vorox.data.text.cutting import cut_units
 from vorox.data.text.formats import (
     Piece,
     boundary_after,
@@ -23,7 +24,7 @@ from vorox.data.text.formats import (
     read_records,
     records_are_lines,
 )
-from vorox.data.text.sources import Source, cut_units
+from vorox.data.text.sources import Source
 from vorox.data.text.splits import document_filter
 
 _PIECES = 128

@@ -10,7 +10,6 @@ counts up, so that whoever was in the middle of a unit can encode it again.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import pre_tokenizers
 
 from vorox.data.records import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
@@ -216,11 +216,12 @@ def _is_checked(text: str) -> bool:
     return _key(text) % _CHECKED_ONE_IN == 0
 
 
-def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> FastPath | None:
+def fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: Encoder) -> FastPath | None:
     """The fast way for a parsed tokenizer.json; None where there is none that is equal by construction.
 
     Args:
         value: The parsed tokenizer.
+        library: The library's own; its model and its normalizer are shared, not copied.
         dtype: Of the ids.
         reference: The way that decides.
     """
@@ -233,21 +234,8 @@ def fast_path(value: dict[str, Any], dtype: TokenType, reference: Encoder) -> Fa
     words = word_patterns(patterns)
     if words is None:
         return None
-    whole_words: dict[str, Any] = {
-        **value,
-        "normalizer": None,
-        "post_processor": None,
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    }
-    library: Any = LibraryTokenizer.from_str(json.dumps(whole_words))
-    no_words: dict[str, Any] = {
-        **whole_words,
-        "normalizer": value["normalizer"],
-        "model": {"type": "BPE", "vocab": {}, "merges": []},
-    }
-    normalizer_library: Any = LibraryTokenizer.from_str(json.dumps(no_words)) if normalizer else None
+    whole_words: Any = LibraryTokenizer(library.model)
+    whole_words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return FastPath(
-        words, library, dtype, reference, literals=literals,
-        normalizer=normalizer_library.normalizer if normalizer else None,
+        words, whole_words, dtype, reference, literals=literals, normalizer=library.normalizer if normalizer else None
     )  # fmt: skip

@@ -20,7 +20,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
-from vorox.data.text.sources import Source, cut_units, read_unit
+from vorox.data.text.cutting import cut_units
+from vorox.data.text.sources import Source, read_unit
 from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface

@@ -8,6 +8,7 @@ ids on any number of threads; equal fingerprints give equal ids.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -75,9 +76,8 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(canonical_json(identity)).hexdigest()
         self.lossless = is_byte_level(value) or is_character_level(value)
         self._by_table = writes_bytes(value) or self.lossless
-        self._token_bytes = token_bytes(value, vocabulary, self.vocab_size)
         self._reference: Encoder = encoder(value, library, end_of_text, self.dtype)
-        self._fast = fast_path(value, self.dtype, self._reference) if fast else None
+        self._fast = fast_path(value, library, self.dtype, self._reference) if fast else None
         self._encode: Encoder = self._fast or self._reference
         self._refuse_ambiguous_end(value, where)
 
@@ -104,7 +104,7 @@ class Tokenizer:
 
     def with_fast_path(self) -> Tokenizer:
         """The same tokenizer, which takes the fast path where there is one that is equal."""
-        return self._by_way_of(fast_path(self._value, self.dtype, self._reference))
+        return self._by_way_of(fast_path(self._value, self._library, self.dtype, self._reference))
 
     def reference(self) -> Tokenizer:
         """The same tokenizer without a fast path: what decides."""
@@ -158,6 +158,11 @@ class Tokenizer:
             if token["special"]:
                 lengths[token["id"]] = 0
         return lengths
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes]:
+        """The bytes of every id; not every use of a tokenizer asks for them, and they take a while."""
+        return token_bytes(self._value, self._library.get_vocab(with_added_tokens=True), self.vocab_size)
 
     def files(self) -> dict[str, bytes]:
         """The files that make this tokenizer, by name: for transformers, for checkpoints and for ``load``."""
@@ -289,10 +294,11 @@ def _without_options(text: str, where: str) -> tuple[dict[str, Any], Any]:
     """The parsed tokenizer with everything off that would cut, pad or randomise a document, and the library's own."""
     try:
         value: dict[str, Any] = json.loads(text)
+        has_options = value.get("truncation") or value.get("padding") or value["model"].get("dropout")
         value["truncation"] = value["padding"] = None
-        if value["model"].get("dropout"):
+        if value["model"].get("dropout"):  # a model that has no such key gets none: the fingerprint would change
             value["model"]["dropout"] = None
-        return value, LibraryTokenizer.from_str(json.dumps(value))
+        return value, LibraryTokenizer.from_str(json.dumps(value) if has_options else text)
     except Exception as error:  # the library raises bare Exception
         raise DataError(
             f"not a tokenizer.json that this version of tokenizers reads: {error}", where=where,

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
@@ -27,6 +27,9 @@ _CASELESS = re.compile(r"\(\?i:([^)]*)")
 _LETTERS = re.compile(r"(?:[a-zA-Z'|]|\[[a-zA-Z]+\])*")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}(?![+?])")
 _GROUP = re.compile(r"\((\?(:|!|=|>|i:))")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_RARE = 16
+"""Where fewer than one character in so many is not ASCII, they are replaced one by one."""
 _FIRST_STAND_IN = 0x80
 _STAND_INS = 0x80
 _ODD = 0x2028
@@ -122,10 +125,15 @@ class WordPattern:
         replaced = self._replaced(text)
         if replaced is None:
             return None
-        places = [0, *accumulate(map(len, self._compiled.findall(replaced)))]
+        words = self._compiled.findall(replaced)
+        places = [0, *accumulate(map(len, words))]
         if places[-1] != len(text):
-            places = [0, *accumulate(map(len, self._with_gaps(replaced)))]
-        return [text[start:end] for start, end in pairwise(places)]
+            words = self._with_gaps(replaced)
+            places = [0, *accumulate(map(len, words))]
+        for index, is_original in enumerate(map(str.isascii, words)):
+            if not is_original:
+                words[index] = text[places[index] : places[index + 1]]
+        return words
 
     def _with_gaps(self, replaced: str) -> list[str]:
         """What the pattern matches and what lies between."""
@@ -133,7 +141,12 @@ class WordPattern:
 
     def _replaced(self, text: str) -> str | None:
         """The text with a stand-in for every character outside ASCII; None if one of them has none."""
-        replaced = text.translate(self._table)
+        foreign = _NOT_ASCII.findall(text)
+        if len(foreign) * _RARE > len(text):
+            replaced = text.translate(self._table)
+        else:
+            stand_ins = {character: chr(self._table[ord(character)]) for character in set(foreign)}
+            replaced = _NOT_ASCII.sub(lambda found: stand_ins[found[0]], text)
         return None if chr(_ODD) in replaced else replaced
 
     def _classes(self, character: str) -> tuple[bool, ...]:

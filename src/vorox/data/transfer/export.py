@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vorox.core.atomic import StagedDirectory, make_directory
+from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.staged_directory import StagedDirectory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
 from vorox.data.records import TokenArray

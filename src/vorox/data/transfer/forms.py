@@ -17,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import Buffer, HashingWriter, StagedDirectory
+from vorox.core.atomic import Buffer
 from vorox.core.errors import DataError
+from vorox.core.staged_directory import HashingWriter, StagedDirectory
 from vorox.data.bin_shards import MOST_TOKENS, long_header
 from vorox.data.groups import groups_within
 from vorox.data.records import TokenArray

@@ -132,11 +132,11 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
             f"the first parameter of {path} is called {first or 'nothing'!r}", where=f"{where}.name",
             hint="call it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
-    check_library(config.name)
     kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
     given = frozenset(name for name in _GIVEN[kind] if name in rest)
     args = _checked(config, {name: rest[name] for name in rest if name not in given}, function, where)
+    check_library(config.name)
     return Transform(number, config.name, kind, function, args, given, identity_of(path, function, args, where))
 
 

@@ -93,6 +93,11 @@ class MetadataCache:
             )
             return self._database.load(table, (row.cells() for row in rows))
 
+    def directory_of(self, run_id: str) -> Path | None:
+        """Where a run was when it was written here; ``None`` if nothing is known of it."""
+        found = self._database.execute("SELECT directory FROM run WHERE run_id = ?", (run_id,))
+        return Path(found[0][0]) if found else None
+
     def remove_run(self, run_id: str) -> None:
         """Forget a run. Token caches, which other runs may read, stay."""
         with self._database.transaction():

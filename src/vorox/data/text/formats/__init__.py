@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import Record, UnitSpan
+from vorox.data.documents import BadRecord, Record, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text import compression
-from vorox.data.text.content import Limits, length_bytes
+from vorox.data.text.content import Limits, damage_of, length_bytes
 from vorox.data.text.formats import delimited, json_lines, lines, parquet, token_shards
 from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
 from vorox.data.text.formats.lines import boundary_after, boundary_before, count_lines, records_are_lines
@@ -123,12 +124,29 @@ def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) 
 
 
 def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Accept) -> Iterator[Record]:
-    """The records that begin in a span and that ``accept`` takes.
+    """The records that begin in a span and that ``accept`` takes; of an empty span, the rest of the file as one.
 
     Raises:
         DataError: The file cannot be read or is not what the source says.
     """
+    if span.start_byte == span.end_byte and source.damaged_files == "keep_readable":
+        return iter([_rest_of_file(source, file, span)])
     return _FORMATS[source.format].read(source, file, span, accept)
+
+
+def _rest_of_file(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
+    damage = damage_of(file, Limits.of(source))
+    if damage is None:
+        raise DataError(
+            f"the file was damaged behind byte {span.start_byte:,} of its content, and is not any more",
+            where=file.uri, hint="build into another data.cache.directory, or with --force-rebuild",
+        )  # fmt: skip
+    reason = (
+        f"{damage.reason}; the rest of the file is put aside, for damaged_files is keep_readable: fetch or write the "
+        "file again"
+    )
+    size = max(0, damage.end_byte - span.start_byte)
+    return BadRecord(span.file_index, span.first_ordinal, span.start_byte, size, None, reason, is_rest_of_file=True)
 
 
 def read_record(
@@ -139,8 +157,6 @@ def read_record(
     Raises:
         DataError: There is none, or the file cannot be read.
     """
-    from vorox.core.errors import DataError
-
     span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, ordinal)
     accept: Accept = _everything
     if source.format == "parquet":

@@ -17,7 +17,9 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, length_bytes, open_content, refuse_foreign
+from vorox.data.text.compression import compression_of
+from vorox.data.text.content import Limits, damage_of, length_bytes, open_content
+from vorox.data.text.foreign import refuse_foreign
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
@@ -160,6 +162,10 @@ def cut(
     """Runs of whole records, behind the header."""
     limits, delimiter = Limits.of(source), source.delimiter
     _, data_start = header(file, delimiter, limits)
+    damage = damage_of(file, limits) if end is None else None
+    if damage is not None and data_start >= damage.end_byte:
+        yield Piece(0, 0, first_ordinal, 0)  # not even the header can be read
+        return
     if data_start == 0:
         return
     _column(source, file, source.text_field)
@@ -172,9 +178,11 @@ def _cut(
     file: StoredFile, delimiter: str, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
 ) -> Iterator[Piece]:
     """The pieces in one pass."""
-    with open_content(file, start, end, limits) as reader:
+    is_whole = end == file.size_bytes and compression_of(file.uri) is None
+    with open_content(file, start, None if is_whole else end, limits) as reader:  # of an open end little is read ahead
         ends = _ends(iter(lambda: reader.read(_CHUNK_BYTES), b""), start, RecordEnds(delimiter.encode()))
-        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal)
+        is_damaged = end is None and damage_of(file, limits) is not None
+        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal, is_damaged=is_damaged)
 
 
 def _ends(chunks: Iterator[bytes], offset: int, find: RecordEnds) -> Iterator[EndsOfChunk]:

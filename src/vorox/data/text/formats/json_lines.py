@@ -6,14 +6,18 @@ ordinal, and a line that is larger than the source allows is put aside without h
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from pydantic_core import from_json
+
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, refuse_foreign
+from vorox.data.text.content import Limits
+from vorox.data.text.foreign import refuse_foreign
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK, read_lines_of
 from vorox.data.text.formats.pieces import too_large
 
@@ -41,7 +45,7 @@ def read_records(
         if offset == 0:
             refuse_foreign(file, line[:16])
             line = line.removeprefix(BYTE_ORDER_MARK)
-        if not accept(offset) or not line.strip():
+        if not accept(offset) or not line or line.isspace():
             continue  # a blank line is no record, but it keeps its ordinal
         try:
             text, metadata = parse_record(line, source.text_field, source.metadata_fields)
@@ -68,6 +72,13 @@ def parse_record(
     Raises:
         UnreadableRecord: It is not UTF-8, not JSON, not an object, or has no text in that field.
     """
+    if not metadata_fields:
+        with contextlib.suppress(ValueError):  # what it takes, it reads as `json` does; of the rest that one decides
+            fields = from_json(line, cache_strings="keys")
+            if isinstance(fields, dict):
+                found = cast("dict[str, object]", fields).get(text_field)
+                if isinstance(found, str):
+                    return found, None  # the quick way: no half of a surrogate pair comes through it
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,11 +17,13 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import compression_of
-from vorox.data.text.content import DEFAULT_LIMITS, Limits, length_bytes, open_content, refuse_foreign
+from vorox.data.text.content import DEFAULT_LIMITS, Limits, damage_of, length_bytes, open_content
+from vorox.data.text.foreign import refuse_foreign
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, remembered
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WINDOW_BYTES = 1 << 20
+_LONGEST_CHARACTER_BYTES = 4
 
 
 def records_are_lines(source: SourceConfig) -> bool:
@@ -60,12 +63,17 @@ def boundary_after(file: StoredFile, at: int, high: int, limits: Limits = DEFAUL
 
 def _character_start(file: StoredFile, at: int, low: int, limits: Limits) -> int:
     """A character boundary above ``low``: the last one up to ``at``, else the first one behind it."""
-    start = max(low + 1, at - 3)
+    start = max(low + 1, at - _LONGEST_CHARACTER_BYTES + 1)
     size_bytes = length_bytes(file, limits)
-    stop = min(at + 4, size_bytes)
-    starts = [start + offset for offset, byte in enumerate(_read(file, start, stop, limits)) if byte & 0xC0 != 0x80]
-    if stop == size_bytes:
-        starts.append(stop)
+    stop = min(at + _LONGEST_CHARACTER_BYTES, size_bytes)
+    return _nearest_character(_read(file, start, stop, limits), start, at, is_end=stop == size_bytes)
+
+
+def _nearest_character(window: bytes, start: int, at: int, *, is_end: bool) -> int:
+    """The last place up to ``at`` in a window where a character begins, else the first one behind it."""
+    starts = [start + offset for offset, byte in enumerate(window) if byte & 0xC0 != 0x80]
+    if is_end:
+        starts.append(start + len(window))
     before = [place for place in starts if place <= at]
     return before[-1] if before else starts[0] if starts else at
 
@@ -88,12 +96,84 @@ def boundaries(source: SourceConfig, file: StoredFile, start: int, end: int, pie
 def cut_text(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
 ) -> Iterator[Piece]:
-    """Pieces of a text: each is a document."""
-    end = length_bytes(file, Limits.of(source)) if end is None else end
-    if end > start:
-        pairs = itertools.pairwise(boundaries(source, file, start, end, piece_bytes))
-        for number, (low, high) in enumerate(pairs):
-            yield Piece(low, high, first_ordinal + number, high - low)
+    """Pieces of a text: each is a document. Damaged text ends at a line or character, with an empty piece behind it."""
+    limits = Limits.of(source)
+    damage = damage_of(file, limits) if end is None else None
+    if damage is not None:  # what its last bytes would have gone on as is not known
+        end = max(start, damage.end_byte - _LONGEST_CHARACTER_BYTES)
+        end = boundary_before(source, file, end, start) or start
+    if compression_of(file.uri) is not None:
+        key = ("text", file, start, end, piece_bytes, first_ordinal, limits)
+        pieces = remembered(key, lambda: _cut_text_forward(file, start, end, piece_bytes, first_ordinal, limits))
+    else:
+        pieces = _cut_text(source, file, start, file.size_bytes if end is None else end, piece_bytes, first_ordinal)
+    ordinal = first_ordinal
+    for piece in pieces:
+        yield piece
+        ordinal += 1
+    if damage is not None:
+        assert end is not None
+        yield Piece(end, end, ordinal, 0)
+
+
+def _cut_text(
+    source: SourceConfig, file: StoredFile, start: int, end: int, piece_bytes: int, first_ordinal: int
+) -> Iterator[Piece]:
+    pairs = itertools.pairwise(boundaries(source, file, start, end, piece_bytes)) if end > start else ()
+    for ordinal, (low, high) in enumerate(pairs, first_ordinal):
+        yield Piece(low, high, ordinal, high - low)
+
+
+class _Passing:
+    """A content that is read forward, of which a stretch is held."""
+
+    def __init__(self, reader: BinaryIO, start: int) -> None:
+        self._reader, self._held, self._base = reader, b"", start
+        self.has_ended = False
+
+    @property
+    def end(self) -> int:
+        """How far it was read."""
+        return self._base + len(self._held)
+
+    def hold(self, start: int, end: int) -> None:
+        """Read up to ``end`` if there is so much, and let go of what lies before ``start``."""
+        while True:
+            dropped = max(0, min(start - self._base, len(self._held)))
+            self._held, self._base = self._held[dropped:], self._base + dropped
+            if self.end >= end or self.has_ended:
+                return
+            piece = self._reader.read(WINDOW_BYTES)
+            self._held += piece
+            self.has_ended = not piece
+
+    def boundary(self, at: int, low: int) -> int:
+        """What ``boundary_before`` gives for a text, out of what is held."""
+        newline = self._held.rfind(b"\n", max(low, at - WINDOW_BYTES) - self._base, at - self._base)
+        if newline >= 0:
+            return self._base + newline + 1
+        start = max(low + 1, at - _LONGEST_CHARACTER_BYTES + 1)
+        window = self._held[start - self._base : at + _LONGEST_CHARACTER_BYTES - self._base]
+        return _nearest_character(window, start, at, is_end=self.has_ended and start + len(window) == self.end)
+
+
+def _cut_text_forward(
+    file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
+) -> Iterator[Piece]:
+    """The pieces of a compressed text in one pass over it: those that looking back from where each ends would give."""
+    with open_content(file, start, None, limits) as reader:
+        content, low = _Passing(reader, start), start
+        for ordinal in itertools.count(first_ordinal):
+            at = low + piece_bytes
+            content.hold(max(low, at - WINDOW_BYTES), at + _LONGEST_CHARACTER_BYTES + 1)
+            stop = content.end if end is None else min(end, content.end)
+            boundary = content.boundary(at, low) if stop - low > piece_bytes else stop
+            if boundary >= stop:
+                if stop > low:
+                    yield Piece(low, stop, ordinal, stop - low)
+                return
+            yield Piece(low, boundary, ordinal, boundary - low)
+            low = boundary
 
 
 def cut_lines(
@@ -119,7 +199,8 @@ def _cut_forward(
     """The pieces of a compressed file in one pass over it."""
     with open_content(file, start, end, limits) as reader:
         ends = _line_ends(iter(lambda: reader.read(WINDOW_BYTES), b""), start)
-        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal)
+        is_damaged = end is None and damage_of(file, limits) is not None
+        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal, is_damaged=is_damaged)
 
 
 def _line_ends(chunks: Iterator[bytes], offset: int) -> Iterator[EndsOfChunk]:

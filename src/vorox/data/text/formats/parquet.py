@@ -212,11 +212,11 @@ def _read_group(
     ordinal = group.first_row
     for batch in opened.iter_batches(batch_rows, row_groups=[group.index], columns=columns, use_threads=False):
         metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
-        texts, lengths = _binary(batch, source.text_field)
-        for row, length in enumerate(lengths):
+        content, starts, lengths = _binary(batch, source.text_field)
+        for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True)):
             if not accept(ordinal + row):
                 continue
-            record = _record(texts, row, length, source.max_record_bytes)
+            record = _record(content, start_byte, length, source.max_record_bytes)
             if isinstance(record, str):
                 asked = {name: column[row].as_py() for name, column in metadata.items()}
                 shown = {name: as_text(value) for name, value in asked.items() if value is not None}
@@ -226,8 +226,8 @@ def _read_group(
         ordinal += batch.num_rows
 
 
-def _binary(batch: Any, name: str) -> tuple[Any, list[int | None]]:
-    """The text column as bytes, because Parquet does not promise that its text is UTF-8, and the length of each."""
+def _binary(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:
+    """The text column as bytes, because Parquet does not promise that its text is UTF-8: start and length of each."""
     arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
     names = batch.schema.names
     if name in names:
@@ -240,16 +240,18 @@ def _binary(batch: Any, name: str) -> tuple[Any, list[int | None]]:
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     column = column.cast(arrow.large_binary())
-    return column, compute.binary_length(column).to_pylist()
+    _, offsets, content = column.buffers()
+    starts = np.frombuffer(offsets, np.int64, len(column), 8 * column.offset) if len(column) else np.zeros(0, np.int64)
+    return memoryview(content or b""), starts.tolist(), compute.binary_length(column).to_pylist()
 
 
-def _record(texts: Any, row: int, length: int | None, max_record_bytes: int) -> str | tuple[str]:
+def _record(content: memoryview, start_byte: int, length: int | None, max_record_bytes: int) -> str | tuple[str]:
     """The text of a row, or what is wrong with it."""
     if length is None:
         return ("is null",)
     if length > max_record_bytes:
         return (f"is too large: {too_large(length, max_record_bytes)}",)
     try:
-        return str(texts[row].as_buffer(), "utf-8")
+        return str(content[start_byte : start_byte + length], "utf-8")
     except UnicodeDecodeError as error:
         return (f"has invalid UTF-8 at byte {error.start}: {error.reason}",)

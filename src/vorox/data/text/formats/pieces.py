@@ -22,7 +22,7 @@ EndsOfChunk = tuple[int, npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of whole records.
+    """A run of whole records; an empty one says that the rest of the file cannot be read.
 
     Attributes:
         start_byte: Its first byte in the content.
@@ -38,9 +38,17 @@ class Piece:
 
 
 def cut_at_ends(
-    chunks: Iterable[EndsOfChunk], start_byte: int, piece_bytes: int, first_ordinal: int = 0
+    chunks: Iterable[EndsOfChunk],
+    start_byte: int,
+    piece_bytes: int,
+    first_ordinal: int = 0,
+    *,
+    is_damaged: bool = False,
 ) -> Iterator[Piece]:
-    """Pieces of at most ``piece_bytes``, larger only where a single record is."""
+    """Pieces of at most ``piece_bytes``, larger only where a single record is.
+
+    Behind the last record that is whole, damaged content has an empty piece: what follows is put aside.
+    """
     low, low_ordinal = start_byte, first_ordinal
     last, last_ordinal = start_byte, first_ordinal  # the last end of a record, and the ordinal behind it
     stop, passed = start_byte, first_ordinal
@@ -58,7 +66,11 @@ def cut_at_ends(
         passed += len(ends)
         if len(ends) and int(ends[-1]) <= low + piece_bytes:
             last, last_ordinal = int(ends[-1]), passed
-    if stop > low:
+    if is_damaged:
+        if last > low:
+            yield Piece(low, last, low_ordinal, last - low)
+        yield Piece(last, last, last_ordinal, 0)
+    elif stop > low:
         yield Piece(low, stop, low_ordinal, stop - low)
 
 

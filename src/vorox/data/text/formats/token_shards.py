@@ -46,7 +46,7 @@ def _end_of_text(source: SourceConfig) -> int:
 def _chunks(file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
     """Whole tokens."""
     size = header(file).token_bytes
-    with open_range(file, start, end) as reader:
+    with open_range(file, start, None if end == file.size_bytes else end) as reader:
         rest = b""
         while piece := reader.read(_CHUNK_BYTES):
             piece = rest + piece

@@ -1,0 +1,176 @@
+"""The units of a stream: those that are recorded, and more of them as far as somebody needs them.
+
+Something that cuts a source goes in; units come out, recorded before they are seen. Any number of processes share a
+directory: one cuts at a time, the others take up what it records. Invariants: the list only ever grows, what is
+recorded is what cutting the whole source at once would have given, and duplicates among recorded units are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from vorox.core.atomic import make_directory
+from vorox.core.errors import ConfigError
+from vorox.core.lock import FileLock
+from vorox.data.cache import inventory
+from vorox.data.cache.builder import begun
+from vorox.data.cache.manifest import Manifest, planned_entry
+from vorox.data.cache.unit_work import UnitWork
+from vorox.data.documents import Unit
+from vorox.data.pipeline.first_pass import FirstPass
+from vorox.data.streaming.retention import mark
+
+LOCK_NAME = "CUTTING"
+"""Held while a process cuts the source further."""
+
+
+class Cutter(Protocol):
+    """Divides a source into units: ``text.cutting.UnitCutter``."""
+
+    def after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
+        """The units behind those that are known, each with whether it is the last."""
+        ...
+
+    def estimated_bytes(self, first: Sequence[Unit], /) -> int:
+        """Bytes that all units will span, by the first of them."""
+        ...
+
+
+def _never() -> bool:
+    return False
+
+
+class UnitList:
+    """The units of one split of a source, as far as they are known. For one thread.
+
+    Args:
+        directory: That of the stream; it need not exist.
+        work: What the units are a function of.
+        cutter: Where more of them come from.
+
+    Attributes:
+        units: The units so far, ``unit_id`` being the index.
+        is_all: Whether no more follow.
+    """
+
+    def __init__(self, directory: Path, work: UnitWork, cutter: Cutter) -> None:
+        self.units: list[Unit] = []
+        self.is_all = False
+        self._directory, self._work, self._cutter = directory, work.at(directory), cutter
+        self._log = inventory.UnitLog(directory)
+        self._pieces: Iterator[tuple[Unit, bool]] | None = None
+        self._passes: dict[int, FirstPass] = {}
+        self._num_checked = 0
+        self._is_recorded = False
+        self._manifest = Manifest.empty()
+        self.see(Manifest.open(directory))
+
+    def see(self, manifest: Manifest) -> None:
+        """Take up what is recorded by now.
+
+        Raises:
+            DataError: It is not what was cut here.
+        """
+        self._manifest = manifest
+        planned = manifest.planned_units
+        if planned > len(self._log.units):
+            self._log.refresh()
+        first, last = self._num_checked, min(planned, len(self.units))
+        inventory.check_units(self._directory, self._log.units[first:last], self.units[first:])
+        self._num_checked = max(first, planned)
+        if planned > len(self.units):
+            self.units += self._log.units[len(self.units) : planned]
+            self.is_all = manifest.is_cut
+            self._pieces = None  # whoever cuts next goes on behind these
+        elif planned and planned == len(self.units):
+            self.is_all = self.is_all or manifest.is_cut
+
+    def cut(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
+        """Know so many units, or all; fewer once ``stop`` says so. Nothing is recorded.
+
+        Raises:
+            DataError: The text cannot be read.
+        """
+        if self._pieces is None:
+            self._pieces = self._cutter.after(self.units)
+        try:
+            while len(self.units) < num_units and not self.is_all and not stop():
+                found = next(self._pieces, None)
+                if found is None:
+                    self.is_all = True
+                else:
+                    unit, self.is_all = found
+                    self.units.append(unit)
+        except BaseException:
+            self._pieces = None
+            raise
+
+    def record(self) -> Manifest:
+        """Make the units that are known those of the directory, or take up those of another process.
+
+        Raises:
+            DataError: The directory is of another recipe or source.
+        """
+        self._work.find_duplicates(self.units, passes=self._passes)
+        with contextlib.ExitStack() as stack:
+            if self._is_recorded:
+                manifest = stack.enter_context(self._manifest.exclusive(self._directory))
+            else:
+                manifest = stack.enter_context(begun(self._directory, self._work))
+                self._log.refresh()
+                listed = self._log.units[: manifest.planned_units]
+                inventory.record(self._directory, manifest, self._work.files, listed)
+            self._is_recorded = True
+            self.see(manifest)
+            fresh = self.units[manifest.planned_units :]
+            if fresh or manifest.is_cut != self.is_all:
+                self._log.append(manifest.planned_units, fresh)
+                manifest = manifest.appended(self._directory, [self._entry(manifest)])
+                self.see(manifest)
+        return manifest
+
+    def _entry(self, manifest: Manifest) -> dict[str, object]:
+        estimated_bytes = None
+        if not self.is_all:
+            estimated_bytes = manifest.estimated_bytes or self._cutter.estimated_bytes(self.units)
+        num_files = len(self._work.files)
+        return planned_entry(len(self.units), self._work.recipe.digest, num_files, estimated_bytes=estimated_bytes)
+
+    def extend(self, num_units: int, stop: Callable[[], bool] = _never) -> Manifest | None:
+        """Have so many units recorded, or all; fewer once ``stop`` says so.
+
+        Returns:
+            The manifest with them; ``None`` if another process is cutting.
+
+        Raises:
+            DataError: The text cannot be read, or is not what it was.
+        """
+        try:
+            lock = FileLock(self._directory / LOCK_NAME, blocking=False).acquire()
+        except ConfigError:
+            return None
+        try:
+            self.see(self._manifest.refreshed(self._directory))
+            self.cut(num_units, stop)
+            return self.record()
+        finally:
+            lock.release()
+
+    def close(self) -> None:
+        """Let go of the text. Repeatable."""
+        self._pieces = None
+
+
+def open_directory(directory: Path, units: UnitList, num_units: int) -> None:
+    """Make or find the directory of a stream, with its recipe, files and so many of its units recorded.
+
+    Raises:
+        DataError: It is of another recipe or source, or holds a cache that is meant to stay; the text cannot be read.
+    """
+    make_directory(directory)
+    mark(directory)
+    units.cut(num_units)
+    units.record()

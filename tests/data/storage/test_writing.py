@@ -1,0 +1,199 @@
+"""Writing to every store that can be written to, against real servers on loopback, with and without faults."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from servers import Fault, FaultProxy, Request
+from servers.shelves import WRITABLE, Shelf, shelf
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.storage import (
+    ConditionFailed,
+    RetryPolicy,
+    StoredFile,
+    list_objects,
+    open_range,
+    put_bytes,
+    put_file,
+    remove_object,
+    retry_budget,
+    waiting_for_data,
+    writing,
+)
+
+POLICY = RetryPolicy(retries_per_unit=20, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
+PART_BYTES = 5 << 20
+LARGE = hashlib.shake_256(b"a large file").digest(2 * PART_BYTES + 12_345)
+
+
+@pytest.fixture(params=WRITABLE)
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    from vorox.data.storage import amazon, google
+
+    for module in (writing, amazon, google):
+        monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
+    with shelf(request.param, tmp_path) as opened, retry_budget(POLICY):
+        yield opened
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    path = tmp_path / "large.bin"
+    path.write_bytes(LARGE)
+    return path
+
+
+def content(file: StoredFile) -> bytes:
+    with open_range(file) as reader:
+        return reader.read()
+
+
+def names(root: str) -> list[str]:
+    return [file.uri.removeprefix(root + "/") for file in list_objects(root)]
+
+
+def test_what_is_put_can_be_listed_read_and_removed(store: Shelf, large: Path) -> None:
+    root = f"{store.root}/run"
+    assert list_objects(root) == []
+    put_bytes(b"first", f"{root}/a/.hidden")
+    put_bytes(b"", f"{root}/empty")
+    put_bytes(b"second", f"{root}/a/.hidden")
+    big = put_file(large, f"{root}/a/large.bin")
+    assert names(root) == ["a/.hidden", "a/large.bin", "empty"]
+    assert [content(file) for file in list_objects(root)] == [b"second", LARGE, b""]
+    assert content(big) == LARGE
+    assert big.size_bytes == len(LARGE)
+    remove_object(f"{root}/a/large.bin")
+    remove_object(f"{root}/a/large.bin")
+    remove_object(f"{root}/never/was")
+    assert names(root) == ["a/.hidden", "empty"]
+
+
+def test_a_condition_lets_one_of_two_writers_through(store: Shelf) -> None:
+    uri = f"{store.root}/OWNER.json"
+    first = put_bytes(b"one", uri, over="nothing")
+    with pytest.raises(ConditionFailed):
+        put_bytes(b"two", uri, over="nothing")
+    second = put_bytes(b"three", uri, over=first)
+    with pytest.raises(ConditionFailed):
+        put_bytes(b"four", uri, over=first)
+    assert content(list_objects(store.root)[0]) == b"three"
+    put_bytes(b"five", uri, over=second)
+    assert content(list_objects(store.root)[0]) == b"five"
+
+
+def test_a_write_whose_answer_was_lost_is_our_own(store: Shelf) -> None:
+    """The first try comes through and its answer breaks off: the second meets its own object."""
+    uri = f"{store.root}/OWNER.json"
+    with store.behind() as (_, proxy):
+        proxy.only = lambda request: request.method in {"PUT", "POST"}
+        lose_answers(proxy, 1)
+        written = put_bytes(b"mine", uri, over="nothing")
+    assert content(written) == b"mine"
+    with pytest.raises(ConditionFailed):
+        put_bytes(b"yours", uri, over="nothing")
+
+
+def lose_answers(proxy: FaultProxy, count: int) -> None:
+    """Let so many writes reach the store and break the connection instead of answering."""
+    forward, left = proxy._ask, [count]
+
+    def ask(request: Request) -> tuple[int, dict[str, str], bytes, int]:
+        answer = forward(request)
+        if proxy.only(request) and left[0] and answer[0] < 300:
+            left[0] -= 1
+            raise ConnectionResetError
+        return answer
+
+    proxy._ask = ask  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_large_file_goes_on_where_it_broke(store: Shelf, large: Path, lost: int) -> None:
+    with store.behind(error_503_fraction=0.2, seed=lost) as (root, proxy):
+        proxy.only = lambda request: request.method in {"PUT", "POST"}
+        lose_answers(proxy, lost)
+        put_file(large, f"{root}/large.bin")
+        writes = [request for request in proxy.log.requests if request.method in {"PUT", "POST"} and request.body]
+    assert content(list_objects(store.root)[0]) == LARGE
+    sent = sum(len(request.body) for request in writes if not request.fault)
+    assert sent <= len(LARGE) + (lost + 1) * PART_BYTES + 100_000, "only parts whose answer was lost were sent twice"
+
+
+def test_other_bytes_than_were_sent_are_noticed_and_sent_again(store: Shelf, large: Path) -> None:
+    """A bit is flipped on the way to the store, once in a small object and once in a part of a large one."""
+    with store.behind() as (root, proxy):
+        forward, left = proxy._ask, [1]
+
+        def flip(request: Request) -> tuple[int, dict[str, str], bytes, int]:
+            if left[0] and len(request.body) > 4:
+                left[0] -= 1
+                request.body = request.body[:3] + bytes([request.body[3] ^ 1]) + request.body[4:]
+            return forward(request)
+
+        proxy._ask = flip  # type: ignore[method-assign]
+        put_bytes(b"a small object", f"{root}/small")
+        assert left == [0]
+        left[0] = 1
+        put_file(large, f"{root}/large.bin")
+        assert left == [0]
+    assert {content(file) for file in list_objects(store.root)} == {b"a small object", LARGE}
+
+
+def test_refusals_are_said_at_once(store: Shelf) -> None:
+    bucket = store.root.replace("corpora", "nowhere")
+    with pytest.raises(DataError, match="no bucket 'nowhere'"):
+        put_bytes(b"x", f"{bucket}/x")
+    with pytest.raises(DataError, match="no bucket 'nowhere'"):
+        list_objects(bucket)
+    with store.behind() as (root, proxy):
+        proxy.script(*[Fault("answer", 403)] * 3)
+        with pytest.raises(DataError, match="refuses access"):
+            put_bytes(b"x", f"{root}/x")
+        proxy.scripted.clear()
+        proxy.script(*[Fault("answer", 503)] * 100)
+        with pytest.raises(DataError, match="did not answer rightly in 21 tries"):
+            put_bytes(b"x", f"{root}/x")
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    for place in (str(tmp_path / "x"), "hf://someone/x", "https://host/x"):
+        with pytest.raises(ConfigError, match="nothing can be written there"):
+            put_bytes(b"x", place)
+
+
+def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
+    """Whoever opens the budget says who is told; nobody takes an upload for a reader that waits."""
+    from vorox.data.storage.waiting import Wait
+
+    told: list[str] = []
+
+    class Told(Wait):
+        def because(self, reason: str, *, failed: bool = True) -> None:
+            told.append(reason)
+            assert waiting_for_data() is None
+
+        def __enter__(self) -> Told:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    with store.behind() as (root, proxy), retry_budget(waits=Told):
+        proxy.script(Fault("answer", 503), Fault("answer", 500))
+        put_bytes(b"x", f"{root}/x")
+    assert len(told) == 2
+    assert "HTTP 503" in told[0]
+
+
+def test_the_checksum_is_that_of_the_store(store: Shelf) -> None:
+    written = put_bytes(b"known", f"{store.root}/known")
+    digest = hashlib.md5(b"known").digest()
+    expected = {"gs": f"md5:{base64.b64encode(digest).decode()}"}.get(store.kind, f"etag:{json.dumps(digest.hex())}")
+    assert written.content == expected
