@@ -85,19 +85,27 @@ class GrowingRows(FakeRows):
         name: Decides the content.
         unit_rows: Rows of each planned unit; shared, so that more may be planned.
         built: Units that are built; shared, and seen when ``refreshed`` is called.
+        cut: Units that the source is cut into so far, in a list of one that is shared; each look that awaits more cuts
+            one more. None: all of them.
     """
 
-    def __init__(self, name: str, unit_rows: list[int], built: set[int], **options: Any) -> None:
-        self._plan, self._built, self._options = unit_rows, built, options
-        self.seen = frozenset(built)
-        super().__init__(name, [rows if unit in self.seen else 0 for unit, rows in enumerate(unit_rows)], **options)
+    def __init__(
+        self, name: str, unit_rows: list[int], built: set[int], *, cut: list[int] | None = None, **options: Any
+    ) -> None:
+        self._plan, self._built, self._cut, self._options = unit_rows, built, cut, options
+        known = len(unit_rows) if cut is None else min(cut[0], len(unit_rows))
+        self.is_cut = known == len(unit_rows)
+        self.seen = frozenset(unit for unit in built if unit < known)
+        rows = [rows if unit in self.seen else 0 for unit, rows in enumerate(unit_rows[:known])]
+        super().__init__(name, rows, **options)
 
     def missing_units(self, unit_start: int, unit_end: int) -> npt.NDArray[np.int64]:
         return np.array([unit for unit in range(unit_start, unit_end) if unit not in self.seen], np.int64)
 
     def refreshed(self, *, awaited_units: int = 0) -> GrowingRows:
-        del awaited_units
-        return GrowingRows(self.name, self._plan, self._built, **self._options)
+        if self._cut is not None:
+            self._cut[0] += awaited_units > self._cut[0]
+        return GrowingRows(self.name, self._plan, self._built, cut=self._cut, **self._options)
 
     def rows_in(self, unit_start: int, unit_end: int) -> int:
         assert not len(self.missing_units(unit_start, unit_end)), "nobody asks for units that are not built"

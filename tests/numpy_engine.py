@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.atomic import StagedDirectory, canonical_json
+from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, StepValues
+from vorox.core.staged_directory import StagedDirectory
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -46,6 +47,36 @@ class NumpyDecoder:
         seen = tokens_BT if self._last_B1 is None else np.concatenate([self._last_B1, tokens_BT], axis=1)
         self._last_B1 = tokens_BT[:, -1:]
         return self._engine.logits(seen)[:, -1]
+
+
+@dataclass(frozen=True)
+class NumpySnapshot:
+    state: Arrays
+    updates: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(array.nbytes for array in self.state.values())
+
+    def write(self, directory: StagedDirectory) -> None:
+        shapes = {name: array.shape for name, array in self.state.items()}
+        directory.write("engine.json", canonical_json({"updates": self.updates, "shapes": shapes}))
+        with directory.open("state.bin") as file:
+            for array in self.state.values():
+                file.write(array.tobytes())
+
+    def write_parts(self, directory: Path) -> None:
+        """Nothing: this engine runs in one process."""
+
+    def describe(self, directory: StagedDirectory) -> None:
+        self.write(directory)
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128(str(self.updates).encode())
+        for name, array in self.state.items():
+            digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
 
 class NumpyEngine:
@@ -156,15 +187,9 @@ class NumpyEngine:
         moments = {f"{kind}.{name}": array for kind, own in self.moments.items() for name, array in own.items()}
         return dict(sorted((self.parameters | moments).items()))
 
-    def save(self, directory: StagedDirectory) -> None:
+    def snapshot(self, *, detached: bool) -> NumpySnapshot:
         state = self._state()
-        directory.write(
-            "engine.json",
-            canonical_json({"updates": self.updates, "shapes": {name: array.shape for name, array in state.items()}}),
-        )
-        with directory.open("state.bin") as file:
-            for array in state.values():
-                file.write(array.tobytes())
+        return NumpySnapshot({k: a.copy() for k, a in state.items()} if detached else state, self.updates)
 
     def load(self, directory: Path) -> None:
         description = json.loads((directory / "engine.json").read_bytes())
@@ -189,11 +214,7 @@ class NumpyEngine:
         self._reset_optimizer()
 
     def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128(str(self.updates).encode())
-        for name, array in self._state().items():
-            digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
-            digest.update(array.tobytes())
-        return digest.hexdigest()
+        return self.snapshot(detached=False).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
         return {}

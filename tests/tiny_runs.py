@@ -61,6 +61,9 @@ def configuration(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
 class NumpyBackend:
     """Stands in for a backend's module."""
 
+    def connect(self, config: RunConfig) -> DistributedContext:
+        return DistributedContext()
+
     def create(self, config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> NumpyEngine:
         return NumpyEngine(spec.vocab_size, seed=config.run.seed, width=4)
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from vorox import backends
+from vorox.core.config import config_digest
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
@@ -25,8 +27,11 @@ from vorox.data.tokenizers.store import kept_by_run
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
+from vorox.training.beginning import begin, join
 from vorox.training.display import Display, NoDisplay
-from vorox.training.session import Setting, begin, open_log, open_session
+from vorox.training.mirror import mirrored
+from vorox.training.session import open_log, open_session
+from vorox.training.setting import Setting
 from vorox.training.stop import StopRequest
 
 
@@ -36,17 +41,21 @@ class Outcome:
 
     Attributes:
         run_directory: The run.
+        begun_at_step: Steps that were finished when this process began.
         progress: Where it stands.
         eval_losses: Validation loss by step.
         fingerprint: Of the engine's final state.
         speed: Speed and use of time of this process.
+        is_main: Whether this process is the one of the run that writes and prints.
     """
 
     run_directory: Path
+    begun_at_step: int
     progress: Progress
     eval_losses: dict[int, float]
     fingerprint: str
     speed: Reading
+    is_main: bool
 
 
 def train(
@@ -70,27 +79,36 @@ def train(
     Raises:
         VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
     """
-    display, dist = display or NoDisplay(), DistributedContext()
-    with StopRequest() as stop:
+    dist = backends.load(config.backend).connect(config)
+    display = display if display is not None and dist.is_main else NoDisplay()
+    with dist.failing_together(), StopRequest() as stop:
+        if dist.process_count > 1:
+            _check_for_several(config, minutes)
         if minutes is not None:
             config = _fit(config, budget.check_minutes(minutes), display, on_progress)
         with (
-            _open_run(config, resume_from, argv, dist) as run,
+            mirrored(config, resume_from, dist, display.message) as mirror,
+            _open_run(config, mirror.resume_from, argv, dist) as run,
             open_log(run, display, dist) as log,
             contextlib.closing(
                 make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)
             ) as setting,
         ):
-            state, plan = begin(setting, run, _checkpoint(resume_from))
+            state, plan = begin(setting, run, _checkpoint(resume_from)) if dist.is_main else join(setting, run)
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
                 caches={source.name: str(source.train.directory) for source in setting.corpus.sources},
             )  # fmt: skip
-            with stop.deferred(), open_session(setting, run, state, plan, display, stop) as (parts, progress):
+            with stop.deferred(), open_session(
+                setting, run, state, plan, display, stop, mirror
+            ) as (parts, progress):  # fmt: skip
                 progress = loop.train(parts, progress)
                 speed = parts.observer.finish(progress)
             log.event("finished", f"Finished after {progress.step:,} steps", step=progress.step, chain=progress.chain)
-            return Outcome(run.directory, progress, parts.evaluations.losses, setting.engine.fingerprint(), speed)
+            return Outcome(
+                run.directory, state.progress.step, progress, parts.evaluations.losses, setting.engine.fingerprint(),
+                speed, dist.is_main,
+            )  # fmt: skip
 
 
 def make_setting(
@@ -103,18 +121,40 @@ def make_setting(
     tokenizer_directory: Path | None = None,
 ) -> Setting:
     """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it."""
+    if not dist.is_main:  # where caches are shared, they are built by then
+        dist.barrier("corpus")
     kept = None if tokenizer_directory is None else kept_by_run(tokenizer_directory, config.tokenizer)
     how = HowToBuild(on_mend=log.warning)
     corpus = prepare(config, on_progress=on_progress, build=build, how=how, tokenizer=kept)
+    if dist.is_main:
+        dist.barrier("corpus")
     spec = model_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,
     )
-    return Setting(config, corpus, spec, backends.load(config.backend).create(config, spec, dist), log)
+    return Setting(config, corpus, spec, backends.load(config.backend).create(config, spec, dist), log, dist)
 
 
 def _open_run(
+    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
+) -> RunContext:
+    """The run, opened by the main process and joined by the others."""
+    if not dist.is_main:
+        told = dist.broadcast("run")
+        if told["config"] != config_digest(config):
+            raise ConfigError(
+                f"process {dist.process_index} was started with another configuration than process 0",
+                where=told["directory"], hint="start all processes with the same command",
+            )  # fmt: skip
+        return RunContext.join(Path(told["directory"]), config, told["attempt"], dist)
+    run = _open_as_main(config, resume_from, argv, dist)
+    directory = str(run.directory.absolute())
+    dist.broadcast("run", {"directory": directory, "attempt": run.attempt, "config": config_digest(config)})
+    return run
+
+
+def _open_as_main(
     config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
 ) -> RunContext:
     if isinstance(resume_from, Path):
@@ -127,6 +167,24 @@ def _open_run(
 def _checkpoint(resume_from: str | Path) -> Path | None:
     """The checkpoint that a path names, if it names one and not a run."""
     return resume_from if isinstance(resume_from, Path) and resume_from.parent.name == "checkpoints" else None
+
+
+def _check_for_several(config: RunConfig, minutes: float | None) -> None:
+    """What only a run of one process can do, because it hangs on one process's clock."""
+    if minutes is not None:
+        raise ConfigError(
+            "--minutes measures in one process, and the run has several", where="--minutes",
+            hint="set train.num_steps or train.num_tokens",
+        )  # fmt: skip
+    for key, value, needed in (
+        ("data.mode", config.data.mode, "cached"),
+        ("data.growth.mode", config.data.growth.mode, "complete"),
+    ):
+        if value != needed:
+            raise ConfigError(
+                f"{key} = {value} is for runs of one process, and this one has several", where=key,
+                hint=f"build the caches (vorox data build), and set {key}={needed}",
+            )  # fmt: skip
 
 
 def _fit(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:

@@ -72,20 +72,36 @@ def as_json(found: tuple[int, str, str]) -> Any:
     return json.loads(out)
 
 
-def test_help_is_quick_and_loads_no_framework() -> None:
+def test_help_is_quick_and_loads_no_framework(tmp_path: Path) -> None:
+    """Against the same library drawing the help of an empty program, in turn: at most twice as much."""
+    libraries = (
+        "import sys, time, typer\n"
+        "app = typer.Typer()\n"
+        "for name in 'abcdefghijkl': app.command(name)(lambda: None)\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "print(time.process_time(), file=sys.stderr)\n"
+    )
     program = (
         "import sys, time\n"
         "from vorox.cli import main\n"
         "code = main(['--help'])\n"
         "heavy = {'torch', 'jax', 'transformers', 'numpy', 'pydantic', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "assert time.process_time() < 0.3, time.process_time()\n"
+        "print(time.process_time(), file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    # As in an installation, bytecode is written once.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    finished = [
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, env=environment)
+        for _ in range(5)
+        for text in (program, libraries)
+    ]  # fmt: skip
+    assert [one.returncode for one in finished] == [0] * 10, finished[0].stderr
+    ours, theirs = (min(float(one.stderr) for one in finished[first::2]) for first in (0, 1))
+    assert ours < 2 * theirs
     for command in ("data", "runs", "checkpoints", "replay", "generate", "export", "config"):
-        assert command in finished.stdout
+        assert command in finished[0].stdout
 
 
 def test_python_dash_m_is_the_same_command() -> None:

@@ -92,3 +92,34 @@ def test_a_closed_stream_stops_nothing() -> None:
         clock.now = float(second)
         display("tokenizer", 0, 0, {})
     display.close()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_what_is_said_meanwhile_has_a_line_of_its_own(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    clock = Clock()
+    display = PreparationDisplay(stream, clock)
+    display("build code train", 0, 10, {})
+    clock.now = 1.0
+    display("build code train", 1, 10, {})
+    display.message("waiting for data\x1b[2J")
+    clock.now = 20.0
+    display("build code train", 9, 10, {})
+    display.close()
+    lines = [line.rpartition("\r")[2].removesuffix("\x1b[K") for line in stream.getvalue().splitlines()]
+    assert "waiting for data\ufffd[2J" in lines
+    assert lines[-1] == "packing code train  90%, 20 s"
+
+
+def test_what_is_checked_is_shown_with_its_speed() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = PreparationDisplay(stream, clock)
+    for second in range(0, 21, 5):
+        clock.now = float(second)
+        display.step("check code train", second * 40_000_000, 1_600_000_000)
+    display.close()
+    assert stream.getvalue().splitlines() == [
+        "checking code train  12% (40.0 MB/s, 00:35m left)",
+        "checking code train  38% (40.0 MB/s, 00:25m left)",
+        "checking code train  50% (40.0 MB/s, 00:20m left), 20 s",
+    ]

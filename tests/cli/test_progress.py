@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import threading
 import time
 from dataclasses import replace
 
@@ -139,6 +140,40 @@ def test_messages_scroll_above_the_block() -> None:
     assert len(lines) == 6, "the block is there once, below"
 
 
+WAIT = "waiting for data since 06:12:44 UTC because HTTP 503 after 3 failed tries [s3://bucket/crawl/07.jsonl.zst]"
+
+
+def test_the_block_says_what_data_is_waited_for_as_long_as_it_is() -> None:
+    """From another thread, while no step is shown: the one that would show it waits itself."""
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.waiting("before the first step there is no block")
+    display.waiting(None)
+    display.step(VIEW)
+    for text, num_rows in ((WAIT, 5), (None, 4), (WAIT + "\x1b[2J", 5)):
+        thread = threading.Thread(target=display.waiting, args=(text,))
+        thread.start()
+        thread.join()
+        shown = screen(stream.getvalue())
+        assert len(shown) == num_rows
+        assert (f"  {WAIT}" in "\n".join(shown)) == (text is not None)
+    assert "\x1b[2J" not in stream.getvalue()
+    display.close()
+    display.waiting(None)
+    assert len(screen(stream.getvalue())) == 5
+
+
+def test_plain_lines_say_what_data_is_waited_for() -> None:
+    stream = io.StringIO()
+    display = LineDisplay(stream)
+    display.waiting(WAIT)
+    display.step(VIEW)
+    display.waiting(None)
+    display.step(VIEW)
+    first, second = stream.getvalue().splitlines()
+    assert first == f"{second} | {WAIT}"
+
+
 def test_a_narrow_terminal_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()
@@ -171,6 +206,7 @@ def test_a_terminal_that_goes_away_ends_the_display_only(kind: type[LineDisplay]
         display.step(VIEW)
         display.message("x")
         display.sample("a", "b")
+        display.waiting("c")
     display.close()
     display.close()
 

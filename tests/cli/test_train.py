@@ -108,6 +108,13 @@ def test_the_same_command_again_says_that_it_has_finished(vorox: Run) -> None:
     assert len(runs()) == 1
 
 
+def test_a_run_of_one_step_has_done_it(vorox: Run) -> None:
+    code, out, err = vorox("train", "tiny.yaml", "train.num_steps=1", "schedule.warmup_steps=0")
+    assert code == 0, err
+    assert "already" not in out
+    assert ": 1 steps, 64 tokens" in out
+
+
 def test_resume_never_begins_another_run(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     assert vorox("train", "tiny.yaml", "--resume", "never")[0] == 0

@@ -22,10 +22,15 @@ FLOOR = {
     "cli": 3,
     "__main__": 4,
 }
-FRAMEWORKS = {"torch": "backends/torch_engine", "jax": "backends/jax_engine", "flax": "backends/jax_engine"}
+FRAMEWORKS = {
+    "torch": "backends/torch_engine",
+    "jax": "backends/jax_engine",
+    "flax": "backends/jax_engine",
+    "orbax": "backends/jax_engine",
+}
 ADAPTERS = {"data/streaming/torch_adapter.py": "torch"}
 """Modules that are the other framework's view of something of ours; nothing imports them before it is asked for."""
-OPTIONAL = {"transformers", "tensorboard", "datasets", "wandb"}
+OPTIONAL = {"transformers", "tensorboard", "datasets", "wandb", "tensorstore", "orbax"}
 
 
 def modules() -> list[Path]:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from vorox.core import atomic
-from vorox.core.atomic import StagedDirectory
 from vorox.core.config import load_config
 from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted
 from vorox.core.lock import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig, RunConfig
+from vorox.core.staged_directory import StagedDirectory
 from vorox.experiments.artifacts import inspect_run, list_checkpoints, list_runs, remove_checkpoints, remove_run
 from vorox.experiments.tracking import Tracker
 

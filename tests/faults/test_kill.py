@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tiny_runs import configuration, write_text
-from vorox.core.atomic import read_manifest
+from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import checkpoint_path
 from vorox.training.history import read_history

@@ -7,6 +7,7 @@ The run is tiny and has the numpy engine; data, cache, plan, loop and checkpoint
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,37 +23,42 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("kill_operations.py")
 
 
-def run_script(numbers: list[int]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), *map(str, numbers)]
-    environment = {"PYTHONPATH": str(SCRIPT.parents[1]), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+Place = list[str | int]
+"""Name of an operation, and how often that name came before it."""
+
+
+def run_script(places: list[Place | None]) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), json.dumps(places)]
+    path = os.pathsep.join([str(SCRIPT.parents[1]), *sys.path])  # the package that is tested here
+    environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def one_of_each_kind(operations: list[str]) -> list[int]:
-    """Numbers of operations, such that every write, rename and removal on every kind of file is among them."""
-    first: dict[str, int] = {}
-    for number, name in enumerate(operations, start=1):
-        if not name.startswith(("write ", "rename ", "remove ", "mkdir ")):
-            continue
-        kind = re.sub(r"\.tmp-\S+-[0-9a-f]{8}-", ".tmp-", name)
-        kind = re.sub(r"chunks/\S+", "chunk", re.sub(r"-[0-9a-f]{8,12}\b|\d+", "", kind))
-        first.setdefault(kind, number)
-    return sorted(first.values())
+def one_of_each_kind(operations: list[Place]) -> list[Place]:
+    """Operations such that every write, rename and removal on every kind of file is among them."""
+    first: dict[str, Place] = {}
+    for name, count in operations:
+        assert isinstance(name, str)
+        if name.startswith(("write ", "rename ", "remove ", "mkdir ")):
+            kind = re.sub(r"chunks/\S+", "chunk", re.sub(r"-[0-9a-f]{8,12}\b|\d+", "", name))
+            first.setdefault(kind, [name, count])
+    return list(first.values())
 
 
 def test_killed_at_a_file_operation_and_again_while_resuming() -> None:
-    (straight,) = run_script([0])
-    operations = straight["operations"]
-    numbers = sorted({*one_of_each_kind(operations), *range(1, len(operations), 61), len(operations)})
-    outcomes = run_script(numbers)
-    assert [outcome["at"] for outcome in outcomes] == numbers
+    (straight,) = run_script([None])
+    operations: list[Place] = straight["operations"]
+    places = one_of_each_kind(operations)
+    places += [place for place in [*operations[::61], operations[-1]] if place not in places]
+    outcomes = run_script([*places])
+    assert [outcome["at"] for outcome in outcomes] == places
     for outcome in outcomes:
         for key in ("chain", "fingerprint", "eval_losses"):
             assert outcome[key] == straight[key], f"{key} differs after kills at {outcome['died']}"
     died = [place for outcome in outcomes for place in outcome["died"] if place]
-    assert len(died) > 1.5 * len(numbers)
+    assert len(died) > 1.5 * len(places)
     for place in ("cache/", "chunks/", "step-0", "MANIFEST.json", "chain.jsonl", "plan.jsonl", "run.json", "log.txt"):
         assert any(place in text for text in died), f"no kill fell on {place}"
     for kind in ("mkdir", "write", "rename", "remove"):

@@ -15,10 +15,10 @@ import pytest
 
 from reference_decoder import numpy_logits
 from vorox import backends
-from vorox.core.atomic import StagedDirectory
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.schema import DataConfig, RunConfig, RuntimeConfig, SourceConfig, TokenizerConfig, TrainConfig
+from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import tokenizer as tokenizers
 from vorox.models.huggingface import huggingface_files, spec_from_huggingface
 from vorox.models.names import from_huggingface
@@ -88,7 +88,7 @@ def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[
     spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size, backend)
     weights = randomised(engine, seed=11)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
-        engine.save(directory)
+        engine.snapshot(detached=False).write(directory)
         files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id) | tokenizer.files()
         for name, data in files.items():
             directory.write(name, data)
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_exported_and_checked(case: dict[str, Any], dtype: Any, 
     spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size)
     randomised(engine, seed=17)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
-        engine.save(directory)
+        engine.snapshot(detached=False).write(directory)
         files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id) | tokenizer.files()
         for name, data in files.items():
             directory.write(name, data)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from reference_decoder import numpy_logits
-from vorox.core.atomic import StagedDirectory
+from vorox.core.staged_directory import StagedDirectory
 from vorox.models.huggingface import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import model_spec

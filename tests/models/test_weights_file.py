@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, load_file, save_file
 
-from vorox.core.atomic import StagedDirectory, verify_directory
 from vorox.core.errors import CheckpointError
+from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.models import weights_file
 from vorox.models.weights_file import (
     TensorEntry,

@@ -32,7 +32,7 @@ def values(loss: float, grad_norm: float = 1.0) -> StepValues:
 def run(directory: Path, progress: Progress, steps: range, *, scale: float = 1.0) -> Progress:
     chain = ReplayChain(directory, progress)
     for step in steps:
-        chain.record(batch(step), values(scale / (step + 1)))
+        chain.record(step + 1, batch(step).digest(), values(scale / (step + 1)))
     chain.flush()
     return replace(progress, step=steps.stop, chain=chain.head)
 
@@ -61,7 +61,7 @@ def test_every_quantity_changes_the_head(tmp_path: Path) -> None:
     def head(name: str, changed: Batch, result: StepValues) -> str:
         (tmp_path / name).mkdir()
         chain = ReplayChain(tmp_path / name, START)
-        chain.record(changed, result)
+        chain.record(changed.step + 1, changed.digest(), result)
         return chain.head
 
     one_ulp = math.nextafter(1.0, 2.0)

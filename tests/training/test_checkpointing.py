@@ -1,4 +1,8 @@
-"""Checkpoints with the numpy engine: what is written, what is kept, what is read after damage, crashes, full disks."""
+"""Checkpoints with the numpy engine: what is written, what is kept, what is read after damage, crashes, full disks.
+
+Every case is done twice: with a writer in the background, which is waited for before anything is looked at, and with a
+loop that waits itself. What only the background can do is in ``test_background_saves.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from hypothesis import strategies as st
 from crash_enumeration import crash_states, record
 from numpy_engine import NumpyEngine
 from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME, FileOperation, read_manifest
+from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError
 from vorox.core.records import Batch, DataCursor, Progress
 from vorox.core.schema import CheckpointConfig
+from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import ReplayChain
+from vorox.training.checkpointer import Checkpointer, steps_to_keep
 from vorox.training.checkpointing import (
-    Checkpointer,
     checkpoint_path,
     latest_valid,
     quarantine,
@@ -32,7 +37,6 @@ from vorox.training.checkpointing import (
     request_save,
     set_aside,
     step_directories,
-    steps_to_keep,
     verify,
 )
 from vorox.training.ledger import Ledger
@@ -42,15 +46,23 @@ CURSOR = DataCursor("plan", 3, 0, 0, 7)
 HORIZON = Horizon(100, 5, 64)
 
 
+@pytest.fixture(autouse=True, params=["background", "waiting"])
+def asynchronous(request: pytest.FixtureRequest) -> None:
+    Run.asynchronous = request.param == "background"
+
+
 class Run:
     """A run directory, its engine and everything that was reported."""
+
+    asynchronous = True
 
     def __init__(self, directory: Path, **config: object) -> None:
         self.directory, self.events = directory, []
         self.engine = NumpyEngine(11, width=2)
         self.losses: dict[int, float] = {}
         self.now = 0.0
-        self.config = CheckpointConfig.model_validate(config)
+        self.config = CheckpointConfig.model_validate({"asynchronous": self.asynchronous, **config})
+        self.reported: list[Path] = []
         chain = ReplayChain(directory, progress_at(0))
         self.ledger = Ledger(
             chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_start=lambda step: None, on_step=lambda *_: None
@@ -74,7 +86,13 @@ class Run:
 
     def save(self, step: int) -> Path:
         self.step()
-        return self.checkpointer.save(self.engine, progress_at(step), self.ledger)
+        return self.commit(step)
+
+    def commit(self, step: int) -> Path:
+        """Save without a step before, and wait for it."""
+        self.checkpointer.save(self.engine, progress_at(step), self.ledger, self.reported.append)
+        self.checkpointer.wait()
+        return checkpoint_path(self.directory, step)
 
     @property
     def steps(self) -> list[int]:
@@ -193,7 +211,7 @@ def test_nothing_goes_before_its_successor_reads_back(tmp_path: Path) -> None:
             (operation.path / "state.bin").write_bytes(b"other bits")
 
     with atomic.observe(bad_disk), pytest.raises(CheckpointError, match=r"state\.bin"):
-        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
+        run.commit(20)
     assert verify(checkpoint_path(tmp_path, 10)).step == 10
 
 
@@ -345,16 +363,16 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
             raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
 
     with atomic.observe(no_room), pytest.raises(CheckpointError) as refused:
-        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
+        run.commit(20)
     error = refused.value
     assert error.exit_code == 5
-    needed_bytes = sum((checkpoint_path(tmp_path, 10) / name).stat().st_size for name in ("state.bin", "engine.json"))
+    needed_bytes = (checkpoint_path(tmp_path, 10) / "state.bin").stat().st_size
     assert f"it needs at least {needed_bytes + len(b'{}'):,} bytes, " in str(error)
     assert re.search(r"bytes, [\d,]+ are free", str(error))
     assert error.saved == "training state up to step 10 is safe in step-00000010"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert verify(checkpoint_path(tmp_path, 10)).step == 10
-    assert run.checkpointer.save(run.engine, progress_at(20), run.ledger).name == "step-00000020"
+    assert run.commit(20).name == "step-00000020"
 
 
 def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
@@ -365,7 +383,7 @@ def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error", str(operation.path))
 
     with atomic.observe(broken), pytest.raises(CheckpointError, match="Input/output error") as refused:
-        run.checkpointer.save(run.engine, progress_at(20), run.ledger)
+        run.commit(20)
     assert "engine.json" in refused.value.where
     assert refused.value.saved == "nothing yet"
 

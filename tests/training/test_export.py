@@ -20,11 +20,12 @@ import pytest
 from crash_enumeration import crash_states, record
 from reference_decoder import numpy_logits
 from vorox.core import atomic
-from vorox.core.atomic import FileOperation, StagedDirectory, verify_directory
+from vorox.core.atomic import FileOperation
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
+from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.data.tokenizers import tokenizer as tokenizers
 from vorox.models.huggingface import huggingface_config, huggingface_files
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
 from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.core.attempts import read_attempts
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
 from vorox.core.records import StepValues
 from vorox.core.schema import RunConfig
 from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.spool import Spool
+from vorox.experiments.metadata.tables import TABLES
 from vorox.training import provenance as provenance_module
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import checkpoint_path
@@ -208,6 +210,59 @@ def test_a_run_in_postgres_answers_as_in_sqlite(tmp_path: Path, dsn: str, monkey
         assert found[0].rows or table == "exception"
 
 
+def test_removing_a_run_removes_its_rows_from_a_shared_database(
+    tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vorox.cli.runs import remove
+
+    def known() -> dict[str, set[str]]:
+        of_runs = [name for name, table in TABLES.items() if "run_id" in table.key]
+        rows = {name: MetadataCache.query(dsn, f"SELECT run_id FROM {name}").rows for name in of_runs}
+        return {name: {run_id for (run_id,) in found} for name, found in rows.items()}
+
+    made = [
+        run(configuration(tmp_path / name, ["log.metadata=postgres", f"run.name={name}"])).run_directory
+        for name in ("kept", "lost", "left")
+    ]
+    for directory in made:
+        refresh_database(directory, sample_steps=(1, 2), inventory=True)
+    _, lost, left = made
+    ids = [run_identity(directory) for directory in made]
+    assert known()["sample"] == known()["attempt"] == set(ids)
+
+    copy = tmp_path / "copy" / lost.name
+    shutil.copytree(lost, copy)
+    remove(str(copy), yes=True)
+    assert "stay: they are those of" in capsys.readouterr().out
+    assert known()["run"] == set(ids), "a copy is not the run that wrote them"
+
+    postgres.stop()
+    try:
+        with pytest.raises(DataError, match="cannot be had") as caught:
+            remove(str(lost), yes=True)
+    finally:
+        postgres.start()
+    assert "--keep-metadata" in caught.value.hint
+    assert "hunter2" not in str(caught.value)
+    assert (lost / "run.json").exists()
+    with monkeypatch.context() as patch:
+        patch.delenv("VOROX_METADATA_DSN")
+        with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN") as refused:
+            remove(str(lost), yes=True)
+        assert "--keep-metadata" in refused.value.hint
+        assert lost.exists()
+
+    moved = lost.rename(tmp_path / lost.name)
+    remove(str(moved), yes=True)
+    assert "Its rows in the metadata database are removed." in capsys.readouterr().out
+    assert not moved.exists()
+    assert all(ids[1] not in found for found in known().values())
+    assert all({ids[0], ids[2]} <= found for name, found in known().items() if name != "exception")
+    remove(str(left), yes=True, keep_metadata=True)
+    assert not left.exists()
+    assert known()["run"] == {ids[0], ids[2]}
+
+
 def test_nothing_of_the_connection_string_is_written_down(tmp_path: Path, dsn: str, postgres: Postgres) -> None:
     config = configuration(tmp_path, ["log.metadata=postgres"])
     postgres.stop()
@@ -223,6 +278,7 @@ def test_nothing_of_the_connection_string_is_written_down(tmp_path: Path, dsn: s
 def test_a_missing_connection_string_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("psycopg")
     monkeypatch.delenv("VOROX_METADATA_DSN", raising=False)
     at_step(monkeypatch, 1, lambda: pytest.fail("a step was done"))
     with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN"):

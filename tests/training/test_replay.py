@@ -18,7 +18,7 @@ import xxhash
 import vorox.train
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json, read_manifest
+from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
@@ -26,6 +26,7 @@ from vorox.core.lock import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.schema import RunConfig
+from vorox.core.staged_directory import read_manifest
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
@@ -34,7 +35,7 @@ from vorox.data.plan import Plan
 from vorox.training.chain import CHAIN_NAME, bits, link
 from vorox.training.checkpointing import checkpoint_path, step_directories
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.session import Setting
+from vorox.training.setting import Setting
 
 STEPS = 12
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
@@ -65,10 +66,11 @@ def again(directory: Path, first_step: int = 0, last_step: int | None = None) ->
 
 
 def files(directory: Path) -> dict[str, str]:
+    """Files and their hashes; without the memory of what local files hold, written once they are seconds old."""
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name != "versions"
     }
 
 

@@ -14,6 +14,7 @@ from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, 
 
 if TYPE_CHECKING:
     from vorox.experiments.artifacts import CheckpointSummary
+    from vorox.training.mirror import Contents
 
 app = typer.Typer(
     name="checkpoints", help="List, verify, remove and ask for checkpoints.", no_args_is_help=True, add_completion=False
@@ -24,11 +25,70 @@ _POLL_SECONDS = 0.2
 
 @app.command("list")
 def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run by their manifests; `verify` reads every byte."""
+    """List the checkpoints of a run by their manifests, here and in its mirror; `verify` reads every byte."""
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints
 
-    _print(list_checkpoints(find_run(root, run)), as_json)
+    directory = find_run(root, run)
+    found, mirror = list_checkpoints(directory), _mirror_of(directory)
+    if as_json:
+        print_json([_json(entry) for entry in found] if mirror is None else [*map(_json, found), *_mirror_json(mirror)])
+        return
+    _print(found, as_json=False)
+    if mirror is not None:
+        _print_mirror(mirror)
+
+
+def _mirror_of(directory: Path) -> Contents | str | None:
+    """What the mirror of a run holds; why that is not known; or ``None`` if the run has none."""
+    from vorox.core.errors import ConfigError, DataError
+    from vorox.data.storage import RetryPolicy, retry_budget
+    from vorox.training.mirror import contents_of, mirror_of
+
+    uri = mirror_of(directory)
+    try:
+        with retry_budget(RetryPolicy(retries_per_unit=3)):
+            return None if uri is None else contents_of(uri)
+    except (ConfigError, DataError) as error:
+        return f"{uri}: {error.what}"
+
+
+def _print_mirror(mirror: Contents | str) -> None:
+    if isinstance(mirror, str):
+        typer.echo(f"\nThe mirror cannot be asked: {mirror}")
+        return
+    rows = [
+        [
+            str(entry["name"]),
+            str(entry["state"]),
+            quantities.size(entry["size_bytes"]),
+            quantities.UNKNOWN if entry["saved_at"] is None else quantities.duration(time.time() - entry["saved_at"]),
+        ]
+        for entry in _mirror_json(mirror)
+    ]
+    typer.echo(f"\nmirror {mirror.uri}" + ("" if rows else ": no checkpoint"))
+    if rows:
+        print_table(["CHECKPOINT", "STATE", "SIZE", "AGE"], rows, right="SIZE AGE")
+
+
+def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
+    """The checkpoints of a mirror: ``whole``, ``torn`` (an upload that did not come to its end, or still goes on) or
+    ``abandoned`` (of a line of work that the run left)."""
+    if isinstance(mirror, str):
+        return [{"mirror": mirror, "state": "unknown"}]
+    line = {entry.name for entry in mirror.line()}
+    return [
+        {
+            "mirror": mirror.uri,
+            "name": entry.name,
+            "path": f"{mirror.uri}/checkpoints/{entry.name}",
+            "step": entry.step,
+            "state": "whole" if entry.name in line else "abandoned" if entry.is_whole else "torn",
+            "size_bytes": entry.size_bytes,
+            "saved_at": entry.saved_at,
+        }
+        for entry in mirror.checkpoints
+    ]
 
 
 @app.command()

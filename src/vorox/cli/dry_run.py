@@ -60,6 +60,8 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
 
     yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
     yield f"run            {_run_line(config, resume_from)}"
+    if config.checkpoint.mirror is not None:
+        yield f"mirror         {_mirror_line(config.checkpoint.mirror)}"
     text = _look_at_text(config)
     yield from _text_lines(config, text)
     spec = model_spec(
@@ -88,6 +90,13 @@ def _run_line(config: RunConfig, resume_from: str | Path) -> str:
     steps = step_directories(directory)
     state = f"would go on after step {max(steps):,}" if steps else "would begin again: it has no checkpoint"
     return f"{directory} {state}" + (f"; NOW IN USE by {holder}" if holder else "")
+
+
+def _mirror_line(place: str) -> str:
+    from vorox.data.storage import check_writable
+
+    check_writable(place)
+    return f"{place}; whether it can be written, and is ahead of this machine, is asked when the run begins"
 
 
 def _look_at_text(config: RunConfig) -> _Text:
@@ -299,15 +308,16 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
         "optimizer": estimate.optimizer_bytes,
         "activations": estimate.activation_bytes,
         "logits": estimate.logits_bytes,
+        "copy for checkpoints": estimate.snapshot_bytes,
     }
+    total_bytes = estimate.total_bytes_on(device)
     available = psutil.virtual_memory().total
     against = f" of {quantities.size(available)}" if device == "cpu" else ""
-    detail = ", ".join(f"{name} {quantities.size(value)}" for name, value in parts.items())
-    yield f"memory         about {quantities.size(estimate.total_bytes)}{against}: {detail}"
-    if device == "cpu" and estimate.total_bytes > available:
+    detail = ", ".join(f"{name} {quantities.size(value)}" for name, value in parts.items() if value)
+    yield f"memory         about {quantities.size(total_bytes)}{against}: {detail}"
+    if device == "cpu" and total_bytes > available:
         raise DoesNotFitError(
-            f"training takes about {quantities.size(estimate.total_bytes)}, this machine has "
-            f"{quantities.size(available)}",
+            f"training takes about {quantities.size(total_bytes)}, this machine has {quantities.size(available)}",
             where="memory",
             hint=_smaller(config),
         )
@@ -320,4 +330,6 @@ def _smaller(config: RunConfig) -> str:
         hints.append(f"train.micro_batch_sequences={config.train.micro_batch_sequences // 2}")
     if config.train.activation_checkpointing == "none":
         hints.append("train.activation_checkpointing=block")
+    if config.checkpoint.asynchronous:
+        hints.append("checkpoint.asynchronous=false")
     return " or ".join([*hints, "a smaller model"])

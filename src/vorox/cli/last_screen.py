@@ -22,7 +22,7 @@ def last_screen(outcome: Outcome) -> list[str]:
     run = shell_name(directory)
     step = outcome.progress.step
     did = outcome.speed
-    if did.num_steps == 0:
+    if step == outcome.begun_at_step:
         head = f"{directory.name} has finished all of its {step:,} steps already; to train it longer, see below"
     else:
         seconds = sum(did.seconds.values())

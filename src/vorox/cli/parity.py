@@ -32,6 +32,7 @@ def parity(
     Logits, loss, norm of the gradient and parameters are compared; the first quantity out of tolerance is named and
     the exit code is then 7. Use precision.dtype=fp32; lower precisions are meant to differ.
     """
+    from vorox.backends import check_installed
     from vorox.cli.config import configuration_source
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
@@ -45,6 +46,8 @@ def parity(
         raise ConfigError("no configuration is named", where="parity", hint="vorox parity quickstart")
     source = configuration_source(sorted_words.positional[0])
     configs = [load_config(source, [*sorted_words.overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
+    for name in (FIRST, SECOND):
+        check_installed(name)
     config = configs[0]
     corpus = _corpus(config)
     first, second = (_engine(one, corpus) for one in configs)

@@ -7,13 +7,15 @@ in an instant shows nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from vorox.cli.quantities import count, duration, eta, percent
+from vorox.cli.quantities import count, duration, eta, percent, printable
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
@@ -40,6 +42,7 @@ class PreparationDisplay:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
         self._clock = clock
+        self._lock = threading.Lock()
         self._phase = ""
         self._began = self._shown_at = 0.0
         self._last = ""
@@ -56,10 +59,12 @@ class PreparationDisplay:
         every = _REDRAW_EVERY_SECONDS if self._live else _LINE_EVERY_SECONDS
         if self._done_at_first is None or done < self._done_at_first:
             self._done_at_first = done
+        if phase.startswith("check "):  # counted in bytes
+            rates = {"text_mb_per_second": (done - self._done_at_first) / (now - self._began) / 1e6}
         self._last = _line(phase, done, total, rates, self._eta_seconds(done, total, now) if rates else None)
         if not self._shown_at or now - self._shown_at >= every:
             self._shown_at = now
-            self._write(self._last, "\r" if self._live else "")
+            self._write(self._last, "" if self._live else "\n")
 
     def _eta_seconds(self, done: int, total: int, now: float) -> float | None:
         """Time for the rest at the pace so far of this phase; ``None`` while that says nothing, and at the end."""
@@ -72,6 +77,10 @@ class PreparationDisplay:
         """The same for jobs that only count."""
         self(what, done, total, {})
 
+    def message(self, text: str) -> None:
+        """A line of its own, above what is shown of the phase."""
+        self._write(printable(text), "\n")
+
     def close(self) -> None:
         """End the line. Repeatable."""
         self._finish_phase(self._clock())
@@ -79,19 +88,15 @@ class PreparationDisplay:
 
     def _finish_phase(self, now: float) -> None:
         if self._phase and self._shown_at:
-            self._write(f"{self._last}, {duration(now - self._began)}", "\r" if self._live else "")
-            if self._live:
-                self._write("\n", None)
+            self._write(f"{self._last}, {duration(now - self._began)}", "\n")
         self._shown_at = 0.0
 
-    def _write(self, text: str, before: str | None) -> None:
-        erase = "\x1b[K" if before == "\r" else ""
-        end = "" if before in {"\r", None} else "\n"
-        try:
-            self._stream.write(f"{before or ''}{text}{erase}{end}")
+    def _write(self, text: str, end: str) -> None:
+        """Put a line in the place of the one that is shown; it stays there if it ends."""
+        before, erase = ("\r", "\x1b[K") if self._live else ("", "")
+        with self._lock, contextlib.suppress(OSError, ValueError):  # nobody is looking
+            self._stream.write(f"{before}{text}{erase}{end}")
             self._stream.flush()
-        except (OSError, ValueError):
-            pass  # nobody is looking
 
 
 def _line(phase: str, done: int, total: int, rates: Mapping[str, float], eta_seconds: float | None) -> str:

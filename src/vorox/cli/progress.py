@@ -3,7 +3,7 @@
 In: the loop's ``StepView``, messages and samples (``training.display.Display``). Out: text on one stream. On a terminal
 a block of a few lines is redrawn in place while events and samples scroll above it. The display owns nothing: it never
 raises, never waits, starts no thread and costs nothing between logged steps. A terminal that goes away ends the
-display, not the run.
+display, not the run. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
@@ -91,9 +92,11 @@ class LineDisplay:
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
         self._stream: TextIO | None = stream
         self._clock = clock
+        self._waiting: str | None = None
 
     def step(self, view: StepView) -> None:
-        self._write(" | ".join([headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]))
+        fields = [headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]
+        self._write(" | ".join([*fields, printable(self._waiting)] if self._waiting else fields))
 
     def message(self, text: str, level: Level = "info") -> None:
         mark = "" if level == "info" else f"{level}: "
@@ -101,6 +104,10 @@ class LineDisplay:
 
     def sample(self, prompt: str, completion: str) -> None:
         self._write("\n".join(sample_lines(prompt, completion)))
+
+    def waiting(self, text: str | None) -> None:
+        """Kept for the lines of steps; a wait that lasts has lines of its own, from the log."""
+        self._waiting = text
 
     def close(self) -> None:
         self._stream = None
@@ -139,6 +146,9 @@ class LiveDisplay:
             console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop",
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
+        self._lock = threading.RLock()
+        self._view: StepView | None = None
+        self._waiting: str | None = None
         self._started = False
         self._drawn_at = -math.inf
 
@@ -146,8 +156,13 @@ class LiveDisplay:
         now = self._clock()
         if now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps:
             return
-        self._drawn_at = now
-        self._draw(lambda: self._show(view))
+        self._drawn_at, self._view = now, view
+        self._draw(self._show)
+
+    def waiting(self, text: str | None) -> None:
+        if text != self._waiting:
+            self._waiting = text
+            self._draw(self._show)
 
     def message(self, text: str, level: Level = "info") -> None:
         from rich.text import Text
@@ -163,28 +178,32 @@ class LiveDisplay:
         self._draw(lambda: self._console.print(text))
 
     def close(self) -> None:
-        live, self._live = self._live, None
-        if live is not None and self._started:
-            with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
-                live.stop()
+        with self._lock:
+            live, self._live = self._live, None
+            if live is not None and self._started:
+                with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
+                    live.stop()
 
-    def _show(self, view: StepView) -> None:
+    def _show(self) -> None:
         assert self._live is not None
+        if self._view is None:
+            return
         if not self._started:
             self._live.start()
             self._started = True
-        self._live.update(_block(view, self._console.width), refresh=True)
+        self._live.update(_block(self._view, self._waiting, self._console.width), refresh=True)
 
     def _draw(self, action: Callable[[], object]) -> None:
-        if self._live is None:
-            return
-        try:
-            action()
-        except (OSError, ValueError):  # the terminal has gone
-            self._live = None
+        with self._lock:
+            if self._live is None:
+                return
+            try:
+                action()
+            except (OSError, ValueError):  # the terminal has gone
+                self._live = None
 
 
-def _block(view: StepView, width: int) -> Text:
+def _block(view: StepView, waiting: str | None, width: int) -> Text:
     from rich.text import Text
 
     done = min(1.0, view.step / view.total_steps)
@@ -198,6 +217,8 @@ def _block(view: StepView, width: int) -> Text:
     rows.append("  now   " + " | ".join(resource_fields(view)))
     for row in rows:
         block.append("\n" + row)
+    if waiting:
+        block.append(f"\n  {printable(waiting)}", style="yellow")
     return block
 
 

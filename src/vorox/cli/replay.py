@@ -13,7 +13,7 @@ from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.training.session import Setting
+    from vorox.training.setting import Setting
 
 
 def replay(
@@ -22,6 +22,9 @@ def replay(
     last_step: Annotated[
         int | None, typer.Option("--to", min=1, help="State to end with; the last one recorded.")
     ] = None,
+    nproc: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes on this machine, as many as the run had.")
+    ] = 1,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
@@ -34,6 +37,11 @@ def replay(
     from vorox.core.run_lookup import find_run
     from vorox.training import replay as replaying
 
+    if nproc > 1:
+        from vorox.cli.launch import launch
+
+        words = ["replay", run, "--from", str(first_step), "--root", str(root), *(["--json"] if as_json else [])]
+        raise typer.Exit(launch(nproc, [*words, *([] if last_step is None else ["--to", str(last_step)])]))
     directory = find_run(root, run)
     display = PreparationDisplay()
     try:
@@ -58,12 +66,12 @@ def replay(
 
 
 def _make_setting(run_directory: Path, config: RunConfig) -> Setting:
-    from vorox.core.distributed_context import DistributedContext
+    from vorox import backends
     from vorox.core.log import RunLog
     from vorox.train import make_setting
 
-    kept = run_directory / "tokenizer"
-    return make_setting(config, DistributedContext(), RunLog(None), None, build=False, tokenizer_directory=kept)
+    kept, dist = run_directory / "tokenizer", backends.load(config.backend).connect(config)
+    return make_setting(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
 
 
 def _difference_error(report: object, where: str) -> Exception:

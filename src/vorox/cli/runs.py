@@ -195,18 +195,48 @@ def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
 
 
 @app.command()
-def remove(run: RunName, root: Root = DEFAULT_ROOT, yes: Yes = False) -> None:
-    """Remove a run with all its checkpoints. One that is running is refused."""
+def remove(
+    run: RunName,
+    root: Root = DEFAULT_ROOT,
+    yes: Yes = False,
+    keep_metadata: Annotated[
+        bool, typer.Option("--keep-metadata", help="Leave the run's rows in a metadata database that runs share.")
+    ] = False,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="Also remove what its mirror holds; without it the mirror stays.")
+    ] = False,
+) -> None:
+    """Remove a run with all its checkpoints, and its rows in a shared metadata database. A running one is refused."""
+    from vorox.core.errors import ConfigError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import inspect_run, remove_run
+    from vorox.training.metadata_database import forget_run
+    from vorox.training.mirror import mirror_of, remove_mirror
 
     directory = find_run(root, run)
+    uri = mirror_of(directory)
+    if mirror and uri is None:
+        raise ConfigError(f"{directory.name} has no mirror", where="--mirror", hint="leave --mirror out")
     summary = inspect_run(directory)
     what = f"{summary.run_id} (step {summary.step:,}, {quantities.size(summary.size_bytes)})"
+    what += f" and its mirror {uri}" if mirror else ""
     if summary.state != "running":  # a running one is refused by whoever holds it, not by a question
         confirm(f"Remove {what}?", yes=yes)
-    size_bytes = remove_run(directory)
-    typer.echo(f"Removed {summary.run_id}: {quantities.size(size_bytes)} are free.")
+    told: list[str] = []
+
+    def first() -> None:
+        if uri is not None:
+            removed = f"Its mirror {uri} stays (--mirror removes it)."
+            if mirror:
+                removed = f"Its mirror held {quantities.size(remove_mirror(uri))}, which are gone as well."
+            told.append(removed)
+        if not keep_metadata:
+            told.append(forget_run(directory))
+
+    size_bytes = remove_run(directory, first=first)
+    typer.echo(
+        f"Removed {summary.run_id}: {quantities.size(size_bytes)} are free. {' '.join(filter(None, told))}".rstrip()
+    )
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vorox.training.display import Display, Level, StepView
 
 DEFAULT_PRESET = "quickstart"
-_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--dry-run", "--help")
+_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--nproc", "--dry-run", "--help")
 _ENDED = frozenset({"finished"})
 
 
@@ -32,17 +32,20 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|never|RUN|CHECKPOINT",
+            metavar="auto|never|RUN|CHECKPOINT|gs://...|s3://...",
             help="auto: go on with the run of this very configuration, if there is one; never: begin a new one; "
-            "or the run or checkpoint to go on from, with its own configuration.",
+            "or the run or checkpoint to go on from, with its own configuration; brought here from a store.",
         ),
     ] = "auto",
     from_weights: Annotated[
         str | None,
-        typer.Option(metavar="RUN|CHECKPOINT|DIRECTORY", help="Start from these weights (train.from_weights)."),
+        typer.Option(metavar="RUN|CHECKPOINT|DIRECTORY|gs://...", help="Start from these weights (from_weights)."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
     minutes: Annotated[float | None, typer.Option(help="Train as many steps as fit into this time.")] = None,
+    nproc: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes on this machine that train as one run.")
+    ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and show the plan; build and write nothing.")
     ] = False,
@@ -56,6 +59,13 @@ def train(
     overrides = list(sorted_words.overrides)
     if from_weights is not None:
         overrides.append(f"train.from_weights={_quoted(from_weights)}")
+    if dry_run and "://" in resume:
+        from vorox.core.errors import ConfigError
+
+        raise ConfigError(
+            "a dry run writes nothing, and a run from a store has to be brought here first", where="--resume",
+            hint="leave --dry-run out",
+        )  # fmt: skip
     config, resume_from = _choose(sorted_words.positional, overrides, resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe
@@ -67,6 +77,10 @@ def train(
     command += [] if from_weights is None else ["--from-weights", from_weights]
     command += [] if name is None else ["--name", name]
     command += [] if minutes is None else ["--minutes", f"{minutes:g}"]
+    if nproc > 1:
+        from vorox.cli.launch import launch
+
+        raise typer.Exit(launch(nproc, command[1:]))
     if minutes is not None and resume_from == "auto":
         config, resume_from, minutes = _begun_before(config, minutes)
     _run(config, resume_from, minutes, command)
@@ -107,19 +121,24 @@ def _resumed_path(resume: str, source: str | Path | None, overrides: Sequence[st
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_lookup import find_run, is_run
+    from vorox.data.storage import scheme_of
 
     path = Path(resume)
-    if path.parent.name == "checkpoints":
+    if scheme_of(resume) is None and path.parent.name == "checkpoints":
         if not path.is_dir() or not is_run(path.parent.parent):
             raise ConfigError("there is no checkpoint of a run", where=resume, hint="vorox checkpoints list RUN")
         return path
-    root = "runs"
+    root = None
     if source is not None:
         root = load_config(source, overrides).run.directory
     for word in overrides:
         key, _, value = word.removeprefix("--").partition("=")
         root = value if key == "run.directory" else root
-    return find_run(root, resume)
+    if scheme_of(resume) is not None:
+        from vorox.training.mirror import resume_from_store
+
+        return resume_from_store(resume, root, lambda text, level="info": typer.echo(text, err=level != "info"))
+    return find_run(root or "runs", resume)
 
 
 def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
@@ -156,13 +175,18 @@ def _run(
     from vorox.cli.last_screen import last_screen
     from vorox.cli.preparation import PreparationDisplay
     from vorox.cli.progress import open_display
+    from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
     from vorox.train import train as train_run
 
+    place = membership()
+    if place is not None and place.process_index:  # the first process of the run speaks
+        train_run(config, resume_from=resume_from, minutes=minutes, argv=command)
+        return
     preparation = PreparationDisplay()
     display = _Screen(open_display(), preparation)
     typer.echo(_first_line(config))
-    if minutes is None:
+    if minutes is None and config.checkpoint.mirror is None:  # a mirror is asked first, and says it then
         directory, exists = expected_directory(config, resume_from)
         typer.echo(f"{'Going on' if exists else 'Writing'} in {directory}")
     try:
@@ -171,7 +195,7 @@ def _run(
         )
     finally:
         display.close()
-    for line in last_screen(outcome):
+    for line in last_screen(outcome) if outcome.is_main else ():
         typer.echo(line)
 
 
@@ -191,6 +215,9 @@ class _Screen:
 
     def sample(self, prompt: str, completion: str) -> None:
         self._display.sample(prompt, completion)
+
+    def waiting(self, text: str | None) -> None:
+        self._display.waiting(text)
 
     def close(self) -> None:
         self._preparation.close()

@@ -11,12 +11,12 @@ import fnmatch
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core import atomic
+from vorox.core import atomic, staged_directory
 from vorox.core.config.yaml_reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.json_lines import read_lines
@@ -237,7 +237,7 @@ def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> Chec
     state: CheckpointState = "set aside" if aside else "unverified"
     problem = {"corrupt": "was found corrupt", "replaced": "was written again by a later attempt"}.get(aside, "")
     try:
-        manifest = atomic.read_manifest(path)
+        manifest = staged_directory.read_manifest(path)
         size_bytes = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
         saved_at = (path / atomic.MANIFEST_NAME).stat().st_mtime
         metadata = manifest["metadata"]
@@ -253,7 +253,7 @@ def verified(summary: CheckpointSummary) -> CheckpointSummary:
     if summary.state == "set aside":
         return summary
     try:
-        metadata = atomic.verify_directory(summary.path)
+        metadata = staged_directory.verify_directory(summary.path)
     except (CheckpointError, OSError) as error:
         return replace(summary, state="corrupt", problem=str(error))
     if metadata.get("step") != summary.step:
@@ -304,8 +304,12 @@ def _find(known: Sequence[CheckpointSummary], name: str, run_directory: Path) ->
     raise ConfigError(f"there is no checkpoint {name}; there are: {there}", where=str(run_directory))
 
 
-def remove_run(directory: Path) -> int:
+def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> int:
     """Remove a run that no process trains; returns the bytes that are free now.
+
+    Args:
+        directory: The run.
+        first: What goes before it, once nothing speaks against removing it; if this fails the run stays.
 
     Raises:
         ConfigError: It is no run, is in use, or holds files that a run does not write.
@@ -329,6 +333,8 @@ def remove_run(directory: Path) -> int:
                 hint="move it elsewhere, then remove the run",
                 saved="nothing was removed",
             )
+        if first is not None:
+            first()
         size_bytes, _ = _measure(directory)
         atomic.sweep_temporary(directory.parent)  # what an interrupted removal left
         hidden = atomic.temporary_name(directory)

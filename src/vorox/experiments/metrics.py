@@ -85,7 +85,13 @@ _METRICS = (
     ),
     Metric("time/compute_fraction", "fraction", "mean", "Share of all time that went into steps.", "higher"),
     Metric("time/data_fraction", "fraction", "mean", "Share of all time that went into waiting for data.", "lower"),
-    Metric("time/save_fraction", "fraction", "mean", "Share of all time that went into checkpoints.", "lower"),
+    Metric(
+        "time/save_fraction",
+        "fraction",
+        "mean",
+        "Share of all time that training stood still for checkpoints.",
+        "lower",
+    ),
     Metric(
         "time/eval_fraction", "fraction", "mean", "Share of all time that went into validation and samples.", "lower"
     ),
@@ -101,7 +107,18 @@ _METRICS = (
     Metric("eval/tokens", "tokens", "last", "Target tokens of the validation."),
     Metric("eval_seconds", "s", "sum", "Seconds that the validation and its samples took.", "lower"),
     Metric("checkpoint_seconds", "s", "sum", "Seconds that training stood still for a checkpoint.", "lower"),
-    Metric("seconds_since_save", "s", "last", "Age of the newest checkpoint."),
+    Metric(
+        "checkpoint_write_seconds",
+        "s",
+        "sum",
+        "Seconds from the moment that a checkpoint holds until it was committed and old ones had gone. Training stands "
+        "still for checkpoint_seconds of them.",
+        "lower",
+    ),
+    Metric("seconds_since_save", "s", "last", "Age of the state that the newest committed checkpoint holds."),
+    Metric("mirror/step", "steps", "last", "Step of the newest checkpoint that is whole in the mirror.", "higher"),
+    Metric("mirror/age_seconds", "s", "last", "Time since the newest checkpoint in the mirror was committed.", "lower"),
+    Metric("mirror/waiting_checkpoints", "1", "last", "Checkpoints that are not in the mirror yet.", "lower"),
     Metric("queue_depth", "batches", "last", "Batches that were ready when the step began.", "higher"),
     Metric("runtime/compile_seconds", "s", "last", "Time spent compiling steps so far.", "lower"),
     Metric("memory/host_bytes", "bytes", "max", "Resident memory of this process.", "lower"),

@@ -8,6 +8,7 @@ speak of a step, the later one is believed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Tracker:
         self._sinks = tuple(sinks)
         self._log = log
         self._observed: dict[str, list[float]] = {}
+        self._lock = threading.Lock()
         self._failures: dict[str, int] = {}
 
     @classmethod
@@ -71,14 +73,15 @@ class Tracker:
         return cls(sinks, log or RunLog(None))
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Keep the values of a step for the next ``log``.
+        """Keep the values of a step for the next ``log``. May be called from any thread.
 
         Raises:
             ConfigError: A name is not registered.
         """
         for name, value in values.items():
             metric(name)
-            self._observed.setdefault(name, []).append(float(value))
+            with self._lock:
+                self._observed.setdefault(name, []).append(float(value))
 
     def log(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Write the values of a step, given ones before observed ones, and return what was written.
@@ -92,9 +95,10 @@ class Tracker:
         """
         for name in values:
             metric(name)
-        written = {name: reduce(name, observed) for name, observed in self._observed.items()}
+        with self._lock:
+            observed, self._observed = self._observed, {}
+        written = {name: reduce(name, several) for name, several in observed.items()}
         written.update((name, float(value)) for name, value in values.items())
-        self._observed = {}
         if written:
             for sink in self._sinks:
                 self._try(sink, lambda sink=sink: sink.write(step, written))

@@ -1,9 +1,11 @@
-"""An engine's training state on disk, the same files for every engine that holds whole arrays: no pickle, no framework.
+"""An engine's training state on disk, the same for every engine: no pickle, no framework.
 
 ``model.safetensors`` holds the parameters in fp32, under Hugging Face names when transformers knows the architecture,
 else under canonical ones; ``optimizer.safetensors`` each moment of each canonical parameter (``exp_avg.<name>``);
-``engine.json`` the counters and what the arrays belong to. Because the files speak canonical names, a run that one
-engine saved can be continued by another whose optimizer keeps the same moments. Hashing and committing is the caller's.
+``engine.json`` the counters and what the arrays belong to. With ``checkpoint.arrays=orbax`` the folder ``orbax``
+(``models/orbax_arrays.py``) takes the place of the first two; ``engine.json`` says so, and both are read by either
+engine. Because all speak canonical names, a run that one engine saved can be continued by another whose optimizer keeps
+the same moments. Hashing and committing is the caller's.
 
 Invariant: what was loaded has the fingerprint of what was saved.
 """
@@ -14,15 +16,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import xxhash
 
-from vorox.core.atomic import StagedDirectory, pretty_json
+from vorox.core.atomic import pretty_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.core.schema import ArraysFormat
+from vorox.core.staged_directory import StagedDirectory
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.orbax_arrays import OrbaxArrays, weight_entries
 from vorox.models.spec import ModelSpec
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 
@@ -53,6 +58,68 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """See ``core.engine.EngineSnapshot``.
+
+    Attributes:
+        spec: The model.
+        state: Of one moment; whether it can change is up to who made it.
+    """
+
+    spec: ModelSpec
+    state: EngineState
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its arrays: the least that a disk must have room for."""
+        entries = (*_canonical_entries(self.spec), *_optimizer_entries(self.spec, self.state))
+        return sum(entry.size_bytes for entry in entries)
+
+    def write(self, directory: StagedDirectory) -> None:
+        """Write the three files."""
+        spec, state = self.spec, self.state
+        with directory.open(MODEL_FILE) as sink:
+            if huggingface_family(spec) is not None:
+                write_weights(sink, huggingface_entries(spec), to_huggingface(spec, iter(state.weights())))
+            else:
+                write_weights(sink, _canonical_entries(spec), state.weights())
+        with directory.open(OPTIMIZER_FILE) as sink:
+            write_weights(sink, _optimizer_entries(spec, state), _optimizer_arrays(state))
+        write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")
+
+    def write_parts(self, directory: Path) -> None:
+        """Nothing: the main process has all of it."""
+
+    def describe(self, directory: StagedDirectory) -> None:
+        """All of it."""
+        self.write(directory)
+
+    def fingerprint(self) -> str:
+        """xxh3-128 over name, type, shape and hash of parameters, moments and counters, in name order.
+
+        Arrays are hashed one at a time, in whatever order they come.
+        """
+        state = self.state
+        lines = [_line(name, array) for name, array in state.weights()]
+        lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
+        lines += [_line(f"{kind}.{name}", array) for kind, arrays in state.moments.items() for name, array in arrays()]
+        return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+
+
+def write_description(
+    directory: StagedDirectory,
+    spec: ModelSpec,
+    kinds: list[str],
+    counters: Mapping[str, float],
+    *,
+    arrays: ArraysFormat,
+) -> None:
+    """Write ``engine.json``: what the arrays belong to, and how they are stored."""
+    body = {"format": FORMAT, "arrays": arrays, "spec": spec.to_json(), "kinds": kinds, "counters": dict(counters)}
+    directory.write(ENGINE_FILE, pretty_json(body))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredState:
     """What ``load`` found, checked against headers; arrays are read as they are iterated.
 
@@ -60,33 +127,17 @@ class StoredState:
         weights: All parameters under canonical names.
         moments: (kind, canonical name, array).
         counters: The scalars.
+        pieces: Reads parts of arrays, for engines that need no more; ``None`` where the format has only whole ones.
     """
 
     weights: Iterable[NamedArray]
     moments: Iterable[tuple[str, str, np.ndarray[Any, np.dtype[np.float32]]]]
     counters: Mapping[str, float]
-
-
-def save(directory: StagedDirectory, spec: ModelSpec, state: EngineState) -> None:
-    """Write the three files."""
-    with directory.open(MODEL_FILE) as sink:
-        if huggingface_family(spec) is not None:
-            write_weights(sink, huggingface_entries(spec), to_huggingface(spec, iter(state.weights())))
-        else:
-            write_weights(sink, _canonical_entries(spec), state.weights())
-    with directory.open(OPTIMIZER_FILE) as sink:
-        write_weights(sink, _optimizer_entries(spec, state), _optimizer_arrays(state))
-    body = {
-        "format": FORMAT,
-        "spec": spec.to_json(),
-        "kinds": sorted(state.moments),
-        "counters": dict(state.counters),
-    }
-    directory.write(ENGINE_FILE, pretty_json(body))
+    pieces: OrbaxArrays | None = None
 
 
 def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
-    """Open what ``save`` wrote.
+    """Open what a snapshot wrote.
 
     Args:
         directory: A verified checkpoint.
@@ -106,48 +157,44 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
             where=str(directory),
             hint="optimizer.name and precision.dtype must be those of the run",
         )
-    weights, moments = _open_weights(directory, spec), WeightsFile(directory / OPTIMIZER_FILE)
-    moments.check_entries(_optimizer_entries(spec, like))
-    return StoredState(
-        weights=weights,
-        moments=_split_kinds(moments),
-        counters=body["counters"],
-    )
+    wanted = _optimizer_entries(spec, like)
+    if body["arrays"] == "orbax":
+        pieces = OrbaxArrays(directory)
+        pieces.check_entries([*weight_entries(spec), *wanted])
+        named = ((entry.name, pieces.read(entry.name)) for entry in wanted)
+        return StoredState(pieces.weights(spec), _split_kinds(named), body["counters"], pieces)
+    moments = WeightsFile(directory / OPTIMIZER_FILE)
+    moments.check_entries(wanted)
+    return StoredState(_open_weights(directory, spec, body), _split_kinds(moments), body["counters"])
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
     """The parameters alone, under canonical names, whatever optimizer they were trained with.
 
     Raises:
-        CheckpointError: They belong to another architecture, or the files are not what ``save`` writes.
+        CheckpointError: They belong to another architecture, or the files are not what a snapshot writes.
     """
-    _check_spec(spec, _read_body(directory / ENGINE_FILE)["spec"], where=str(directory))
-    return _open_weights(directory, spec)
+    body = _read_body(directory / ENGINE_FILE)
+    _check_spec(spec, body["spec"], where=str(directory))
+    return _open_weights(directory, spec, body)
 
 
-def _open_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
+def _open_weights(directory: Path, spec: ModelSpec, body: Mapping[str, Any]) -> Iterable[NamedArray]:
+    if body["arrays"] == "orbax":
+        pieces = OrbaxArrays(directory)
+        pieces.check_entries(weight_entries(spec))
+        return pieces.weights(spec)
     model = WeightsFile(directory / MODEL_FILE)
     is_huggingface = huggingface_family(spec) is not None
     model.check_entries(huggingface_entries(spec) if is_huggingface else _canonical_entries(spec))
     return from_huggingface(spec, model) if is_huggingface else model
 
 
-def fingerprint(state: EngineState) -> str:
-    """xxh3-128 over name, type, shape and hash of parameters, moments and counters, in name order.
-
-    Arrays are hashed one at a time, in whatever order they come.
-    """
-    lines = [_line(name, array) for name, array in state.weights()]
-    lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
-    lines += [_line(f"{kind}.{name}", array) for kind, arrays in state.moments.items() for name, array in arrays()]
-    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
-
-
 def _line(name: str, array: np.ndarray[Any, Any]) -> str:
     return f"{name}|{array.dtype}|{array.shape}|{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
 
 
-def _split_kinds(moments: WeightsFile) -> Iterator[tuple[str, str, Any]]:
+def _split_kinds(moments: Iterable[NamedArray]) -> Iterator[tuple[str, str, Any]]:
     for full_name, array in moments:
         kind, _, name = full_name.partition(".")
         yield kind, name, array
@@ -183,6 +230,13 @@ def _read_body(path: Path) -> dict[str, Any]:
         raise CheckpointError("the engine's state is not valid", where=str(path)) from error
     if version != FORMAT or not known:
         raise CheckpointError(f"the engine's state has format {version}, needed is {FORMAT}", where=str(path))
+    arrays = body.setdefault("arrays", "safetensors")
+    if arrays not in get_args(ArraysFormat):
+        raise CheckpointError(
+            f"the arrays are stored as {arrays}; {' and '.join(get_args(ArraysFormat))} can be read",
+            where=str(path),
+            hint="export the run with the version that wrote it (vorox export) and start from that (--from-weights)",
+        )
     return body
 
 

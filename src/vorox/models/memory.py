@@ -7,7 +7,7 @@ Good to within some tens of percent; allocators, kernels and the framework itsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vorox.core.schema import RunConfig
 from vorox.models.spec import ModelSpec
@@ -17,16 +17,27 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device at the peak of a step."""
+    """Bytes on one device at the peak of a step, and of the host beside it.
+
+    Attributes:
+        parameter_bytes: Parameters.
+        gradient_bytes: Their gradients.
+        optimizer_bytes: Moments of the optimizer.
+        activation_bytes: What the backward pass needs of the forward pass.
+        logits_bytes: Logits of a chunk, and their gradient.
+        snapshot_bytes: Host memory of the copy that a checkpoint is written from in the background.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     logits_bytes: int
+    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """On the device."""
         return (
             self.parameter_bytes
             + self.gradient_bytes
@@ -35,10 +46,14 @@ class MemoryEstimate:
             + self.logits_bytes
         )
 
+    def total_bytes_on(self, device_kind: str) -> int:
+        """In the device's memory, which on a ``cpu`` is the host's as well."""
+        return self.total_bytes + (self.snapshot_bytes if device_kind == "cpu" else 0)
+
 
 def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
-    """Estimate the peak of a training step of a run."""
-    return training_memory(
+    """Estimate the peak of a training step of a run, with a checkpoint being written meanwhile."""
+    step = training_memory(
         spec,
         micro_batch_sequences=config.train.micro_batch_sequences,
         sequence_length_tokens=config.data.sequence_length_tokens,
@@ -46,6 +61,9 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         optimizer=config.optimizer.name,
         recompute_blocks=config.train.activation_checkpointing == "block",
         loss_chunk_tokens=config.loss.chunk_tokens,
+    )
+    return replace(
+        step, snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0
     )
 
 

@@ -40,7 +40,7 @@ _NAMES: Mapping[str, str] = {np.dtype(kind).str: name for name, kind in _NUMPY.i
 
 
 class ByteSink(Protocol):
-    """Where a file goes: ``core.atomic.HashingWriter`` or an open binary file."""
+    """Where a file goes: ``core.staged_directory.HashingWriter`` or an open binary file."""
 
     def write(self, data: memoryview, /) -> int: ...
 

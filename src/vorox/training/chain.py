@@ -19,7 +19,7 @@ from typing import Any
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import DataError
-from vorox.core.records import Batch, Progress, StepValues
+from vorox.core.records import Progress, StepValues
 from vorox.training.history import StepHistory, last_record, read_history
 
 CHAIN_NAME = "chain.jsonl"
@@ -37,10 +37,9 @@ class ChainEntry:
     chain: str
 
     @classmethod
-    def of(cls, previous: str, batch: Batch, values: StepValues) -> ChainEntry:
-        step, digest = batch.step + 1, batch.digest()
+    def of(cls, previous: str, step: int, batch_digest: str, values: StepValues) -> ChainEntry:
         loss, grad_norm = bits(values.loss), bits(values.grad_norm)
-        return cls(step, digest, loss, grad_norm, link(previous, step, digest, loss, grad_norm))
+        return cls(step, batch_digest, loss, grad_norm, link(previous, step, batch_digest, loss, grad_norm))
 
 
 def link(previous: str, step: int, batch: str, loss: str, grad_norm: str) -> str:
@@ -65,12 +64,13 @@ class ReplayChain:
     Args:
         run_directory: Where ``chain.jsonl`` is.
         progress: The state that the process starts from.
+        writes: Off in all processes of a run but one: they keep the head alone.
 
     Raises:
         DataError: The file's head at this step is not the one that the checkpoint recorded.
     """
 
-    def __init__(self, run_directory: Path, progress: Progress) -> None:
+    def __init__(self, run_directory: Path, progress: Progress, *, writes: bool = True) -> None:
         path = run_directory / CHAIN_NAME
         last = last_record(path, progress.step) if progress.step else None
         if last is not None and (last["step"], last["chain"]) != (progress.step, progress.chain):
@@ -80,12 +80,12 @@ class ReplayChain:
                 where=str(path),
                 hint="restore the file from a copy, or move it away: the run goes on, earlier steps cannot be replayed",
             )
-        self._history = StepHistory(path, progress.step)
+        self._history = StepHistory(path if writes else None, progress.step)
         self.head = progress.chain
 
-    def record(self, batch: Batch, values: StepValues) -> None:
-        """Add a step. Steps come in order."""
-        entry = ChainEntry.of(self.head, batch, values)
+    def record(self, step: int, batch_digest: str, values: StepValues) -> None:
+        """Add the step after which ``step`` are finished. Steps come in order."""
+        entry = ChainEntry.of(self.head, step, batch_digest, values)
         self._history.append({name: getattr(entry, name) for name in ChainEntry.__slots__})
         self.head = entry.chain
 

@@ -74,6 +74,10 @@ class Display(Protocol):
         """A completion of one of the fixed prompts."""
         ...
 
+    def waiting(self, text: str | None) -> None:
+        """What data is waited for, since when and why; ``None`` when it flows again. From any thread."""
+        ...
+
     def close(self) -> None:
         """Leave the terminal as it was, with the last state on it. Repeatable."""
         ...
@@ -89,6 +93,9 @@ class NoDisplay:
         pass
 
     def sample(self, prompt: str, completion: str) -> None:
+        pass
+
+    def waiting(self, text: str | None) -> None:
         pass
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from vorox.core.errors import DataError
 from vorox.core.records import IGNORED_LABEL, Batch, Progress
 from vorox.core.schema import EvalConfig
 from vorox.training.history import StepHistory, read_history
-from vorox.training.stop import StopRequest
+from vorox.training.stop import Stop
 
 EVALUATIONS_NAME = "evaluations.jsonl"
 
@@ -98,6 +98,7 @@ class Evaluations:
         progress: State that the process starts from.
         batches: Opens the validation rows from the first; ``None`` if nothing is held out.
         token_byte_lengths: See ``evaluate``.
+        writes: Off in all processes of a run but one.
 
     Attributes:
         losses: Validation loss by step, for all steps that are part of the run's history.
@@ -112,11 +113,12 @@ class Evaluations:
         *,
         batches: Callable[[], Iterable[Batch]] | None,
         token_byte_lengths: npt.NDArray[np.int32] | None,
+        writes: bool = True,
     ) -> None:
         path = run_directory / EVALUATIONS_NAME
         self._config, self._total_steps = config, total_steps
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
-        self._history = StepHistory(path, progress.step)
+        self._history = StepHistory(path if writes else None, progress.step)
         known = read_history(path).items()
         self.losses: dict[int, float] = {step: float(record["loss"]) for step, record in known if step <= progress.step}
 
@@ -128,7 +130,7 @@ class Evaluations:
         at_end = self._config.at_end and progress.step >= self._total_steps
         return at_end or (every is not None and progress.step % every == 0)
 
-    def run(self, engine: Engine, progress: Progress, stop: StopRequest) -> Evaluation | None:
+    def run(self, engine: Engine, progress: Progress, stop: Stop) -> Evaluation | None:
         """Validate this step and record the result; ``None`` if the run was asked to stop on the way."""
         assert self._batches is not None, "nothing is held out, so nothing is ever due"
         try:
@@ -152,7 +154,7 @@ class _Stopped(Exception):
     """Leaves a validation that nobody waits for any more."""
 
 
-def _until_stopped(batches: Iterable[Batch], stop: StopRequest) -> Iterator[Batch]:
+def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
     for batch in batches:
         if stop.requested:
             raise _Stopped

@@ -18,16 +18,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME, StagedDirectory
-from vorox.core.engine import Engine
+from vorox.core import atomic, staged_directory
+from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Int32Array
+from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.models.engine_state import read_weights
 from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
-from vorox.models.names import from_huggingface, require_family
+from vorox.models.names import from_huggingface, huggingface_entries, require_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
-from vorox.models.weights_file import WeightsFile, write_weights
+from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 from vorox.training.checkpointing import Checkpoint, latest_valid, verify
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -117,7 +119,7 @@ def export(
     else:
         try:
             with StagedDirectory(target) as directory:
-                _write(directory, checkpoint.path, config, dtype)
+                _write(directory, checkpoint.path, spec, config, dtype)
                 comparison = compare(directory.path, checkpoint.path, spec, engine, texts) if engine else None
                 directory.commit(metadata)
         except OSError as error:
@@ -147,8 +149,11 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
-    hashes = {name: entry["xxh3_128"] for name, entry in atomic.read_manifest(checkpoint.path)["files"].items()}
-    missing = [name for name in (WEIGHTS_NAME, *_COPIED) if name not in hashes]
+    hashes = {
+        name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
+    }
+    hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # stored as parts, in files of any name
+    missing = [name for name in (WEIGHTS_NAME, *_COPIED) if hashes.get(name) is None]
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(checkpoint.path))
     sources = {name: hashes[name] for name in (WEIGHTS_NAME, CONFIG_NAME, *_COPIED)}
@@ -162,7 +167,7 @@ def _is_there_already(target: Path, metadata: Mapping[str, Any]) -> bool:
         target.rmdir()
         return False
     try:
-        found = atomic.verify_directory(target)
+        found = staged_directory.verify_directory(target)
     except (CheckpointError, OSError):
         found = None
     if found != metadata:
@@ -173,15 +178,25 @@ def _is_there_already(target: Path, metadata: Mapping[str, Any]) -> bool:
     return True
 
 
-def _write(directory: StagedDirectory, checkpoint: Path, config: Mapping[str, Any], dtype: Dtype) -> None:
+def _write(
+    directory: StagedDirectory, checkpoint: Path, spec: ModelSpec, config: Mapping[str, Any], dtype: Dtype
+) -> None:
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
     for name in _COPIED:
         directory.write(name, (checkpoint / name).read_bytes())
-    weights = WeightsFile(checkpoint / WEIGHTS_NAME)
-    entries = [replace(entry, dtype=stored) for entry in weights.entries.values()]
+    entries, arrays = _weights(checkpoint, spec)
     with directory.open(WEIGHTS_NAME) as writer:
-        write_weights(writer, entries, weights)
+        write_weights(writer, [replace(entry, dtype=stored) for entry in entries], arrays)
+
+
+def _weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
+    """The checkpoint's parameters under Hugging Face names: its file of them, or what its parts come to."""
+    path = checkpoint / WEIGHTS_NAME
+    if path.exists():
+        weights = WeightsFile(path)
+        return tuple(weights.entries.values()), weights
+    return huggingface_entries(spec), to_huggingface(spec, iter(read_weights(checkpoint, spec)))
 
 
 def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
@@ -224,7 +239,7 @@ def compare(
     ids = _same_ids(transformers, directory, texts)
     rows = [*_random_rows(spec), *(np.array([row], np.int32) for row in _real_rows(spec, ids))]
     # Weights only: the engine need not have the optimizer and precision of the run to say what the model computes.
-    engine.import_weights(from_huggingface(spec, WeightsFile(checkpoint / WEIGHTS_NAME)))
+    engine.import_weights(from_huggingface(spec, _weights(checkpoint, spec)[1]))
     trained = [engine.logits(row) for row in rows]
     weights = WeightsFile(directory / WEIGHTS_NAME)
     engine.import_weights(from_huggingface(spec, weights))

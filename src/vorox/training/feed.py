@@ -188,6 +188,7 @@ def training_batches(
     total_steps: int | None = None,
     stop: Callable[[], bool] | None = None,
     tell: Tell | None = None,
+    decides: bool = True,
 ) -> BatchStream:
     """The batches of a run from ``cursor`` on; over growing caches, for ``total_steps`` if that is given.
 
@@ -195,11 +196,12 @@ def training_batches(
         config: The run.
         corpus: Its caches.
         plan: Its plan.
-        shard: The part of every batch that this process reads; the first one decides what is taken up.
+        shard: The part of every batch that this process reads.
         cursor: Where to begin.
         total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
         stop: Asked while a step waits for rows.
         tell: Told of everything that is taken up.
+        decides: Whether this process decides what is taken up; the others of a run follow the plan that it writes.
     """
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
     grower = None
@@ -207,7 +209,7 @@ def training_batches(
         readers = await_planned(plan, readers, stop=stop or _never, tell=tell)
     if plan.start.growth is not None and total_steps is not None:
         grower = PlanGrower(
-            plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=shard.index == 0
+            plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=decides
         )
     return open_batches(
         plan,

@@ -26,14 +26,14 @@ class StepHistory:
     """The writing end of one file.
 
     Args:
-        path: The file; made by the first flush.
+        path: The file, made by the first flush; ``None`` where another process of the run writes it.
         resume_step: Finished steps of the state that this process starts from.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self._file = LineFile(path)
+    def __init__(self, path: Path | None, resume_step: int) -> None:
+        self._file = None if path is None else LineFile(path)
         self._buffer: list[bytes] = []
-        if path.exists():
+        if path is not None and path.exists():
             self._buffer.append(atomic.canonical_json({"resume": resume_step}))
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -49,14 +49,14 @@ class StepHistory:
             OSError: The disk is full or gone.
         """
         self._write()
-        error = self._file.flush(sync=True)
+        error = None if self._file is None else self._file.flush(sync=True)
         if error is not None:
             raise error
 
     def _write(self) -> None:
-        if self._buffer:
+        if self._buffer and self._file is not None:
             self._file.append(b"\n".join(self._buffer))  # what cannot be written now waits; ``flush`` will say so
-            self._buffer.clear()
+        self._buffer.clear()
 
 
 def read_history(path: Path) -> dict[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vorox.core.errors import NumericalError
-from vorox.core.records import Batch, Progress, StepResult, StepValues
+from vorox.core.records import Progress, StepResult, StepValues
 from vorox.training.chain import ReplayChain
 
 
@@ -22,14 +22,14 @@ class StartedStep:
 
     Attributes:
         progress: The run after this step.
-        batch: What it trains on.
+        batch_digest: Of the rows that it trains on.
         result: Its numbers, once fetched.
         lr: Its learning rate.
         weight_decay: Its weight decay.
     """
 
     progress: Progress
-    batch: Batch
+    batch_digest: str
     result: StepResult
     lr: float
     weight_decay: float
@@ -88,7 +88,7 @@ class Ledger:
 
     def _settle(self, step: StartedStep) -> None:
         values = step.result.fetch()
-        self._chain.record(step.batch, values)
+        self._chain.record(step.progress.step, step.batch_digest, values)
         self._on_step(step, values)
         if not _is_adapting(values):
             self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1

@@ -1,7 +1,7 @@
 """The training loop: next batch, step, save, validate, until the end or until asked to stop.
 
 In: everything that a run is made of, and where it stands. Out: where it ended. The loop waits for the device only to
-save and to validate; the numbers of a step are settled while the next one runs. A checkpoint comes before the
+save and to validate; the numbers of a step are settled while the next one runs. A checkpoint is taken before the
 validation of the same step, because a validation may fail and a checkpoint is what must not be lost.
 """
 
@@ -14,12 +14,12 @@ from vorox.core.engine import Engine
 from vorox.core.errors import Preempted
 from vorox.core.records import Batch, Progress
 from vorox.data.growth import Starved
-from vorox.training.checkpointing import Checkpointer
+from vorox.training.agreement import Agreement
+from vorox.training.checkpointer import Checkpointer
 from vorox.training.evaluate import Evaluations
 from vorox.training.ledger import Ledger, StartedStep
 from vorox.training.observer import Observer
 from vorox.training.schedule import Schedule
-from vorox.training.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Run:
     checkpointer: Checkpointer
     evaluations: Evaluations
     observer: Observer
-    stop: StopRequest
+    agreement: Agreement
 
 
 def train(run: Run, progress: Progress) -> Progress:
@@ -45,52 +45,56 @@ def train(run: Run, progress: Progress) -> Progress:
         CheckpointError: A checkpoint could not be written; older ones are as they were.
         DataError: The next batch could not be read.
     """
-    engine, schedule, stop = run.engine, run.schedule, run.stop
+    engine, schedule, stop = run.engine, run.schedule, run.agreement.stop
     if run.evaluations.due(progress):  # a kill fell between a checkpoint and its validation
         progress = _validate(run, progress)
     while progress.step < schedule.total_steps and not stop.requested:
         try:
             batch = next(run.batches)
         except Starved as starved:
-            raise _without_data(run, _save(run, progress), starved) from starved
+            raise _stopped(run, progress, why=starved.what, where=starved.where, hint=starved.hint) from starved
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.after(batch, engine.data_shard)
-        run.ledger.follow(StartedStep(progress, batch, result, lr, weight_decay))
-        if run.checkpointer.due(progress):
+        orders = run.agreement.after(progress, batch)
+        run.ledger.follow(StartedStep(progress, orders.batch_digest, result, lr, weight_decay))
+        if orders.save:
             progress = _save(run, progress)
         if run.evaluations.due(progress) and not stop.requested:
             progress = _validate(run, progress)
     progress = run.ledger.settle(progress)
     if stop.requested and (progress.step < schedule.total_steps or run.evaluations.due(progress)):
-        progress = _save(run, progress)
-        raise Preempted(
-            f"{stop.requested}: stopped after step {progress.step:,} of {schedule.total_steps:,}",
-            saved=run.checkpointer.safe(),
-            hint="run the same command again to go on",
-        )
+        raise _stopped(run, progress, hint="run the same command again to go on")
+    _wait_for_save(run)
     return progress
 
 
-def _without_data(run: Run, progress: Progress, starved: Starved) -> Preempted:
-    asked = f"{run.stop.requested}: " if run.stop.requested else ""
-    return Preempted(
-        f"{asked}stopped after step {progress.step:,} of {run.schedule.total_steps:,}: {starved.what}",
-        where=starved.where, saved=run.checkpointer.safe(), hint=starved.hint,
-    )  # fmt: skip
+def _stopped(run: Run, progress: Progress, *, why: str = "", where: str = "", hint: str) -> Preempted:
+    """Save this very state, and say that it is safe."""
+    _save(run, progress)
+    _wait_for_save(run)
+    asked, because = run.agreement.stop.requested, f": {why}" if why else ""
+    what = f"{asked and asked + ': '}stopped after step {progress.step:,} of {run.schedule.total_steps:,}{because}"
+    return Preempted(what, where=where, saved=run.checkpointer.safe(), hint=hint)
 
 
 def _save(run: Run, progress: Progress) -> Progress:
     progress = run.ledger.settle(progress)
     with run.observer.saving(progress) as report:
-        report(run.checkpointer.save(run.engine, progress, run.ledger))
+        run.checkpointer.save(run.engine, progress, run.ledger, report)
     return progress
+
+
+def _wait_for_save(run: Run) -> None:
+    if run.checkpointer.is_writing:
+        with run.observer.waiting_for_save():
+            run.checkpointer.wait()
 
 
 def _validate(run: Run, progress: Progress) -> Progress:
     progress = run.ledger.settle(progress)
     with run.observer.validating(progress) as report:
-        found = run.evaluations.run(run.engine, progress, run.stop)
+        found = run.evaluations.run(run.engine, progress, run.agreement.stop)
         if found is not None:
             report(found)
     return run.evaluations.best(progress)

@@ -1,8 +1,8 @@
 """The metadata database of a run, opened from outside of it: for questions, and to write what it lacks.
 
 In: a run directory. Out: where its database is, and the database brought up to what the run directory, the plan and the
-caches say, with samples and the inventory of the caches on request. What a living run writes at the same time are the
-same rows.
+caches say, with samples and the inventory of the caches on request; or a shared database without the run. What a living
+run writes at the same time are the same rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vorox.data.parts import cache_of
 from vorox.data.provenance import RowOrigin, Trail, open_trail, rows_at
 from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.cache import DATABASE_NAME
-from vorox.training.metadata_rows import inventory_rows, sample_rows
+from vorox.training.metadata_rows import inventory_rows, run_identity, sample_rows
 from vorox.training.provenance import Projection, metadata_target
 
 _WINDOW_POSITIONS = 4096
@@ -68,6 +68,49 @@ def refresh_database(
         raise DataError(
             f"the metadata database cannot be had: {redact(str(error))}", where=where, hint="try again when it is back"
         ) from error
+
+
+def forget_run(run_directory: Path) -> str:
+    """Remove what a database that runs share knows of a run, which is about to be removed itself.
+
+    A copy of a run directory is the same run to the database: while the other one is there, its rows stay.
+
+    Returns:
+        What was done, as a sentence; empty if the run shares no database.
+
+    Raises:
+        ConfigError: The connection string is not in the environment, or the client is not installed.
+        DataError: The database cannot be had.
+    """
+    try:
+        config = recorded_config(run_directory)
+    except ConfigError:
+        return "Its configuration cannot be read: its rows in a database that runs share, if it had any, stay."
+    try:
+        target = metadata_target(run_directory, config.log)
+    except ConfigError as error:
+        error.hint += "; or add --keep-metadata to leave the run's rows there"
+        raise
+    if not isinstance(target, str):
+        return ""  # what it has lies in its own directory
+    away: tuple[type[Exception], ...] = MetadataCache.errors(target)
+    run_id = run_identity(run_directory)
+    try:
+        with MetadataCache(target) as cache:
+            directory = cache.directory_of(run_id)
+            if directory is None:
+                return "The metadata database knows nothing of it."
+            is_elsewhere = directory != run_directory.resolve() and directory.is_dir()
+            if is_elsewhere and run_identity(directory) == run_id:
+                return f"Its rows in the metadata database stay: they are those of {directory} as well."
+            cache.remove_run(run_id)
+    except away as error:
+        raise DataError(
+            f"the metadata database cannot be had: {redact(str(error))}", where="PostgreSQL",
+            hint="try again when it is back, or add --keep-metadata to leave the run's rows there",
+            saved="nothing was removed",
+        ) from error  # fmt: skip
+    return "Its rows in the metadata database are removed."
 
 
 def _refresh(cache: MetadataCache, trail: Trail, inventory: bool, sample_steps: tuple[int, int] | None) -> None:

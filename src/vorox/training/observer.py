@@ -69,6 +69,7 @@ class Observer:
         seconds_since_save: Age of the newest checkpoint.
         planned_memory_bytes: What the plan says the device will need.
         measure_ceiling: Measures the matmul rate that speeds are held against once more.
+        mirror: Metrics of the copying of checkpoints to a store.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class Observer:
         seconds_since_save: Callable[[], float | None],
         planned_memory_bytes: float | None = None,
         measure_ceiling: Callable[[], float] | None = None,
+        mirror: Callable[[], Mapping[str, float]] = dict[str, float],
     ) -> None:
         self._log, self._tracker, self._display = log, tracker, display
         self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
         self._provenance = provenance
         self._rows_per_epoch, self._vocab_size = rows_per_epoch, vocab_size
         self._engine, self._queue, self._complete = engine, queue, complete
-        self._memory = HostMemory()
+        self._memory, self._mirror = HostMemory(), mirror
         self._seconds_since_save, self._planned_memory_bytes = seconds_since_save, planned_memory_bytes
         self._measure_ceiling, self._remeasured, self._impossible_said = measure_ceiling, 0, False
 
@@ -142,6 +144,7 @@ class Observer:
             **memory,
             **device,
             **self._queue.building(),
+            **self._mirror(),
         }
         self._tracker.log(progress.step, numbers)
         self._display.step(self._view(step, values, reading, epoch, age, {**memory, **device}))
@@ -190,19 +193,27 @@ class Observer:
 
     @contextlib.contextmanager
     def saving(self, progress: Progress) -> Generator[Callable[[Path], None]]:
-        """While inside, time counts as saving. Call what it gives with the checkpoint."""
+        """While inside, time counts as saving. Call what it gives (any thread) once the checkpoint is committed."""
 
         def report(path: Path) -> None:
             self._provenance.saved(progress)
             seconds = time.perf_counter() - started
-            self._tracker.observe({"checkpoint_seconds": seconds})
+            self._tracker.observe({"checkpoint_write_seconds": seconds})
             text = f"Saved {path.name} in {seconds:.2f} s"
-            self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain)
+            self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain, seconds=seconds)
 
         started = time.perf_counter()
-        with self._throughput.pause("save"):
+        with self.waiting_for_save():
             self._tracker.flush()
             yield report
+
+    @contextlib.contextmanager
+    def waiting_for_save(self) -> Generator[None]:
+        """While inside, training stands still for a checkpoint."""
+        started = time.perf_counter()
+        with self._throughput.pause("save"):
+            yield
+        self._tracker.observe({"checkpoint_seconds": time.perf_counter() - started})
 
     @contextlib.contextmanager
     def validating(self, progress: Progress) -> Generator[Callable[[Evaluation], None]]:

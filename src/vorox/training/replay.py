@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.atomic import read_manifest
 from vorox.core.config import config_digest
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
+from vorox.core.staged_directory import read_manifest
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_start
 from vorox.training import feed, resume
+from vorox.training.agreement import batch_digest
 from vorox.training.chain import CHAIN_NAME, ChainEntry, number, read_chain
 from vorox.training.checkpointing import Checkpoint, RunState, latest_valid, read_state, step_directories
 from vorox.training.schedule import Horizon, Schedule, extended, horizon
-from vorox.training.session import Setting
+from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
 
 PLAN_NAME = "plan.jsonl"
@@ -252,7 +253,9 @@ def _compare(
             batch = next(batches)
             schedule = schedule_of(step)
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
-            entry = ChainEntry.of(head, batch, engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch())
+            values = engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch()
+            digest = batch_digest(setting.distributed, engine.data_shard, batch)
+            entry = ChainEntry.of(head, step, digest, values)
             difference = first_difference(recorded[step], entry)
             if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:
                 difference = _state_difference(step, manifests[step]["fingerprint"], engine.fingerprint())

@@ -92,24 +92,27 @@ def _within(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
-def restore(
-    run_directory: Path, engine: Engine, *, spec: Mapping[str, Any], log: RunLog, checkpoint: Path | None = None
-) -> RunState | None:
+def choose(run_directory: Path, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
+    """The checkpoint to go on from: the one that is named, else the newest valid one, if there is any.
+
+    Raises:
+        CheckpointError: It is not valid, or there are some and none is.
+    """
+    return latest_valid(run_directory, on_corrupt=quarantine(log)) if checkpoint is None else verify(checkpoint)
+
+
+def restore(engine: Engine, found: Checkpoint, *, spec: Mapping[str, Any], log: RunLog) -> RunState:
     """Put the engine into the state of a checkpoint.
 
     Args:
-        run_directory: The run; this process holds its lock.
         engine: Freshly made.
+        found: Verified.
         spec: The model, as manifests record it.
-        log: Told about fallbacks and a changed environment.
-        checkpoint: Which one; ``None`` takes the newest valid one.
+        log: Told about a changed environment.
 
     Raises:
-        CheckpointError: There are checkpoints but none is valid, or it belongs to another model.
+        CheckpointError: It belongs to another model.
     """
-    found = latest_valid(run_directory, on_corrupt=quarantine(log)) if checkpoint is None else verify(checkpoint)
-    if found is None:
-        return None
     load(engine, found, spec)
     changed = environment_differences(found.metadata["environment"], environment(engine))
     if changed:

@@ -1,4 +1,4 @@
-"""Where a run's weights come from when it does not draw them: another run, a checkpoint, or a transformers directory.
+"""Where a run's weights come from when it does not draw them: a run, a checkpoint, a transformers directory, a store.
 
 In: ``train.from_weights`` and a fresh engine. Out: the engine with those weights, and what is to be recorded of them.
 Files speak canonical or Hugging Face names, so it does not matter which engine wrote them; a model of other dimensions
@@ -7,21 +7,28 @@ is refused with the differences before anything is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
+from vorox.data.cache_places import cache_root
+from vorox.data.storage import scheme_of
 from vorox.models.engine_state import FREE_TO_CHANGE, read_weights
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+from vorox.training.mirror import download
 
 
 def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
@@ -36,7 +43,11 @@ def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> di
     """
     if config.train.from_weights is None:
         return None
-    place = _place(config)
+    with _here(config) as place:
+        return _start_from(place, config, spec, engine)
+
+
+def _start_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any]:
     found = _checkpoint(place)
     if found is None:
         if config.train.from_optimizer:
@@ -45,14 +56,35 @@ def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> di
                 hint="leave it away, or start from a run or checkpoint",
             )  # fmt: skip
         _take_huggingface(place, spec, engine)
-        said = str(place)
     else:
         if config.train.from_optimizer:
             engine.load(found.path)
         else:
             engine.import_weights(read_weights(found.path, spec))
-        said = str(found.path)
-    return {"from_weights": said, "fingerprint": engine.fingerprint()}
+    name = str(config.train.from_weights)
+    if scheme_of(name) is None:
+        name = str(place if found is None else found.path)
+    elif found is not None:
+        name = f"{name} (step {found.step:,})"
+    return {"from_weights": name, "fingerprint": engine.fingerprint()}
+
+
+@contextlib.contextmanager
+def _here(config: RunConfig) -> Generator[Path]:
+    """The place on this machine; what is in a store is brought to the disk of the caches for as long as it is read."""
+    name = str(config.train.from_weights)
+    if scheme_of(name) is None:
+        yield _place(config)
+        return
+    root = cache_root(config.data)
+    root.mkdir(parents=True, exist_ok=True)
+    atomic.sweep_temporary(root)
+    folder = atomic.temporary_name(root / "weights")
+    try:
+        download(name, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _place(config: RunConfig) -> Path:

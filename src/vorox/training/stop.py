@@ -14,10 +14,21 @@ import sys
 import threading
 from collections.abc import Generator
 from types import FrameType, TracebackType
+from typing import Protocol
 
 from vorox.core.errors import Preempted
 
 INTERRUPTED_EXIT_CODE = 130
+
+
+class Stop(Protocol):
+    """Whether a run is asked to stop.
+
+    Attributes:
+        requested: By what; empty if nothing asks for it.
+    """
+
+    requested: str
 
 
 class StopRequest:

@@ -15,8 +15,8 @@ import pytest
 from backends.jax_engine.jax_models import jax_configuration, make
 from small_configurations import GPT2, LLAMA, QWEN3, batch_of, random_rows
 from vorox.backends.jax_engine.engine import JaxEngine
-from vorox.core.atomic import StagedDirectory
 from vorox.core.errors import ConfigError
+from vorox.core.staged_directory import StagedDirectory
 
 pytestmark = pytest.mark.jax
 
@@ -52,7 +52,7 @@ def losses(engine: JaxEngine, num_steps: int = 5) -> list[float]:
 
 def saved(engine: JaxEngine, target: Path) -> Path:
     with StagedDirectory(target) as directory:
-        engine.save(directory)
+        engine.snapshot(detached=False).write(directory)
         return directory.commit({})
 
 

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from backends.torch_engine.small_models import GPT2, LLAMA, MODELS, QWEN3, make, randomise, train
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.core.atomic import StagedDirectory, verify_directory
 from vorox.core.errors import CheckpointError
+from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.models.names import huggingface_family
 
 pytestmark = pytest.mark.torch
@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def save(engine: TorchEngine, target: Path) -> Path:
     with StagedDirectory(target) as directory:
-        engine.save(directory)
+        engine.snapshot(detached=False).write(directory)
         return directory.commit({})
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
 
 from backends.torch_engine.small_models import configuration, engine_of
-from vorox import backends
 from vorox.backends.torch_engine import devices
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
@@ -27,10 +25,9 @@ def refused(config: RunConfig, key: str, message: str, dist: DistributedContext 
 
 
 def test_many_processes() -> None:
-    message = "but the torch engine trains on one device"
     config = configuration(parallel__data_parallel_size=2)
-    refused(config, "parallel.data_parallel_size", f"data_parallel_size = 2, {message}")
-    refused(configuration(), "parallel.data_parallel_size", message, DistributedContext(0, 4))
+    refused(config, "parallel.data_parallel_size", "data_parallel_size = 2, but the torch engine trains on one device")
+    refused(configuration(), "backend", "4 processes, but the torch engine trains in one", DistributedContext(0, 4))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -140,27 +137,3 @@ def test_environment_records_what_decides_the_bits() -> None:
     assert found["determinism"] == "D2"
     assert found["matrix_products"] in {"blas", "onednn"}
     assert found["instruction_set"] == torch.backends.cpu.get_cpu_capability()
-
-
-def test_an_unknown_backend() -> None:
-    with pytest.raises(ConfigError, match=r"backend = 'tensorflow' is unknown; known are jax, torch"):
-        backends.load("tensorflow")
-
-
-def test_a_missing_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    monkeypatch.setattr(backends.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match="needs torch, which is not installed") as caught:
-        backends.load("torch")
-    assert caught.value.hint == "pip install 'vorox[torch]'"
-
-
-def test_a_broken_installation_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
-
-    monkeypatch.setattr(backends.importlib, "import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="sympy"):
-        backends.load("torch")

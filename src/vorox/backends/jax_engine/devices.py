@@ -89,8 +89,8 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    _refuse_what_is_not_here(config, dist)
-    platform = _select_platform(config)
+    _refuse_what_is_not_here(config)
+    platform = _select_platform(config, dist)
     mesh = _mesh(config, platform)
     determinism = config.runtime.determinism
     if determinism == "auto":
@@ -113,12 +113,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     )
 
 
-def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> None:
-    if dist.process_count > 1:
-        raise ConfigError(
-            f"{dist.process_count} processes, but the jax engine runs in one, over any number of devices",
-            where="parallel", hint="start one process",
-        )  # fmt: skip
+def _refuse_what_is_not_here(config: RunConfig) -> None:
     if config.precision.dtype not in DTYPES:
         raise ConfigError(
             f"dtype = {config.precision.dtype}, but the jax engine has {', '.join(DTYPES)}",
@@ -136,10 +131,10 @@ def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> Non
         )  # fmt: skip
 
 
-def _select_platform(config: RunConfig) -> str:
+def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
     wanted = config.runtime.device
     num_devices = config.parallel.num_devices
-    if num_devices > 1 and wanted in {"auto", "cpu"}:
+    if dist.process_count == 1 and num_devices > 1 and wanted in {"auto", "cpu"}:
         with contextlib.suppress(RuntimeError):  # it is running already, with as many as it has
             jax.config.update("jax_num_cpu_devices", num_devices)
     present = jax.default_backend()
@@ -226,6 +221,8 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
     }
     if on_cpu:
         facts["num_threads"] = usable_cores()
+    if jax.process_count() > 1:
+        facts["num_processes"] = jax.process_count()
     return facts
 
 

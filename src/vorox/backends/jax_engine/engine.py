@@ -23,24 +23,25 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine import attention, devices, loss
+from vorox.backends.jax_engine import attention, devices, loss, processes
 from vorox.backends.jax_engine.attention import Visibility
 from vorox.backends.jax_engine.decoding import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
-from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.layout import Layout, Tree
 from vorox.backends.jax_engine.model import Decoder, Pass
 from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
 from vorox.backends.jax_engine.results import JaxStepResult
+from vorox.backends.jax_engine.snapshots import OrbaxSnapshot, host_copies, require_orbax, restored
 from vorox.backends.jax_engine.taps import Taps
-from vorox.core.atomic import StagedDirectory
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import NamedArray
-from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
+from vorox.core.engine import EngineSnapshot, NamedArray
+from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
 from vorox.models.batch_checks import check_length, check_tokens
-from vorox.models.engine_state import EngineState
+from vorox.models.engine_state import EngineState, Snapshot
 from vorox.models.initial import initial_weights
+from vorox.models.orbax_arrays import WEIGHTS
 from vorox.models.spec import ModelSpec
 
 CAPABILITIES = frozenset(
@@ -52,6 +53,7 @@ CAPABILITIES = frozenset(
         "document_mask",
         "dropout",
         "muon",
+        "orbax",
         "scan_layers",
         "sharding",
         "taps",
@@ -61,6 +63,9 @@ CAPABILITIES = frozenset(
 Array = jax.Array
 
 
+connect = processes.connect
+
+
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxEngine:
     """Build the engine with freshly initialised weights.
 
@@ -68,6 +73,8 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
         ConfigError: This machine or engine cannot honour a setting.
     """
     compute = devices.prepare(config, dist)
+    if config.checkpoint.arrays == "orbax":
+        require_orbax()
     with devices.memory_errors("creating the model"):
         return JaxEngine(config, spec, compute)
 
@@ -76,19 +83,20 @@ class JaxEngine:
     """See ``core.engine.Engine``.
 
     Attributes:
+        data_shard: The part of each global batch that this process must be given.
         taps: Where functions can watch or change the residual stream.
         layout: The leaves of the parameter tree.
         state: Parameters and optimizer state on the devices.
     """
 
     name = "jax"
-    data_shard = DataShard()
     capabilities = CAPABILITIES
 
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self.layout = Layout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
+        self.data_shard = processes.data_shard(compute.mesh)
         self.taps = Taps(spec.num_layers, self._forget_compiled)
         rotary = None
         if spec.positions == "rope":
@@ -99,26 +107,28 @@ class JaxEngine:
         )  # fmt: skip
         self._optimizer = Optimizer(config.optimizer, self.layout)
         self._forget_compiled()
+        self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
         self.compile_seconds = 0.0
         self.state = self._placed(self.layout.pack(initial_weights(spec, config.run.seed)))
 
     def _forget_compiled(self) -> None:
         """What was compiled holds only while the functions in it stay."""
         self._compiled_steps: dict[Any, Callable[..., Any]] = {}
-        self._evaluate = jax.jit(self._evaluate_rows)
-        self._all_logits = jax.jit(self._logits_of_rows)
-        self._continue = jax.jit(self._continue_rows, donate_argnums=2)
+        self._evaluate = jax.jit(self._evaluate_rows, out_shardings=self.compute.sharding())
+        self._all_logits = jax.jit(self._logits_of_rows, out_shardings=self.compute.sharding())
+        self._continue = jax.jit(self._continue_rows, donate_argnums=2, out_shardings=(self.compute.sharding(), None))
 
     def _placed(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
         """Fresh state on the devices, spread as the mesh says."""
         shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
-        params = {leaf: jax.device_put(array, shardings[leaf]) for leaf, array in packed.items()}
-        fresh = self._optimizer.init(params)
+        params = {leaf: processes.placed(array, shardings[leaf]) for leaf, array in packed.items()}
+        empty = jax.eval_shape(self._optimizer.init, params)
         moments = {
-            kind: {leaf: jax.device_put(array, shardings[leaf]) for leaf, array in tree.items()}
-            for kind, tree in fresh.moments.items()
+            kind: {leaf: processes.placed(np.zeros(of.shape, np.float32), shardings[leaf]) for leaf, of in tree.items()}
+            for kind, tree in empty.moments.items()
         }
-        return fresh._replace(**moments, updates=jax.device_put(fresh.updates, self.compute.sharding()))
+        updates = processes.placed(np.zeros((), np.float32), self.compute.sharding())
+        return empty._replace(params=params, **moments, updates=updates)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -126,9 +136,8 @@ class JaxEngine:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training"), self.compute.precision():
-            given = self._on_devices(batch)
-            scalars = (np.float32(lr), np.float32(weight_decay), np.float32(max(1, batch.num_target_tokens)))
-            arguments = (self.state, given, *scalars, np.uint32(batch.step))
+            given = self._on_devices(batch, self.data_shard)
+            arguments = (self.state, given, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step))
             self.state, numbers, seen = self._step_for(arguments)(*arguments)
             return JaxStepResult(numbers, seen)
 
@@ -138,34 +147,42 @@ class JaxEngine:
         if key not in self._compiled_steps:
             began = time.perf_counter()
             shardings = jax.tree.map(lambda array: array.sharding, self.state)
-            step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None, None))
+            everywhere = self.compute.sharding()
+            step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
             self._compiled_steps[key] = step.lower(*arguments).compile()
             self.compile_seconds += time.perf_counter() - began
         return self._compiled_steps[key]
 
-    def _on_devices(self, batch: Batch) -> dict[str, Array]:
-        """The arrays of a batch, rows spread over the mesh; consecutive micro-batches go side by side on devices."""
-        parts = self.compute.num_row_parts
-        num_micro_batches = batch.tokens_ABT.shape[0]
-        together = parts if num_micro_batches % parts == 0 else 1
+    def _on_devices(self, batch: Batch, shard: DataShard) -> dict[str, Array]:
+        """The arrays of a batch, rows spread over the mesh; consecutive micro-batches go side by side on devices.
+
+        Args:
+            batch: The part of the rows that ``shard`` says: all of them, or those of this process's devices.
+            shard: Which part that is.
+        """
         arrays = {
             "tokens": batch.tokens_ABT,
             "labels": batch.labels_ABT,
             "segments": batch.segment_ids_ABT,
             "positions": batch.position_ids_ABT,
         }
+        parts, num_micro_batches = self.compute.num_row_parts, batch.tokens_ABT.shape[0]
+        together = parts if shard.is_whole and num_micro_batches % parts == 0 else 1
         found: dict[str, Array] = {}
         for name, array in arrays.items():
-            if array is not None:
-                joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
-                rows = devices.ROWS if joined.shape[1] % parts == 0 else None
-                found[name] = jax.device_put(joined, self.compute.sharding(None, rows, None))
+            if array is None:
+                continue
+            joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
+            num_rows = joined.shape[1] // shard.width * shard.count
+            sharding = self.compute.sharding(None, devices.ROWS if num_rows % parts == 0 else None, None)
+            found[name] = processes.placed_part(joined, sharding, num_rows, shard)
         return found
 
     def _step(
-        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, count: Array, step: Array
+        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, step: Array
     ) -> tuple[State, dict[str, Array], Array | None]:
-        scale = 1.0 / count
+        num_targets = (given["labels"] != IGNORED_LABEL).sum()  # of all processes
+        scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
         high, low = divmod(self._config.run.seed, 1 << 32)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), step)
         run_micro_batch = partial(self._micro_batch, state.params, scale)
@@ -234,7 +251,7 @@ class JaxEngine:
         """Sum the loss of a batch without training on it."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("evaluating"), self.compute.precision():
-            given = self._on_devices(batch)
+            given = self._on_devices(batch, DataShard())
             parts = [
                 self._evaluate(self.state.params, {name: array[index] for name, array in given.items()})
                 for index in range(given["tokens"].shape[0])
@@ -284,8 +301,7 @@ class JaxEngine:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def _engine_state(self) -> EngineState:
-        state = self.state
+    def _engine_state(self, state: State) -> EngineState:
         return EngineState(
             weights=partial(self.layout.unpack, state.params),
             moments={kind: partial(self.layout.unpack, tree) for kind, tree in state.moments.items()},
@@ -293,13 +309,31 @@ class JaxEngine:
             counters={"updates": float(state.updates)},
         )
 
-    def save(self, directory: StagedDirectory) -> None:
-        """Write the complete training state of this process into a directory that the caller commits."""
-        engine_state.save(directory, self._spec, self._engine_state())
+    def _trees(self) -> dict[str, Tree]:
+        return {WEIGHTS: self.state.params, **self.state.moments}
+
+    def snapshot(self, *, detached: bool) -> EngineSnapshot:
+        """The complete training state as it is now; a detached one is a copy in host memory."""
+        several = jax.process_count() > 1
+        if self._config.checkpoint.arrays == "orbax":
+            counters = {"updates": float(self.state.updates)}
+            known = self.fingerprint() if several else None
+            return OrbaxSnapshot.of(
+                self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
+            )
+        if several:
+            return Snapshot(self._spec, self._engine_state(processes.gathered(self.state)))
+        state = host_copies(self.state) if detached else self.state
+        return Snapshot(self._spec, self._engine_state(state))
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that ``save`` wrote and the caller has verified."""
-        stored = engine_state.load(directory, self._spec, self._engine_state())
+        """Replace the training state by one that a snapshot wrote and the caller has verified."""
+        stored = engine_state.load(directory, self._spec, self._engine_state(self.state))
+        if stored.pieces is not None:
+            trees = restored(stored.pieces, self.layout, self._trees())
+            updates = processes.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
+            self.state = self.state._replace(params=trees.pop(WEIGHTS), **trees, updates=updates)
+            return
         fresh = self._placed(self.layout.pack(stored.weights))
         found: dict[str, dict[str, npt.NDArray[np.float32]]] = {kind: {} for kind in KINDS}
         for kind, name, array in stored.moments:
@@ -307,8 +341,8 @@ class JaxEngine:
         moments: dict[str, Any] = {}
         for kind, tree in fresh.moments.items():
             packed = self.layout.pack_group(found[kind], tree)
-            moments[kind] = {leaf: jax.device_put(packed[leaf], tree[leaf].sharding) for leaf in tree}
-        updates = jax.device_put(np.float32(stored.counters["updates"]), fresh.updates.sharding)
+            moments[kind] = {leaf: processes.placed(packed[leaf], tree[leaf].sharding) for leaf in tree}
+        updates = processes.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
         self.state = fresh._replace(**moments, updates=updates)
 
     def export_weights(self) -> Iterator[NamedArray]:
@@ -321,8 +355,8 @@ class JaxEngine:
         self.state = self._placed(self.layout.pack(weights))
 
     def fingerprint(self) -> str:
-        """Hash over parameters and optimizer state in name order, as hex."""
-        return engine_state.fingerprint(self._engine_state())
+        """Hash over parameters and optimizer state in name order, as hex; gathered array by array."""
+        return Snapshot(self._spec, self._engine_state(self.state)).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
         """Memory of the devices and time spent compiling, by metric registry name. Never synchronises."""
@@ -338,7 +372,9 @@ class JaxEngine:
         with self.compute.precision():
             left_MK = jax.random.normal(left_key, (m, k), self.compute.dtype)
             right_NK = jax.random.normal(right_key, (n, k), self.compute.dtype)
-            product = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
+            if (m, k, n) not in self._products:
+                self._products[m, k, n] = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
+            product = self._products[m, k, n]
             jax.block_until_ready((left_MK, right_NK))
             began = time.perf_counter()
             product(left_MK, right_NK).block_until_ready()

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from vorox.backends.jax_engine.processes import whole
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models.spec import ModelSpec, ParameterSpec
@@ -106,7 +107,7 @@ class Layout:
             if leaf not in tree:
                 continue
             if leaf not in fetched:
-                fetched[leaf] = np.asarray(jax.device_get(tree[leaf]))
+                fetched[leaf] = whole(tree[leaf])
             if self.is_stacked(leaf):
                 yield parameter.name, fetched[leaf][int(parameter.name.split(".")[1])]
             else:

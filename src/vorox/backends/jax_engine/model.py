@@ -240,10 +240,13 @@ class Decoder:
             x, cache, seen = self._block.bind(tree)(x, layer, run, self._taps, rotary, cache)
             return self._constrain(x), (cache, seen)
 
-        if self._remat != "none" and run.cache is None:
+        # A scan writes all that it keeps for the backward pass to memory, also what XLA would rather compute again.
+        remat = "dots" if self._layout.scanned and self._remat == "none" else self._remat
+        if remat != "none" and run.cache is None:
             body = jax.checkpoint(
-                body, policy=REMAT_POLICIES[self._remat], static_argnums=() if self._layout.scanned else (1,)
-            )
+                body, policy=REMAT_POLICIES[remat], static_argnums=() if self._layout.scanned else (1,),
+                prevent_cse=not self._layout.scanned,  # the body of a scan is apart already
+            )  # fmt: skip
         if self._layout.scanned:
             stacked = {
                 name.removeprefix("blocks."): leaf for name, leaf in params.items() if name.startswith("blocks.")

@@ -52,16 +52,21 @@ def _copy(target: Tensor, array: np.ndarray[Any, Any]) -> None:
         target.copy_(torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)))
 
 
-def state(store: ParameterStore, optimizer: Optimizer) -> EngineState:
-    """The whole training state, read when it is asked for."""
+def state(store: ParameterStore, optimizer: Optimizer, *, detached: bool = False) -> EngineState:
+    """The whole training state, read when it is asked for; a detached one is copied into host memory first."""
+    take = _copied if detached else dict[str, Tensor]
     return EngineState(
-        weights=partial(arrays, store, store.values),
-        moments={kind: partial(arrays, store, buffers) for kind, buffers in optimizer.buffers.items()},
+        weights=partial(arrays, store, take(store.values)),
+        moments={kind: partial(arrays, store, take(buffers)) for kind, buffers in optimizer.buffers.items()},
         moment_names={
             kind: tuple(name for name, _ in store.views(buffers)) for kind, buffers in optimizer.buffers.items()
         },
         counters={name: float(value) for name, value in optimizer.counters.items()},
     )
+
+
+def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {group: buffer.detach().to("cpu", copy=True) for group, buffer in buffers.items()}
 
 
 def load(directory: Path, spec: ModelSpec, store: ParameterStore, optimizer: Optimizer) -> None:

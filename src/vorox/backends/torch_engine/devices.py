@@ -69,7 +69,8 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    _refuse_what_is_not_here(config, dist)
+    refuse_processes(dist.process_count)
+    _refuse_what_is_not_here(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
     determinism = config.runtime.determinism
@@ -93,10 +94,23 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     )
 
 
-def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> None:
+def refuse_processes(count: int | None) -> None:
+    """One process is all that this engine runs in.
+
+    Raises:
+        ConfigError: There are more, or, with ``None``, as many as the cluster says.
+    """
+    if count != 1:
+        raise ConfigError(
+            f"{count or 'several'} processes, but the torch engine trains in one", where="backend",
+            hint="start one process, or set backend=jax",
+        )  # fmt: skip
+
+
+def _refuse_what_is_not_here(config: RunConfig) -> None:
     """Options that other engines have."""
     for key in ("data_parallel_size", "fsdp_size", "tensor_parallel_size"):
-        size = max(getattr(config.parallel, key), dist.process_count)
+        size = getattr(config.parallel, key)
         if size > 1:
             raise ConfigError(
                 f"{key} = {size}, but the torch engine trains on one device", where=f"parallel.{key}",
@@ -107,6 +121,7 @@ def _refuse_what_is_not_here(config: RunConfig, dist: DistributedContext) -> Non
         ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block")),
         ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
         ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
+        ("checkpoint.arrays", config.checkpoint.arrays, ("safetensors",)),
     )
     for key, value, accepted in others:
         if value not in accepted:

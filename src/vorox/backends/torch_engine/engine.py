@@ -30,13 +30,12 @@ from vorox.backends.torch_engine.optim import Optimizer, flat_norm
 from vorox.backends.torch_engine.parameters import ParameterStore
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
-from vorox.core.atomic import StagedDirectory
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import NamedArray
 from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
 from vorox.core.schema import RunConfig
-from vorox.models import engine_state
 from vorox.models.batch_checks import check_length, check_tokens
+from vorox.models.engine_state import Snapshot
 from vorox.models.initial import initial_weights
 from vorox.models.spec import ModelSpec
 
@@ -53,6 +52,14 @@ CAPABILITIES = frozenset(
         "taps",
     }
 )
+
+
+def connect(config: RunConfig) -> DistributedContext:
+    """One process alone; the environment must not name several."""
+    del config
+    found = membership()
+    devices.refuse_processes(1 if found is None else found.process_count)
+    return DistributedContext()
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
@@ -250,12 +257,12 @@ class TorchEngine:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def save(self, directory: StagedDirectory) -> None:
-        """Write the complete training state of this process into a directory that the caller commits."""
-        engine_state.save(directory, self._spec, checkpoint.state(self.store, self.optimizer))
+    def snapshot(self, *, detached: bool) -> Snapshot:
+        """The complete training state as it is now; a detached one is a copy in host memory."""
+        return Snapshot(self._spec, checkpoint.state(self.store, self.optimizer, detached=detached))
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that ``save`` wrote and the caller has verified."""
+        """Replace the training state by one that a snapshot wrote and the caller has verified."""
         checkpoint.load(directory, self._spec, self.store, self.optimizer)
 
     def export_weights(self) -> Iterator[NamedArray]:
@@ -270,7 +277,7 @@ class TorchEngine:
 
     def fingerprint(self) -> str:
         """Hash over parameters and optimizer state in name order, as hex."""
-        return engine_state.fingerprint(checkpoint.state(self.store, self.optimizer))
+        return self.snapshot(detached=False).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
         """Memory of the device, by metric registry name. Never synchronises."""

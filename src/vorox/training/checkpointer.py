@@ -1,0 +1,327 @@
+"""Writing the checkpoints of one running process: when one is due, how it is committed, which ones go.
+
+The loop stands still while the engine copies its state (``Engine.snapshot``). One background thread then writes,
+hashes and commits it (``core.staged_directory``), reads it back, and lets old ones go, while training goes on; with
+``checkpoint.asynchronous`` off the loop waits for that as well, and nothing is copied.
+
+Invariant: what a checkpoint says (steps, chain, validation losses) is of one moment, and durable before it appears. At
+most one write is under way: a next save, the end of the run, and every error wait for it. A write that failed is
+raised at the next boundary of a step, once, as the ``CheckpointError`` that a waiting save would have raised.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vorox.core import atomic
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Engine, EngineSnapshot
+from vorox.core.errors import CheckpointError
+from vorox.core.log import RunLog
+from vorox.core.records import Progress
+from vorox.core.schema import CheckpointConfig
+from vorox.core.staged_directory import StagedDirectory
+from vorox.training.checkpointing import (
+    DIRECTORY_NAME,
+    STATE_NAME,
+    RunState,
+    checkpoint_path,
+    request_path,
+    set_aside,
+    step_directories,
+    verify,
+)
+from vorox.training.ledger import Ledger
+from vorox.training.schedule import Horizon
+
+_STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
+"""Topics of the background threads of several processes."""
+
+Report = Callable[[Path], None]
+"""Told of a checkpoint once it is committed, from whichever thread wrote it."""
+
+Request = tuple[int, int]
+"""One request of a checkpoint: inode and time of its file, which a later request replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Everything that a checkpoint says, taken while the loop stood still."""
+
+    snapshot: EngineSnapshot
+    state: RunState
+    eval_losses: Mapping[int, float]
+    request: Request | None
+    taken_at: float
+    report: Report
+
+    @property
+    def step(self) -> int:
+        return self.state.progress.step
+
+
+class Checkpointer:
+    """Writes and retains the checkpoints of one running process. Leaving it as a context waits for the last write.
+
+    Args:
+        run_directory: The run; this process holds its lock.
+        config: When, how, and what is kept.
+        horizon: Length of the run, kept in every state.
+        describe: What goes into the manifest besides what this class knows (spec, config digest, environment, ...).
+        companions: Files that go into every checkpoint as they are (``config.json``, tokenizer).
+        eval_losses: Validation losses by step, filled by the loop; decides about the best.
+        saved_step: Step of the checkpoint that the process started from.
+        log: Told about every event.
+        on_committed: Told of every checkpoint once it stands, from whichever thread.
+        on_removed: Told of every checkpoint that has gone.
+        distributed: The main process of a run decides and commits; the others write what only they have.
+        clock: Seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: CheckpointConfig,
+        horizon: Horizon,
+        *,
+        describe: Mapping[str, Any],
+        companions: Mapping[str, bytes],
+        eval_losses: Mapping[int, float],
+        saved_step: int | None,
+        log: RunLog,
+        on_committed: Callable[[Path], None] = lambda _: None,
+        on_removed: Callable[[Path], None] = lambda _: None,
+        distributed: DistributedContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_directory, self._config, self._horizon = run_directory, config, horizon
+        self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
+        self._log, self._clock = log, clock
+        self._on_committed, self._on_removed = on_committed, on_removed
+        self._control = request_path(run_directory)
+        self._taken_step = self._saved_step = saved_step
+        self._saved_at = self._committed_at = clock()
+        self._answering: Request | None = None
+        self._writer = ThreadPoolExecutor(1, "vorox-checkpoint") if config.asynchronous else None
+        self._under_way: Future[None] | None = None
+        self._distributed = distributed or DistributedContext()
+        if not self._distributed.is_main:
+            return
+        atomic.make_directory(run_directory / DIRECTORY_NAME)
+        for left in atomic.sweep_temporary(run_directory / DIRECTORY_NAME):
+            log.event("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
+
+    def due(self, progress: Progress) -> bool:
+        """Whether to save now: the step, the time since the last save, the end, or somebody asked.
+
+        Raises:
+            CheckpointError: The write that was under way has failed.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+        config, is_idle, request = self._config, self._under_way is None, self._request()
+        if progress.step == self._taken_step:
+            self._answering = request
+            if is_idle:
+                self._answer(request)
+            return False
+        return (
+            (config.every_steps is not None and progress.step % config.every_steps == 0)
+            or (
+                config.every_seconds is not None
+                and is_idle
+                and self._clock() - self._committed_at >= config.every_seconds
+            )
+            or (config.at_end and progress.step >= self._horizon.total_steps)
+            or (request is not None and request != self._answering)
+        )
+
+    def save(self, engine: Engine, progress: Progress, ledger: Ledger, report: Report) -> None:
+        """Take a checkpoint of this very moment and commit it, in the background if so configured; old ones go.
+
+        Args:
+            engine: Stands after step ``progress.step``.
+            progress: With the head of the replay chain.
+            ledger: Settled up to this step; made durable first.
+            report: Told when it is committed. Not called if this step has been taken already.
+
+        Raises:
+            CheckpointError: This one or the one under way could not be written; every older one is as it was.
+        """
+        self.wait()
+        if progress.step == self._taken_step:
+            return
+        taken_at = self._clock()
+        snapshot = engine.snapshot(detached=self._writer is not None)
+        try:
+            ledger.make_durable()
+        except OSError as error:
+            raise self._failure(snapshot, progress.step, error) from error
+        state = RunState(progress, self._horizon, ledger.nonfinite_in_a_row)
+        moment = _Moment(snapshot, state, dict(self._eval_losses), self._request(), taken_at, report)
+        self._taken_step, self._answering = progress.step, moment.request
+        if self._writer is None:
+            self._write(moment)
+        else:
+            self._under_way = self._writer.submit(self._write, moment)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way, or has ended and was not waited for."""
+        return self._under_way is not None
+
+    def wait(self) -> None:
+        """Until no write is under way.
+
+        Raises:
+            CheckpointError: It has failed; every older checkpoint is as it was.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            self._log.event("checkpoint_failed", str(failure), level="error")  # what ends the run is the other error
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+
+    def seconds_since_save(self) -> float | None:
+        """Age of what the newest checkpoint holds, if this process saved or began from one; what a kill would lose."""
+        return None if self._saved_step is None else self._clock() - self._saved_at
+
+    def safe(self) -> str:
+        """What is on disk by now, for people."""
+        step = max(step_directories(self._run_directory), default=None)
+        return "nothing yet" if step is None else f"training state up to step {step:,} is safe in step-{step:08d}"
+
+    # -- what the background thread does ------------------------------------------------------------------------------
+
+    def _write(self, moment: _Moment) -> None:
+        with self._distributed.failing_together():
+            if self._distributed.is_main:
+                self._write_as_main(moment)
+            else:
+                moment.snapshot.write_parts(Path(self._distributed.broadcast(_STAGED)))
+                self._distributed.barrier(_WRITTEN)
+                self._saved_step, self._saved_at = moment.step, moment.taken_at
+
+    def _write_as_main(self, moment: _Moment) -> None:
+        path = checkpoint_path(self._run_directory, moment.step)
+        try:
+            self._commit(moment, path)
+            self._saved_step, self._saved_at, self._committed_at = moment.step, moment.taken_at, self._clock()
+            self._answer(moment.request)
+            self._on_committed(path)
+            self._retain(path, moment.eval_losses)
+            moment.report(path)
+        except OSError as error:
+            self._taken_step = self._saved_step
+            raise self._failure(moment.snapshot, moment.step, error) from error
+        except BaseException:
+            self._taken_step = self._saved_step
+            raise
+
+    def _commit(self, moment: _Moment, path: Path) -> None:
+        if path.exists():
+            aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
+            self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
+        with StagedDirectory(path) as directory:
+            if self._distributed.process_count == 1:
+                moment.snapshot.write(directory)
+            else:
+                self._distributed.broadcast(_STAGED, str(directory.path))
+                moment.snapshot.write_parts(directory.path)
+                self._distributed.barrier(_WRITTEN)
+                moment.snapshot.describe(directory)
+            for name, data in sorted(self._companions.items()):
+                directory.write(name, data)
+            directory.write(STATE_NAME, atomic.pretty_json(moment.state.to_json()))
+            directory.commit(self._metadata(moment))
+
+    def _metadata(self, moment: _Moment) -> dict[str, Any]:
+        progress, losses = moment.state.progress, moment.eval_losses.items()
+        known = {step: loss for step, loss in losses if step <= progress.step and math.isfinite(loss)}
+        last = max(known, default=None)
+        return {
+            **self._describe,
+            "step": progress.step,
+            "horizon": self._horizon.to_json(),
+            "num_tokens": progress.num_tokens,
+            "fingerprint": moment.snapshot.fingerprint(),
+            "chain": progress.chain,
+            "plan_digest": progress.cursor.plan_digest,
+            "plan_events": progress.cursor.plan_events,
+            "eval": None if last is None else {"step": last, "loss": known[last]},
+        }
+
+    def _request(self) -> Request | None:
+        try:
+            found = self._control.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _answer(self, request: Request | None) -> None:
+        """Let a request go, unless another one took its place."""
+        if request is not None and request == self._request():
+            self._control.unlink(missing_ok=True)
+
+    def _retain(self, newest: Path, eval_losses: Mapping[int, float]) -> None:
+        directories = step_directories(self._run_directory)
+        keep = steps_to_keep(sorted(directories), self._config, eval_losses)
+        leaving = [path for step, path in directories.items() if step not in keep]
+        if not leaving:
+            return
+        verify(newest)  # nothing goes before its successor has been read back
+        for path in leaving:
+            try:
+                atomic.remove_directory(path)
+                self._on_removed(path)
+            except OSError as error:
+                message = f"{path.name} should go but cannot be removed: {error.strerror}"
+                self._log.event("checkpoint_kept", message, level="warning")
+
+    def _failure(self, snapshot: EngineSnapshot, step: int, error: OSError) -> CheckpointError:
+        path = checkpoint_path(self._run_directory, step)
+        saved = self.safe()
+        if not atomic.is_disk_full(error):
+            what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"
+            return CheckpointError(what, where=str(error.filename or path), hint="repair and resume", saved=saved)
+        needed_bytes = snapshot.size_bytes + sum(map(len, self._companions.values()))
+        free_bytes = shutil.disk_usage(self._run_directory).free
+        return CheckpointError(
+            f"no room for the checkpoint of step {step:,}: it needs at least {needed_bytes:,} bytes, "
+            f"{free_bytes:,} are free",
+            where=str(path),
+            hint="free some space (vorox checkpoints remove), then resume",
+            saved=saved,
+        )
+
+
+def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
+    """Which of these checkpoints the retention rules keep."""
+    keep = set(steps[-config.keep_last :])
+    best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
+    keep.update(step for _, step in best[: config.keep_best])
+    if config.keep_every_steps is not None:
+        keep.update(step for step in steps if step % config.keep_every_steps == 0)
+    return keep

@@ -1,0 +1,233 @@
+"""Which process writes to the mirror of a run: one at a time, decided by the store.
+
+``OWNER.json`` names the process, its claim (a number that only rises) and is put again every ``RENEW_SECONDS``. It is
+only ever replaced in the version that the writer knows, so of two claimers one is refused, and an owner that was away
+for so long that another one took over learns it at its next renewal. Whether an owner is silent is judged by the
+store's own times; a process of this machine that is known to be dead is not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from vorox.core import atomic
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.log import Echo
+from vorox.data.storage import (
+    ConditionFailed,
+    RetryPolicy,
+    StoredFile,
+    put_bytes,
+    remove_object,
+    retry_budget,
+    untold,
+)
+from vorox.training.mirror.contents import OWNER_NAME, Contents, contents_of, read_object
+
+RENEW_SECONDS = 30.0
+LEASE_SECONDS = 120.0
+"""An owner that was silent for so long is taken for dead."""
+
+_POLL_SECONDS = 2.0
+
+
+class Ownership:
+    """The right of this process to write to a mirror, renewed in the background until it is released.
+
+    Attributes:
+        claim: Its number; part of every name that this process writes.
+        lost: Whether another process has taken over.
+    """
+
+    def __init__(self, uri: str, claim: int, over: StoredFile | None) -> None:
+        self.claim, self.lost = claim, False
+        self._uri = f"{uri}/{OWNER_NAME}"
+        self._renewals = 0
+        self._stored = put_bytes(self._content(released=False), self._uri, over="nothing" if over is None else over)
+        self._ended, self._putting = threading.Event(), threading.Lock()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._renew,), name="vorox-mirror-owner", daemon=True)
+        self._thread.start()
+
+    def _content(self, *, released: bool) -> bytes:
+        self._renewals += 1
+        return atomic.pretty_json(
+            {
+                "format": "vorox-mirror-owner/1",
+                "claim": self.claim,
+                "renewals": self._renewals,
+                "released": released,
+                "holder": _this_process(),
+            }
+        )
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS) and not self.lost:
+            self._put(released=False)
+
+    def confirm(self) -> None:
+        """Ask the store whether this process still has the mirror; ``lost`` says so if not."""
+        self._put(released=False)
+
+    def _put(self, *, released: bool) -> None:
+        try:
+            with self._putting, retry_budget(RetryPolicy(retries_per_unit=3), waits=untold):
+                content = self._content(released=released)
+                try:
+                    self._stored = put_bytes(content, self._uri, over=self._stored)
+                except ConditionFailed as failure:
+                    self._stored = self._own(failure)
+                    if _read(self._stored).get("renewals") != self._renewals:
+                        self._stored = put_bytes(content, self._uri, over=self._stored)
+        except ConditionFailed:
+            self.lost = True
+        except DataError:
+            pass  # the store is away; whoever uploads says so
+
+    def _own(self, failure: ConditionFailed) -> StoredFile:
+        """What the store has, if it is this process's own: it took a put whose answer was lost on the way.
+
+        Raises:
+            ConditionFailed: It is another one's.
+            DataError: It cannot be read just now, so that nobody can know.
+        """
+        found = contents_of(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
+        if found is None or json.loads(read_object(found)).get("claim") != self.claim:
+            raise failure
+        return found
+
+    def release(self, timeout_seconds: float) -> None:
+        """Let others take the mirror over at once; if the store hangs, they wait until the lease runs out."""
+        self._ended.set()
+        self._thread.join(timeout_seconds)
+        if self.lost or self._thread.is_alive():
+            return
+        thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(lambda: self._put(released=True),), daemon=True
+        )
+        thread.start()
+        thread.join(timeout_seconds)
+
+
+def claim(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) -> tuple[Ownership, Contents]:
+    """Take the mirror of a run over, if nobody has it, and prove that it can be written, listed and cleared.
+
+    Args:
+        uri: The run's folder.
+        tell: Told when another process's silence is waited for.
+        sleep: How to wait.
+
+    Returns:
+        The ownership, and what the mirror held.
+
+    Raises:
+        ConfigError: Another process owns it.
+        DataError: The store refuses, or cannot be reached.
+    """
+    probe = f"{uri}/.probe-{os.getpid()}-{os.urandom(4).hex()}"
+    now = put_bytes(b"can this be written?", probe)
+    found = contents_of(uri)
+    remove_object(now.uri)
+    known = found.others.get(OWNER_NAME)
+    record = _read(known)
+    if known is not None and not record.get("released") and not _is_dead(record.get("holder")):
+        stamp = found.others[probe.rpartition("/")[2]].modified_nanoseconds
+        silent_seconds = (stamp - known.modified_nanoseconds) / 1e9
+        known, record = _wait_for_silence(uri, known, record, silent_seconds, tell, sleep)
+    last = record.get("claim", 0)
+    try:
+        return Ownership(uri, max(last if type(last) is int else 0, found.last_claim) + 1, known), found
+    except ConditionFailed:
+        raise _in_use(uri, _read(contents_of(uri).others.get(OWNER_NAME))) from None
+
+
+def _wait_for_silence(
+    uri: str, known: StoredFile, record: Mapping[str, Any], silent_seconds: float, tell: Echo,
+    sleep: Callable[[float], None],
+) -> tuple[StoredFile | None, Mapping[str, Any]]:  # fmt: skip
+    """What is there once the owner has been silent for the lease, or has let go."""
+    left = LEASE_SECONDS - silent_seconds
+    if left > 0:
+        tell(
+            f"The mirror {uri} was in use by {_named(record)} {silent_seconds:.0f} s ago; "
+            f"waiting up to {left:.0f} s to see whether it still is",
+            "warning",
+        )
+    while left > 0:
+        sleep(min(left, _POLL_SECONDS))
+        left -= _POLL_SECONDS
+        current = contents_of(uri).others.get(OWNER_NAME)
+        if current is None or current.version != known.version:
+            later = _read(current)
+            if current is None or later.get("released"):
+                return current, later
+            raise _in_use(uri, later)
+    return known, record
+
+
+def _in_use(uri: str, record: Mapping[str, Any]) -> ConfigError:
+    return ConfigError(
+        f"the mirror of this run is in use by {_named(record)}", where=uri,
+        hint="wait for that process or stop it, or give this run a checkpoint.mirror of its own",
+    )  # fmt: skip
+
+
+def _read(file: StoredFile | None) -> dict[str, Any]:
+    """What an owner wrote; nothing if it cannot be read."""
+    if file is None:
+        return {}
+    try:
+        value = json.loads(read_object(file))
+    except (ValueError, DataError):
+        return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _named(record: Mapping[str, Any]) -> str:
+    holder = record.get("holder")
+    if not isinstance(holder, Mapping):
+        return "another process"
+    known = cast("Mapping[str, Any]", holder)
+    return f"process {known.get('pid')} on {known.get('host')}"
+
+
+def _this_process() -> dict[str, str | int | float]:
+    import psutil
+
+    started = psutil.Process().create_time()
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": started}
+
+
+def _machine() -> str:
+    """What no two machines that run share, nor one machine before and after it was started again."""
+    with contextlib.suppress(OSError):
+        namespace = Path("/proc/self/ns/pid").readlink()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {namespace}"
+    return ""
+
+
+def _is_dead(holder: Any) -> bool:
+    """Whether an owner is a process of this very machine that is no more."""
+    import psutil
+
+    here = _this_process()
+    if not isinstance(holder, dict) or not here["machine"]:
+        return False
+    known = cast("dict[str, Any]", holder)
+    if (known.get("host"), known.get("machine")) != (here["host"], here["machine"]):
+        return False
+    try:
+        return bool(psutil.Process(int(known["pid"])).create_time() != known["started"])
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,30 @@
+"""What is compiled, how often, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.jax_engine.jax_models import make
+from small_configurations import LLAMA, batch_of, random_rows
+from vorox.backends.jax_engine import engine as engine_module
+
+
+def temporary_bytes(**changes: object) -> int:
+    """What the compiled step needs besides its arguments, as XLA plans it."""
+    engine = make(LLAMA | {"num_layers": 4}, **changes)
+    engine.train_step(batch_of(random_rows(8)), lr=1e-3, weight_decay=0.0)
+    (step,) = engine._compiled_steps.values()
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def test_scanned_layers_keep_less_than_layers_one_by_one() -> None:
+    """A scan that kept every intermediate for its backward pass needed a third more memory and time."""
+    assert temporary_bytes(runtime__scan_layers=True) < 0.8 * temporary_bytes()
+
+
+def test_a_product_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    assert engine.matmul_seconds(8, 16, 24) > 0
+    monkeypatch.setattr(engine_module.jax, "jit", lambda *_: pytest.fail("compiled again"))
+    assert np.isfinite(engine.matmul_seconds(8, 16, 24))

@@ -1,0 +1,53 @@
+"""Which engines there are, and what is said where one cannot be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import configuration
+from vorox import backends
+from vorox.core.errors import ConfigError
+from vorox.train import train
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """All packages seem installed but these."""
+    monkeypatch.setattr(backends, "_is_installed", lambda package: package not in packages)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match=r"backend = 'tensorflow' is unknown; known are jax, torch"):
+        backends.load("tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "named"),
+    [("torch", ["torch"], "torch"), ("jax", ["flax"], "flax"), ("jax", ["jax", "optax"], "jax and optax")],
+)
+def test_what_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, missing: list[str], named: str
+) -> None:
+    without(monkeypatch, *missing)
+    with pytest.raises(ConfigError, match=f"needs {named}, not installed here") as caught:
+        backends.load(name)
+    assert caught.value.hint == f"pip install 'vorox[{name}]'"
+
+
+def test_a_broken_installation_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
+
+    without(monkeypatch)
+    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="sympy"):
+        backends.load("torch")
+
+
+def test_a_run_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer and no cache for a run that cannot begin, and no run directory."""
+    without(monkeypatch, "torch")
+    with pytest.raises(ConfigError, match="needs torch"):
+        train(configuration(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "tiny.yaml"}

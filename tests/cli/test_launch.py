@@ -1,0 +1,57 @@
+"""--nproc: who each process is, and how their ends become one end. Processes here are shells, not runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vorox.cli import launch
+from vorox.core.distributed_context import membership
+from vorox.core.errors import ConfigError
+
+
+def test_each_process_is_told_who_it_is() -> None:
+    found = [membership(environment) for environment in launch.environments_of(3, 4321, {"HOME": "/root"})]
+    assert [(one.process_index, one.process_count, one.coordinator) for one in found if one] == [
+        (0, 3, "127.0.0.1:4321"), (1, 3, "127.0.0.1:4321"), (2, 3, "127.0.0.1:4321"),
+    ]  # fmt: skip
+    assert launch.environments_of(2, 1, {"HOME": "/root"})[1]["HOME"] == "/root"
+
+
+def test_listed_gpus_are_divided() -> None:
+    found = launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="3 visible GPUs cannot be divided among 2"):
+        launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def as_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> list[str]:
+    """Stands in for ``python -m vorox``: a program that sees who it is."""
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $VOROX_PROCESS_INDEX in\n{text}\nesac\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return ["train"]
+
+
+def test_all_well_is_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert launch.launch(3, as_program(monkeypatch, tmp_path, "*) exit 0;;")) == 0
+
+
+def test_the_first_failure_is_said_and_its_code_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 1 fails; the others hang and are ended after the grace."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    words = as_program(monkeypatch, tmp_path, "1) echo 'the disk is full' >&2; exit 5;;\n*) exec sleep 600;;")
+    assert launch.launch(3, words) == 5
+    assert "the disk is full" in capfd.readouterr().err
+
+
+def test_a_killed_process_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.launch(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
+    assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err

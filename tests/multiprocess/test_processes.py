@@ -1,0 +1,185 @@
+"""Two processes with two host devices each are one run: the losses of one device, one chain, one directory.
+
+The oracle is the same command with one process and one device. Sums are made in another order, so losses agree to
+1e-5 (relative); what is read (the batch digests of the chain) and what a resumed run repeats are equal bit for bit.
+Every command is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_runs import configuration
+from vorox.core.staged_directory import read_manifest
+from vorox.training.chain import ChainEntry, number, read_chain
+
+pytestmark = [pytest.mark.jax, pytest.mark.slow]
+
+MODEL = [
+    "backend=jax", "runtime.num_threads=null", "model.num_heads=4", "model.hidden_size=32", "model.vocab_size=264",
+    "train.global_batch_sequences=8", "eval.prompts=[the]", "eval.sample_tokens=4",
+    "log.matmul_ceiling=false",
+]  # fmt: skip
+MESHES = {
+    "data 4": ["parallel.data_parallel_size=4"],
+    "fsdp 4": ["parallel.fsdp_size=4", "checkpoint.arrays=orbax"],
+    "tensor 4": ["parallel.tensor_parallel_size=4"],
+}
+PATIENCE_SECONDS = 600
+
+
+class Runs:
+    """A folder with a text, its cache and runs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        configuration(directory)  # writes the text and tiny.yaml
+
+    def command(self, name: str, overrides: Sequence[str]) -> list[str]:
+        words = [str(self.directory / "tiny.yaml"), *MODEL, *overrides]
+        return [sys.executable, "-m", "vorox", "train", *words, "--name", name]
+
+    def start(self, name: str, overrides: Sequence[str]) -> subprocess.Popen[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        return subprocess.Popen(
+            self.command(name, overrides), env=environment, cwd=self.directory, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
+        """The run of that name, and what was said on stderr."""
+        process = self.start(name, overrides)
+        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == code, f"{process.returncode}\n{said[-3000:]}\n{errors[-3000:]}"
+        return self.find(name), errors
+
+    def find(self, name: str) -> Path:
+        found = [path for path in (self.directory / "runs").glob(f"{name}-*") if path.is_dir()]
+        return found[0] if found else self.directory / "runs" / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> Path:
+    return runs.train("alone", [])[0]
+
+
+@pytest.fixture(scope="module")
+def pair(runs: Runs, alone: Path) -> Path:
+    """Two processes, never interrupted."""
+    return runs.train("pair", [*MESHES["fsdp 4"], "--nproc", "2"])[0]
+
+
+def entries(run: Path) -> list[ChainEntry]:
+    return list(read_chain(run).values())
+
+
+def losses(run: Path) -> list[float]:
+    return [number(entry.loss) for entry in entries(run)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_and_rows_are_those_of_one_device(runs: Runs, alone: Path, pair: Path, mesh: str) -> None:
+    if mesh == "fsdp 4":
+        run = pair
+    else:
+        run, _ = runs.train(f"pair-{mesh.replace(', ', '-').replace(' ', '')}", [*MESHES[mesh], "--nproc", "2"])
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert len(entries(run)) == 12
+    for here, there in zip(lines(run, "evaluations"), lines(alone, "evaluations"), strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+        assert here["num_target_bytes"] == there["num_target_bytes"]
+
+
+def test_one_directory_two_logs(pair: Path) -> None:
+    record = json.loads((pair / "run.json").read_text())
+    assert [attempt["outcome"] for attempt in record["attempts"]] == ["finished"]
+    assert record["attempts"][0]["notes"]["environment"]["num_processes"] == 2
+    assert (pair / "log-00001.txt").exists()
+    steps = [record["step"] for record in lines(pair, "metrics") if "loss" in record.get("values", {})]
+    assert steps
+    assert len(steps) == len({*steps}), "one process writes metrics"
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path) -> None:
+    """One of the two is killed with no warning; the command ends, says so, and the next one goes on."""
+    overrides = [*MESHES["fsdp 4"], "--nproc", "2"]
+    process = runs.start("killed", overrides)
+    victim = wait_for_second_process(process, runs, "killed")
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 2, 75), errors
+    run, _ = runs.train("killed", overrides)
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
+def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path) -> None:
+    overrides = [*MESHES["fsdp 4"], "--nproc", "2"]
+    process = runs.start("stopped", overrides)
+    os.kill(wait_for_second_process(process, runs, "stopped"), signal.SIGTERM)
+    said, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, (said[-2000:], errors[-2000:])
+    run, _ = runs.train("stopped", overrides)
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
+def wait_for_second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int:
+    """The process id of the second process, once the run has saved."""
+    ends_at = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < ends_at and process.poll() is None:
+        if list(runs.find(name).glob("checkpoints/step-*/MANIFEST.json")):
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                if b"VOROX_PROCESS_INDEX=1" in Path(f"/proc/{child}/environ").read_bytes():
+                    return int(child)
+        time.sleep(0.005)
+    raise AssertionError(process.communicate())
+
+
+def fingerprint(run: Path) -> str:
+    return read_manifest(run / "checkpoints" / "step-00000012")["metadata"]["fingerprint"]
+
+
+@pytest.mark.parametrize("overrides", [["parallel.data_parallel_size=2"], []], ids=["one process", "one device"])
+def test_what_two_saved_one_restores(runs: Runs, pair: Path, overrides: list[str]) -> None:
+    """Loading compares the fingerprint of all parameters and moments with the recorded one, bit for bit."""
+    words = [*overrides, f"train.from_weights={pair}", "train.from_optimizer=true", "train.num_steps=1"]
+    run, _ = runs.train("restored" + str(len(overrides)), words)
+    notes = json.loads((run / "run.json").read_text())["attempts"][0]["notes"]
+    assert notes["fingerprint"] == fingerprint(pair)
+
+
+def test_a_mesh_that_is_not_all_devices_is_refused(runs: Runs, alone: Path) -> None:
+    _, errors = runs.train("mesh", ["parallel.data_parallel_size=3", "--nproc", "2", *FITTING], code=2)
+    assert "parallel" in errors
+    assert "2" in errors
+
+
+FITTING = ["train.global_batch_sequences=6"]
+
+
+def test_minutes_and_torch_are_refused(runs: Runs, alone: Path) -> None:
+    _, errors = runs.train("torch", ["backend=torch", "--nproc", "2"], code=2)
+    assert "the torch engine trains in one" in errors
+    _, errors = runs.train("minutes", [*MESHES["data 4"], "--minutes", "1", "--nproc", "2"], code=2)
+    assert "--minutes measures in one process" in errors
