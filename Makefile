@@ -3,36 +3,43 @@
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests
 #   make quick                             the tests that take seconds
+#   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 
-PYTHON ?= python3
-VENV   ?= .venv
-CONFIG ?= quickstart
-BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-STAMP  := $(VENV)/.vorox-train
-STAMP_DEV := $(VENV)/.vorox-dev
-STAMP_JAX := $(VENV)/.vorox-jax
+PYTHON  ?= python3
+VENV    ?= .venv
+CONFIG  ?= quickstart
+BACKEND ?=
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: setup train test quick lint types docs bench clean
+# What an environment has, one stamp each: Vorox alone, and on top of it one framework, or all that developing needs.
+STAMP       := $(VENV)/.vorox
+STAMP_TORCH := $(VENV)/.vorox-torch
+STAMP_JAX   := $(VENV)/.vorox-jax
+STAMP_DEV   := $(VENV)/.vorox-dev
+# A backend that nobody knows is refused by Vorox itself, with the ones that there are.
+STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-setup: $(STAMP)
+.PHONY: setup train test quick test-frameworks only-core only-torch only-jax lint types docs bench clean
 
-# torch goes first and pinned: anything looser may bring another build of it.
+setup: $(STAMP_TRAIN)
+
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Vorox needs Python 3.11 or newer as '$(PYTHON)'; set PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Vorox needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V). Set PYTHON=..."; exit 2; }
-	@echo "Installing Vorox into $(VENV) (once, about a minute) ..."
+	@echo "Installing Vorox into $(VENV) (once, about half a minute) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) install -e . -c constraints.txt
 	@touch $@
 
-$(STAMP_DEV): $(STAMP)
-	@echo "Installing what the tests need into $(VENV) (once) ..."
-	@$(PIP) install -e '.[hf,s3,gcs,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
+# torch is pinned and goes alone: anything looser may bring another build of it.
+$(STAMP_TORCH): $(STAMP)
+	@echo "Installing PyTorch into $(VENV) (once) ..."
+	@$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	@touch $@
 
 $(STAMP_JAX): $(STAMP)
@@ -40,14 +47,36 @@ $(STAMP_JAX): $(STAMP)
 	@$(PIP) install -e '.[jax]' -c constraints.txt
 	@touch $@
 
-train: $(STAMP) $(if $(filter jax,$(BACKEND)),$(STAMP_JAX))
+$(STAMP_DEV): $(STAMP_TORCH)
+	@echo "Installing what the tests need into $(VENV) (once) ..."
+	@$(PIP) install -e '.[hf,s3,gcs,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
+	@touch $@
+
+train: $(STAMP_TRAIN)
 	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(BACKEND),backend=$(BACKEND)) $(ARGS)
 
 test: $(STAMP_DEV) lint types
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 quick: $(STAMP_DEV)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+# Environments of their own, with what `pip install vorox`, `vorox[torch]` and `vorox[jax]` bring, and pytest. Everything
+# that is quick runs without a framework; with one of them, what may meet it: not core and data, which may import none.
+test-frameworks: only-core only-torch only-jax
+
+BELOW_FRAMEWORKS := core data faults integration servers
+only-core: SELECTED := tests
+only-core: STAMP_ONLY := .vorox
+only-torch only-jax: SELECTED := tests $(addprefix --ignore=tests/,$(BELOW_FRAMEWORKS))
+only-torch: STAMP_ONLY := .vorox-torch
+only-jax: STAMP_ONLY := .vorox-jax
+
+only-core only-torch only-jax:
+	@$(MAKE) --no-print-directory VENV=.venv-$@ .venv-$@/$(STAMP_ONLY)
+	@.venv-$@/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]' -c constraints.txt
+	@echo "$@: quick tests in .venv-$@"
+	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(SELECTED) $(ARGS)
 
 lint: $(STAMP_DEV)
 	@$(BIN)/ruff check .
@@ -64,4 +93,4 @@ bench:
 	@for script in train_throughput loop_overhead loader startup; do .venv-bench/bin/python benchmarks/$$script.py || exit 1; done
 
 clean:
-	rm -rf $(VENV) build site .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-only-* build site .pytest_cache .ruff_cache

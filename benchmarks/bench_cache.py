@@ -1,55 +1,145 @@
-"""Our caches for ``data_peers.py``: the Python files of torch and transformers, and the rows that peers store too."""
+"""Our side of ``data_peers.py``: the rows that everybody stores, our cache of them, and batches out of it.
+
+Two corpora. *Text*: the Python files of torch and transformers in rows of 1,025 tokens, through the whole builder.
+*Scaled*: the tokens of that text, over and over, in ``.bin`` shards, built into as many rows as asked for.
+"""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from vorox.core.config import load_config
+from vorox.core.records import DataCursor, DataShard
 from vorox.core.schema import RunConfig
+from vorox.data.bin_shards import write_shard
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import prepare
+from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 
-LENGTH = 1024
+TEXT_TOKENS = 1024
+CACHE = "cache"
 MANY_BYTES, FEW_BYTES = 90_000_000, 2_000_000
+_SHARD_TOKENS = 100_000_000
+_READ_ROWS = 4096
 
 
-def configuration(folder: Path, codec: str, max_bytes: int) -> RunConfig:
+def text_configuration(folder: Path, codec: str, max_bytes: int) -> RunConfig:
     packages = Path(sysconfig.get_paths()["purelib"])
     return load_config(
         "quickstart",
         [
             "data.sources.0.format=txt", f"data.sources.0.max_bytes={max_bytes}",
             f"data.sources.0.paths=[{packages}/torch/**/*.py, {packages}/transformers/**/*.py]",
-            "data.sources.0.bad_record_fraction=0.01", f"data.sequence_length_tokens={LENGTH}",
+            "data.sources.0.bad_record_fraction=0.01", f"data.sequence_length_tokens={TEXT_TOKENS}",
             f"data.cache.directory={folder}", f"data.cache.codec={codec}",
         ],
     )  # fmt: skip
 
 
-def build_rows(folder: Path, codec: str, max_bytes: int) -> CacheReader:
-    return prepare(configuration(folder, codec, max_bytes)).sources[0].train
+def scaled_configuration(folder: Path, codec: str, shards: Path, tokenizer: Path, row_tokens: int) -> RunConfig:
+    return load_config(
+        "quickstart",
+        [
+            "data.sources.0.format=bin", f"data.sources.0.paths=[{shards}/*.bin]",
+            f"data.sources.0.tokenizer={tokenizer}", "tokenizer.kind=file", f"tokenizer.path={tokenizer}",
+            f"data.sequence_length_tokens={row_tokens - 1}", "data.validation.held_out_fraction=0",
+            "eval.every_steps=null", "eval.prompts=[]", f"data.cache.directory={folder}", f"data.cache.codec={codec}",
+        ],
+    )  # fmt: skip
 
 
-def all_rows(reader: CacheReader) -> np.ndarray[Any, Any]:
-    starts = range(0, reader.num_rows, 4096)
-    return np.concatenate([reader.read_rows(np.arange(a, min(a + 4096, reader.num_rows))).tokens_NC for a in starts])
+def build(configuration: RunConfig, folder: Path) -> CacheReader:
+    """Build the training cache of the one source and let it be ``folder / CACHE``."""
+    reader = prepare(configuration).sources[0].train
+    reader.directory.rename(folder / CACHE)
+    return CacheReader.open(folder / CACHE)
 
 
-def open_rows(folder: Path, batch: int, seed: int) -> tuple[Plan, CacheReader]:
-    """The cache and a plan of one epoch over it, begun once and opened afterwards."""
-    (directory,) = folder.glob("cache/*-train-*")
-    reader, path = CacheReader.open(directory), folder / "plan.jsonl"
-    if path.exists():
-        plan = Plan.open(path)
-        plan.check([reader])
-        return plan, reader
-    source = PlanSource("text", 1, reader.recipe.digest, reader.row_tokens)  # type: ignore[arg-type]
-    plan = Plan.create(path, PlanStart(seed, True, batch, (source,)), [reader])
-    plan.extend_to(reader.num_rows // batch * batch, [reader])
-    return plan, reader
+def write_scaled_shards(shards: Path, rows: np.ndarray[Any, Any], num_rows: int, row_tokens: int) -> None:
+    """The tokens of ``rows`` repeated until they fill ``num_rows`` rows of ``row_tokens``."""
+    shards.mkdir()
+    stream = rows.reshape(-1)
+    for number, first in enumerate(range(0, num_rows * row_tokens, _SHARD_TOKENS)):
+        size = min(_SHARD_TOKENS, num_rows * row_tokens - first)
+        shard = np.take(stream, np.arange(first, first + size), mode="wrap")
+        write_shard(shards / f"shard-{number:04d}.bin", shard)
+
+
+def save_rows(reader: CacheReader, path: Path) -> None:
+    """All rows as a ``.npy`` file, uint16 ``[N, C]``."""
+    shape = (reader.num_rows, reader.row_tokens)
+    stored = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint16, shape=shape)
+    for first in range(0, reader.num_rows, _READ_ROWS):
+        last = min(first + _READ_ROWS, reader.num_rows)
+        stored[first:last] = reader.read_rows(np.arange(first, last)).tokens_NC
+    stored.flush()
+
+
+def open_batches_of(
+    folder: Path, batch: int, seed: int, state: Any, document_mask: bool = True
+) -> tuple[Iterator[Any], Callable[[], Any]]:
+    """Batches as a run opens them: a durable plan, one reader thread, every row checked.
+
+    A new run writes its plan; one that resumes reads it.
+    """
+    reader, path = CacheReader.open(folder / CACHE), folder / f"plan-{seed}.jsonl"
+    if state is None:
+        path.unlink(missing_ok=True)
+        source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
+        plan = Plan.create(path, PlanStart(seed, True, batch, (source,)), [reader])
+        plan.extend_to(reader.num_rows // batch * batch, [reader])
+        cursor = first_cursor(plan, seed)
+    else:
+        plan, cursor = Plan.open(path), DataCursor(**state)
+    stream = open_batches(
+        plan, [reader], shard=DataShard(), cursor=cursor, global_batch_sequences=batch, micro_batch_sequences=batch,
+        document_mask=document_mask,
+    )  # fmt: skip
+    last: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        with stream:
+            for _ in range(cursor.step, reader.num_rows // batch):
+                taken = next(stream)
+                last[:] = [taken.cursor_after]
+                yield taken.tokens_ABT[0]
+
+    return batches(), lambda: {name: getattr(last[0], name) for name in last[0].__slots__}
+
+
+def verify(folder: Path) -> None:
+    CacheReader.open(folder / CACHE).verify()
+
+
+def rows_of_step(folder: Path, batch: int, seed: int, step: int) -> np.ndarray[Any, Any]:
+    found = Plan.open(folder / f"plan-{seed}.jsonl").locate(np.arange(step * batch, (step + 1) * batch))
+    return found.row + CacheReader.open(folder / CACHE).unit_row_starts[found.unit_start]
+
+
+def steps_of_row(folder: Path, batch: int, seed: int, row: int) -> list[int]:
+    positions = Plan.open(folder / f"plan-{seed}.jsonl").positions_of(0, row, CacheReader.open(folder / CACHE))
+    return (positions // batch).tolist()
+
+
+def texts_of_row(folder: Path, row: int) -> list[tuple[str, str]]:
+    """Of each segment of a row, the text that its tokens stand for and the text of the bytes it is said to be from."""
+    reader = CacheReader.open(folder / CACHE)
+    (path,) = folder.glob("tokenizers/*/tokenizer.json")
+    tokenizer, first, texts = tokenizers.Tokenizer.from_file(str(path)), 0, list[tuple[str, str]]()
+    tokens = reader.read_rows(np.array([row])).tokens_NC[0]
+    for span in reader.documents_of(row):
+        with Path(span.uri.removeprefix("file://")).open("rb") as file:
+            file.seek(span.byte_offset)
+            source = file.read(span.byte_length).decode(errors="replace")
+        texts.append((tokenizer.decode(tokens[first : first + span.length].tolist()), source))
+        first += span.length
+    return texts

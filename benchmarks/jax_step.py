@@ -1,19 +1,28 @@
 """The JAX engine's training step beside a plain jitted optax loop over the same model, and beside the torch engine.
 
-    jax_step.py [--rounds 7] [--device cpu|cuda] [--dtype fp32|bf16] [--size small|demo|124m] [--compile]
+    jax_step.py [--rounds 7] [--size small|demo|124m] [--dtype fp32|bf16] [--device cpu|cuda] [--compile]
+    jax_step.py --device cuda --dtype bf16 --size 124m --compile          # the same on a GPU
 
 Plain: flax and optax as their manuals write it: ``value_and_grad`` of the mean cross entropy over full logits, clipping
 and AdamW chained, one jitted function with donation. Ours: ``engine.train_step(batch).fetch()`` with everything that a
 run does in a step (checks, placement, chunked loss, finite check, numbers read back). All take turns on the same
-random tokens. Reported besides: seconds to compile, memory of the device or of the process.
+random tokens.
+
+What a variant costs besides is measured before, each in a process of its own, because a process has one peak: seconds
+to compile, the peak of the process or of the device, and what XLA says that its compiled step needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,8 +33,21 @@ from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.records import Batch, DataCursor
 from vorox.core.schema import RunConfig
+from vorox.models import flops
 from vorox.models.spec import ModelSpec, model_spec
+from vorox.runtime.ceiling import measure_ceiling, peak_flops_per_second, training_shapes
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of a GPU that torch shares here
+
+PLAIN, JAX, SCANNED = "plain jitted optax loop", "vorox, jax engine", "vorox, jax engine, layers scanned"
+TORCH, TORCH_COMPILED = "vorox, torch engine", "vorox, torch engine, compiled"
+ENGINES: Mapping[str, list[str]] = {
+    JAX: ["backend=jax"],
+    SCANNED: ["backend=jax", "runtime.scan_layers=true"],
+    TORCH: ["backend=torch"],
+    TORCH_COMPILED: ["backend=torch", "runtime.compile=true"],
+}
+MEMORY_STEPS = 3
 SIZES = {
     "demo": ["model.num_layers=4", "model.num_heads=4", "model.hidden_size=128", "data.sequence_length_tokens=64"],
     "small": ["model.num_layers=6", "model.num_heads=6", "model.hidden_size=384", "data.sequence_length_tokens=256"],
@@ -66,18 +88,39 @@ def random_batch(config: RunConfig, options: argparse.Namespace, step: int) -> B
     )  # fmt: skip
 
 
-def engine_step(options: argparse.Namespace, *extra: str) -> tuple[Callable[[], None], Any]:
+@dataclass
+class Variant:
+    """One way to train.
+
+    Attributes:
+        step: Does one step and waits for its numbers.
+        engine: The engine, which the plain loop uses for its model only.
+        compiled: What XLA compiled for the step; filled by the first one.
+        compile_seconds: Of the plain loop; an engine knows its own.
+    """
+
+    step: Callable[[], None]
+    engine: Any
+    compiled: Callable[[], Any] = field(default=lambda: None)
+    compile_seconds: float | None = None
+
+
+def build(name: str, options: argparse.Namespace) -> Variant:
+    return plain_step(options) if name == PLAIN else engine_step(options, *ENGINES[name])
+
+
+def engine_step(options: argparse.Namespace, *extra: str) -> Variant:
     config = configuration(options, *extra)
-    engine = backends.load(config.backend).create(config, spec_of(config, options), DistributedContext())
+    engine: Any = backends.load(config.backend).create(config, spec_of(config, options), DistributedContext())
     count = iter(range(1 << 60))
 
     def step() -> None:
         engine.train_step(random_batch(config, options, next(count)), lr=LR, weight_decay=WEIGHT_DECAY).fetch()
 
-    return step, engine
+    return Variant(step, engine, lambda: next(iter(getattr(engine, "_compiled_steps", {}).values()), None))
 
 
-def plain_step(options: argparse.Namespace) -> Callable[[], None]:
+def plain_step(options: argparse.Namespace) -> Variant:
     import jax
     import jax.numpy as jnp
     import optax
@@ -89,6 +132,7 @@ def plain_step(options: argparse.Namespace) -> Callable[[], None]:
         optax.clip_by_global_norm(1.0), optax.adamw(LR, b1=0.9, b2=0.95, weight_decay=WEIGHT_DECAY)
     )  # fmt: skip
     state = {"params": engine.state.params, "moments": optimizer.init(engine.state.params)}
+    engine.state = None  # the buffers are given away below
 
     def mean_loss(params: Any, tokens_BT: Any, labels_BT: Any) -> Any:
         hidden_BTD, _, _ = decoder(params, tokens_BT, engine._pass({"tokens": tokens_BT}))
@@ -100,64 +144,121 @@ def plain_step(options: argparse.Namespace) -> Callable[[], None]:
         changes, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, changes), moments, loss, optax.tree.norm(gradients)
 
-    jitted = jax.jit(update, donate_argnums=(0, 1))
+    def arrays(batch: Batch) -> tuple[Any, ...]:
+        return state["params"], state["moments"], jnp.asarray(batch.tokens_ABT[0]), jnp.asarray(batch.labels_ABT[0])
+
     count = iter(range(1 << 60))
+    began = time.perf_counter()
+    with engine.compute.precision():
+        example = arrays(random_batch(config, options, 0))
+        compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*example).compile()
+    compile_seconds = time.perf_counter() - began
 
     def step() -> None:
-        batch = random_batch(config, options, next(count))
-        with engine.compute.precision():
-            state["params"], state["moments"], loss, norm = jitted(
-                state["params"], state["moments"], jnp.asarray(batch.tokens_ABT[0]), jnp.asarray(batch.labels_ABT[0])
-            )
+        given = arrays(random_batch(config, options, next(count)))
+        state["params"], state["moments"], loss, norm = compiled(*given)
         float(loss), float(norm)
 
-    return step
+    return Variant(step, engine, lambda: compiled, compile_seconds)
+
+
+def costs(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """What a variant costs in this process, where no other has been."""
+    variant = build(name, options)
+    for _ in range(MEMORY_STEPS):
+        variant.step()
+    stats = dict(variant.engine.device_stats())
+    compile_seconds = variant.compile_seconds
+    found = {
+        "compile_seconds": stats.get("runtime/compile_seconds", 0.0) if compile_seconds is None else compile_seconds,
+        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+    }
+    if "memory/device_peak_bytes" in stats:
+        found["device_peak_bytes"] = stats["memory/device_peak_bytes"]
+    analysis = None if variant.compiled() is None else variant.compiled().memory_analysis()
+    if analysis is not None:
+        state = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        found |= {"step_arguments_bytes": state, "step_temporary_bytes": analysis.temp_size_in_bytes}
+    return found
+
+
+def costs_alone(name: str, options: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, __file__, "--costs-of", name, *(
+        f"--{key}={getattr(options, key)}" for key in ("size", "device", "dtype")
+    )]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_costs(table: Mapping[str, Mapping[str, float]]) -> None:
+    print("\nEach in a process of its own; the step's arrays and temporaries as XLA plans them.\n")
+    print("| | compile, s | peak of the process, MiB | of the device, MiB | step: arrays, MiB | temporaries, MiB |")
+    print("|---|---|---|---|---|---|")
+    keys = ("process_peak_bytes", "device_peak_bytes", "step_arguments_bytes", "step_temporary_bytes")
+    for name, found in table.items():
+        cells = [f"{found[key] / 2**20:,.0f}" if key in found else "-" for key in keys]
+        compiles = f"{found['compile_seconds']:.1f}" if found["compile_seconds"] else "-"
+        print(f"| {name} | {compiles} | {' | '.join(cells)} |")
+
+
+def print_use(options: argparse.Namespace, rates: Mapping[str, list[float]], engines: Mapping[str, Any]) -> None:
+    """Arithmetic per second, of the data sheet (MFU) where it is known and of the model's own products here."""
+    config = configuration(options)
+    spec, length = spec_of(config, options), config.data.sequence_length_tokens
+    weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
+    shapes = training_shapes([(shape[0], shape[1]) for shape in weights], ROWS[options.size] * length)
+    ceilings = {
+        framework: measure_ceiling(shapes, engines[name].matmul_seconds, warmup_seconds=1.0, repeats=5)
+        for framework, name in (("JAX", JAX), ("torch", TORCH))
+    }
+    device = str(engines[JAX].environment()["device"])
+    peak = peak_flops_per_second(device, options.dtype)
+    print(f"\nMatrix products of this model alone: {ceilings['JAX'].flops_per_second / 1e9:,.0f} GFLOP/s in JAX, "
+          f"{ceilings['torch'].flops_per_second / 1e9:,.0f} in torch; data sheet of {device}: "
+          f"{'not known, so no MFU' if peak is None else f'{peak / 1e12:,.0f} TFLOP/s'}.\n")  # fmt: skip
+    print("| | GFLOP/s | of its framework's products | MFU |\n|---|---|---|---|")
+    for name, values in rates.items():
+        achieved = interleave.quantile(values, 0.5) * flops.flops_per_token(spec, length)
+        ceiling = ceilings["torch" if "torch" in name else "JAX"].flops_per_second
+        mfu = "-" if peak is None else f"{achieved / peak:.1%}"
+        print(f"| {name} | {achieved / 1e9:,.0f} | {achieved / ceiling:.0%} | {mfu} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--compile", action="store_true", help="Also the torch engine compiled.")
+    parser.add_argument("--costs-of", choices=[PLAIN, *ENGINES], help="Measure what one variant costs and print JSON.")
     options = parser.parse_args()
-    steps: dict[str, Callable[[], None]] = {}
-    started = time.perf_counter()
-    steps["plain jitted optax loop"] = plain_step(options)
-    steps["plain jitted optax loop"]()
-    plain_seconds = time.perf_counter() - started
-    steps["vorox, jax engine"], engine = engine_step(options, "backend=jax")
-    steps["vorox, jax engine, layers scanned"], scanned = engine_step(
-        options, "backend=jax", "runtime.scan_layers=true"
-    )  # fmt: skip
-    steps["vorox, torch engine"], _ = engine_step(options)
-    if options.compile:
-        steps["vorox, torch engine, compiled"], _ = engine_step(options, "runtime.compile=true")
-    config = configuration(options)
-    tokens = ROWS[options.size] * config.data.sequence_length_tokens
+    if options.costs_of:
+        print(json.dumps(costs(options.costs_of, options)))
+        return
+    names = [PLAIN, *(name for name in ENGINES if options.compile or name != TORCH_COMPILED)]
+    table = {name: costs_alone(name, options) for name in names}
+    variants = {name: build(name, options) for name in names}
+    tokens = ROWS[options.size] * configuration(options).data.sequence_length_tokens
     repeats = 20 if options.size == "demo" else 2
 
-    def contender(step: Callable[[], None]) -> Callable[[], float]:
+    def contender(variant: Variant) -> Callable[[], float]:
         def run() -> float:
             for _ in range(repeats):
-                step()
+                variant.step()
             return float(tokens * repeats)
 
         return run
 
-    rates = interleave.measure({name: contender(step) for name, step in steps.items()}, rounds=options.rounds)
-    reference = "plain jitted optax loop"
+    rates = interleave.measure({name: contender(one) for name, one in variants.items()}, rounds=options.rounds)
     interleave.report(
         f"jax step {options.size} {options.device} {options.dtype}",
-        interleave.table(rates, reference=reference, unit="tokens/s"), reference=reference, rounds=options.rounds,
+        interleave.table(rates, reference=PLAIN, unit="tokens/s"), reference=PLAIN, rounds=options.rounds,
     )  # fmt: skip
-    print(
-        f"first step with compilation: plain {plain_seconds:.1f} s; engine compiled in {engine.compile_seconds:.1f} s, "
-        f"with layers scanned in {scanned.compile_seconds:.1f} s"
-    )
-    print(f"memory: {dict(engine.device_stats())}, process peak "
-          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")  # fmt: skip
+    print_costs(table)
+    print_use(options, rates, {name: one.engine for name, one in variants.items()})
 
 
 if __name__ == "__main__":
