@@ -112,8 +112,7 @@ class FaultProxy:
         handler.send(request, status, headers, part, length=len(body))
         if fault.kind == "stall":
             self.stopping.wait(fault.seconds)
-            handler.wfile.write(body[len(part) :])
-            request.sent_bytes = len(body)
+            handler.send_body(request, body[len(part) :])
         else:
             handler.close_connection = True
 

@@ -93,9 +93,18 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         if request.method != "HEAD":
+            self.send_body(request, body)
+
+    def send_body(self, request: Request, body: bytes) -> None:
+        """Counted before it leaves: whoever has read the last byte finds it counted."""
+        before = request.sent_bytes
+        request.sent_bytes += len(body)
+        try:
             self.wfile.write(body)
             self.wfile.flush()
-            request.sent_bytes = len(body)
+        except OSError:
+            request.sent_bytes = before
+            raise
 
     def send_part(self, request: Request, content: bytes, headers: Mapping[str, str]) -> None:
         """Answer with a range of the content if one is asked for, else with all of it."""

@@ -342,13 +342,17 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         from numpy_engine import NumpyEngine
         from pathlib import Path
         from vorox.training import provenance
+        from vorox.training.checkpointing import checkpoint_path
         provenance.INTERVAL_SECONDS = 0.01
         use_numpy_engine(pytest.MonkeyPatch())
         directory, original = Path(sys.argv[1]), NumpyEngine.train_step
         def train_step(self, batch, **kwargs):
             if batch.step + 1 == 7:
-                spool = next((directory / "runs").iterdir()) / "metadata.spool"
+                run_directory = next((directory / "runs").iterdir())
+                spool = run_directory / "metadata.spool"
                 while not spool.exists() or b"nonfinite_step" not in spool.read_bytes():
+                    pass
+                while not checkpoint_path(run_directory, 4).exists():  # it is written while training goes on
                     pass
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(self, batch, **kwargs)
