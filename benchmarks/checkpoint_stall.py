@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="On the disk that is asked about. Default: the temporary one.")
     parser.add_argument("--set", action="append", default=[], help="A setting of the run, as in vorox train.")
     options = parser.parse_args()
-    step, engine = jax_step.engine_step(options, f"backend={options.backend}", *options.set)
+    variant = jax_step.engine_step(options, f"backend={options.backend}", *options.set)
+    step, engine = variant.step, variant.engine
     step()
     size_bytes = engine.snapshot(detached=False).size_bytes
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:

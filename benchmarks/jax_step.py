@@ -2,6 +2,7 @@
 
     jax_step.py [--rounds 7] [--size small|demo|124m] [--dtype fp32|bf16] [--device cpu|cuda] [--compile]
     jax_step.py --device cuda --dtype bf16 --size 124m --compile          # the same on a GPU
+    jax_step.py --pairs 300 [--size ...] [--dtype ...] [--device ...]     # only what the engine adds to the plain loop
 
 Plain: flax and optax as their manuals write it: ``value_and_grad`` of the mean cross entropy over full logits, clipping
 and AdamW chained, one jitted function with donation. Ours: ``engine.train_step(batch).fetch()`` with everything that a
@@ -10,6 +11,9 @@ random tokens.
 
 What a variant costs besides is measured before, each in a process of its own, because a process has one peak: seconds
 to compile, the peak of the process or of the device, and what XLA says that its compiled step needs.
+
+With ``--pairs``, the plain loop and the engine alone do a step each in turn, so many times, and what is printed is the
+median ratio of a pair with its confidence interval.
 """
 
 from __future__ import annotations
@@ -233,10 +237,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--compile", action="store_true", help="Also the torch engine compiled.")
+    parser.add_argument("--pairs", type=int, default=0, help="Only the overhead, from so many pairs of steps.")
     parser.add_argument("--costs-of", choices=[PLAIN, *ENGINES], help="Measure what one variant costs and print JSON.")
     options = parser.parse_args()
     if options.costs_of:
         print(json.dumps(costs(options.costs_of, options)))
+        return
+    if options.pairs:
+        plain, ours = build(PLAIN, options), build(JAX, options)
+        median, low, high = interleave.paired_ratio(ours.step, plain.step, pairs=options.pairs)
+        print(f"{JAX}, {options.size} {options.device} {options.dtype}: {median:.3f} ({low:.3f} to {high:.3f}, 95%) of "
+              f"the {PLAIN}, {options.pairs} pairs of steps")  # fmt: skip
         return
     names = [PLAIN, *(name for name in ENGINES if options.compile or name != TORCH_COMPILED)]
     table = {name: costs_alone(name, options) for name in names}
