@@ -50,6 +50,16 @@ def test_the_first_failure_is_said_and_its_code_kept(
     assert "the disk is full" in capfd.readouterr().err
 
 
+def test_a_process_that_was_asked_to_stop_leaves_the_others_their_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first process writes the checkpoint for as long as it takes, whoever has left already."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
+    words = as_program(monkeypatch, tmp_path, f"1) exit 75;;\n*) sleep 1; touch {tmp_path}/saved; exit 75;;")
+    assert launch.launch(2, words) == 75
+    assert (tmp_path / "saved").exists()
+
+
 def test_a_killed_process_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

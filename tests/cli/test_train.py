@@ -289,6 +289,12 @@ def test_a_dry_run_knows_what_is_missing(vorox: Run, tmp_path: Path) -> None:
     assert "vocabulary from the text: to be trained" in out
 
 
+def test_a_dry_run_is_one_process(vorox: Run) -> None:
+    code, _, err = vorox("train", "tiny.yaml", "--dry-run", "--nproc", "2")
+    assert code == 2
+    assert "leave --nproc out" in err
+
+
 def test_a_dry_run_sees_the_run_that_it_would_go_on_with(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     (directory,) = runs()

@@ -23,7 +23,16 @@ from vorox.cli import main
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, ConfigError, Preempted
 from vorox.core.schema import RunConfig
-from vorox.data.storage import RetryPolicy, list_objects, open_range, put_bytes, remove_object, retry_budget
+from vorox.data.storage import (
+    RetryPolicy,
+    StoredFile,
+    StoreUnreachable,
+    list_objects,
+    open_range,
+    put_bytes,
+    remove_object,
+    retry_budget,
+)
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import step_directories
 from vorox.training.mirror import contents_of, owner
@@ -322,6 +331,30 @@ def test_a_silent_owner_is_succeeded_when_the_lease_is_over(mirror: str, monkeyp
     assert sum(slept) <= 3000, "an owner that let go is not waited for"
     third.release(5)
     first.release(5)
+
+
+def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store took it and went away; the owner, which knows the version before it, has not lost the mirror."""
+    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
+    ownership, _ = owner.claim(f"{mirror}/run", lambda *_: None)
+
+    def put_and_lose(data: bytes, uri: str, *, over: Any) -> StoredFile:
+        put_bytes(data, uri, over=over)
+        raise StoreUnreachable("no answer", where=uri, hint="wait")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "put_bytes", put_and_lose)
+        ownership.confirm()
+    assert not ownership.lost
+    ownership.confirm()
+    ownership.confirm()
+    assert not ownership.lost
+    monkeypatch.setattr(owner, "_is_dead", lambda holder: True)
+    successor, _ = owner.claim(f"{mirror}/run", lambda *_: None)
+    ownership.confirm()
+    assert ownership.lost
+    successor.release(5)
+    ownership.release(5)
 
 
 def test_two_lines_of_work_are_not_mixed(mirror: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import IO
 
 from vorox.core.distributed_context import COORDINATOR, COUNT, INDEX
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, Preempted
 
 GRACE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
@@ -99,9 +99,10 @@ def _passing_signals_on(children: Sequence[subprocess.Popen[bytes]]) -> Generato
 def _wait(children: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]]) -> int:
     failed: int | None = None
     ends_at = float("inf")
+    ends_well = {None, 0, Preempted.exit_code}  # the first process may still be writing the checkpoint
     while any(child.poll() is None for child in children):
         if failed is None:
-            failed = next((index for index, child in enumerate(children) if child.poll()), None)
+            failed = next((index for index, child in enumerate(children) if child.poll() not in ends_well), None)
             ends_at = time.monotonic() + GRACE_SECONDS if failed is not None else ends_at
         if time.monotonic() > ends_at:
             for child in children:

@@ -66,6 +66,12 @@ def train(
             "a dry run writes nothing, and a run from a store has to be brought here first", where="--resume",
             hint="leave --dry-run out",
         )  # fmt: skip
+    if dry_run and nproc > 1:
+        from vorox.core.errors import ConfigError
+
+        raise ConfigError(
+            "a dry run is one process", where="--nproc", hint="leave --nproc out: one process plans for all devices"
+        )
     config, resume_from = _choose(sorted_words.positional, overrides, resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe

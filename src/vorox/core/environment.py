@@ -99,6 +99,12 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def usable_cores() -> int:
+    """Logical cores that this process may use; not all of the machine where an affinity is set."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
 def processor_name() -> str:
     """The model of the CPU, as far as the system tells."""
     try:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
 from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusSource
 from vorox.data.documents import BadRecord, SourceFile
-from vorox.data.parallel import in_order, num_cores
+from vorox.data.parallel import in_order
 from vorox.data.records import TokenArray
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
@@ -223,7 +224,7 @@ def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
         pinned = stored.version is not None  # by its store: what was listed just now is what it was
         return file.version if pinned else content_hash(stored)
 
-    for (_, file), found in in_order(pairs, content, num_cores()):
+    for (_, file), found in in_order(pairs, content, usable_cores()):
         if found != file.version:
             raise DataError(
                 "the file's content is not what its recorded hash says", where=file.uri,

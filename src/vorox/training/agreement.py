@@ -8,7 +8,8 @@ process agrees with itself, without a word. The talk happens while the devices w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,10 @@ class Orders:
     Attributes:
         batch_digest: Of the rows of all processes, in slot order: what the replay chain records of the data.
         save: Whether a checkpoint is due.
-        stop: What asked the run to stop; empty if nothing did.
     """
 
     batch_digest: str
     save: bool
-    stop: str
 
 
 class Agreement:
@@ -66,17 +65,17 @@ class Agreement:
             NumericalError: The processes have computed different numbers.
         """
         if self._dist.process_count == 1:
-            return Orders(batch.digest(), self._due(progress), self._asked.requested)
+            return Orders(batch.digest(), self._due(progress))
 
-        def decide(told: list[dict[str, object]]) -> dict[str, object]:
-            _check_together([str(one["chain"]) for one in told], progress)
-            stops = [str(one["stop"]) for one in told if one["stop"]]
-            return asdict(Orders(digest_of(told), self._due(progress), stops[0] if stops else ""))
+        def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
+            _check_together([one["chain"] for one in told], progress)
+            stop = next((one["stop"] for one in told if one["stop"]), "")
+            return {"batch_digest": digest_of(told), "save": self._due(progress), "stop": stop}
 
         said = {"stop": self._asked.requested, "chain": self._chain.head, **rows_of(batch, self._shard)}
-        orders = Orders(**self._dist.agree("step", said, decide))
-        self.stop.requested = self.stop.requested or orders.stop
-        return orders
+        decided = self._dist.agree("step", said, decide)
+        self.stop.requested = self.stop.requested or decided["stop"]
+        return Orders(decided["batch_digest"], decided["save"])
 
 
 class _AgreedStop:
@@ -102,16 +101,16 @@ def batch_digest(dist: DistributedContext, shard: DataShard, batch: Batch) -> st
     return dist.agree("digest", rows_of(batch, shard), digest_of)
 
 
-def rows_of(batch: Batch, shard: DataShard) -> dict[str, object]:
+def rows_of(batch: Batch, shard: DataShard) -> dict[str, Any]:
     """What a process tells of the rows of its batch."""
     return {"shard": shard.index, "count": len(batch.row_digests_AB), "rows": batch.row_digests_AB.tobytes().hex()}
 
 
-def digest_of(told: list[dict[str, object]]) -> str:
+def digest_of(told: list[dict[str, Any]]) -> str:
     """The digest of a global batch, by what the processes tell; some may have read the same rows."""
-    parts = {int(str(one["shard"])): one for one in told}
+    parts = {one["shard"]: one for one in told}
     rows = [
-        np.frombuffer(bytes.fromhex(str(one["rows"])), np.uint64).reshape(int(str(one["count"])), -1)
+        np.frombuffer(bytes.fromhex(one["rows"]), np.uint64).reshape(one["count"], -1)
         for _, one in sorted(parts.items())
     ]
     return rows_digest(np.concatenate(rows, axis=1))

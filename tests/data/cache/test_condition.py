@@ -239,7 +239,7 @@ def test_chunks_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     manifest = Manifest.open(tmp_path)
     num_chunks = len(manifest.chunks)
     assert num_chunks >= 2
-    monkeypatch.setattr(condition, "num_cores", lambda: 2)
+    monkeypatch.setattr(condition, "usable_cores", lambda: 2)
     together, original = threading.Barrier(2), Chunk.verify
 
     def verify(self: Chunk) -> object:
@@ -266,7 +266,7 @@ def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch:
         path.write_bytes(raw)
     verdicts: list[tuple[str, str, dict[int, str]]] = []
     for threads in (1, 2, 7):
-        monkeypatch.setattr(condition, "num_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(condition, "usable_cores", lambda threads=threads: threads)
         with pytest.raises(DataError) as caught:
             CacheReader.open(tmp_path).verify()
         found = damaged_units(tmp_path, manifest, "full")
@@ -278,7 +278,7 @@ def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch:
 def test_what_is_held_at_the_same_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
-    monkeypatch.setattr(condition, "num_cores", lambda: 8)
+    monkeypatch.setattr(condition, "usable_cores", lambda: 8)
     largest = max(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
     assert condition.check_threads(manifest) == 8
     monkeypatch.setattr(condition, "MOST_BYTES_HELD", 10 * largest)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from vorox.data.storage import (
     ConditionFailed,
     RetryPolicy,
     StoredFile,
+    StoreUnreachable,
     list_objects,
     open_range,
     put_bytes,
@@ -98,6 +100,25 @@ def test_a_write_whose_answer_was_lost_is_our_own(store: Shelf) -> None:
     assert content(written) == b"mine"
     with pytest.raises(ConditionFailed):
         put_bytes(b"yours", uri, over="nothing")
+
+
+def test_a_store_that_is_gone_is_not_another_writer(store: Shelf) -> None:
+    """The answer is lost and the object cannot be read again: nobody knows whose it is, nor claims to."""
+    uri = f"{store.root}/OWNER.json"
+    with store.behind() as (_, proxy), retry_budget(replace(POLICY, retries_per_unit=3)):
+        proxy.only = lambda request: request.method in {"PUT", "POST"}
+        lose_answers(proxy, 1)
+        lost = proxy._ask
+
+        def ask(request: Request) -> tuple[int, dict[str, str], bytes, int]:
+            if request.method == "GET" and request.range is not None:
+                raise ConnectionResetError
+            return lost(request)
+
+        proxy._ask = ask  # type: ignore[method-assign]
+        with pytest.raises(StoreUnreachable):
+            put_bytes(b"mine", uri, over="nothing")
+    assert content(list_objects(store.root)[0]) == b"mine"
 
 
 def lose_answers(proxy: FaultProxy, count: int) -> None:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vorox.backends.jax_engine.attention import ATTENTION
 from vorox.backends.jax_engine.layout import Layout
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.environment import processor_name
+from vorox.core.environment import processor_name, usable_cores
 from vorox.core.errors import ConfigError, DoesNotFitError
 from vorox.core.schema import RunConfig
 
@@ -220,17 +220,10 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
         "compiled": True,
     }
     if on_cpu:
-        facts["num_threads"] = usable_cores()
+        facts["num_threads"] = usable_cores()  # which is how many XLA starts
     if jax.process_count() > 1:
         facts["num_processes"] = jax.process_count()
     return facts
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, which is how many threads XLA starts."""
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_stats(compute: Compute) -> dict[str, float]:

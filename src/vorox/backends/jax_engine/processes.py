@@ -7,13 +7,13 @@ are consecutive.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax._src import distributed  # the key-value store has no public name; Orbax takes it from here too
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -39,6 +39,9 @@ def _joined() -> DistributedContext:
             f"the processes of the run did not find each other: {str(error).splitlines()[0]}",
             where="VOROX_COORDINATOR", hint="the first process must be reachable at that address from all others",
         ) from error  # fmt: skip
+    # The key-value store has no public name; Orbax takes it from here too.
+    from jax._src import distributed
+
     client = distributed.global_state.client
     if client is None or jax.process_count() == 1:
         return DistributedContext()
@@ -54,7 +57,8 @@ def connect(config: RunConfig) -> DistributedContext:
     found = membership()
     if found is not None and found.process_count is not None and config.runtime.device in {"auto", "cpu"}:
         # Host devices are made on request; on an accelerator the setting is without effect.
-        jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.process_count))
+        with contextlib.suppress(RuntimeError):  # a backend is up already: what is there is counted against the mesh
+            jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.process_count))
     return _joined()
 
 

@@ -23,6 +23,7 @@ import torch
 
 from vorox.backends.torch_engine import attention
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DoesNotFitError
 from vorox.core.schema import RunConfig
 
@@ -226,9 +227,8 @@ def _is_intel() -> bool:
 @cache
 def physical_cores() -> int:
     """Physical cores that this process may use."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, allowed))
+    allowed = usable_cores()
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import ChunkRecord
@@ -23,7 +24,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.quarantine import verify_quarantine
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
-from vorox.data.parallel import in_order, num_cores
+from vorox.data.parallel import in_order
 
 Depth = Literal["quick", "full"]
 
@@ -76,7 +77,7 @@ def check_threads(manifest: Manifest) -> int:
         return 1
     positions = int((chunks["tokens"] + chunks["padding_tokens"]).max())
     held_bytes = int(chunks["size_bytes"].max()) + _TIMES_HELD * positions * np.dtype(np.uint32).itemsize
-    return max(1, min(num_cores(), MOST_BYTES_HELD // held_bytes))
+    return max(1, min(usable_cores(), MOST_BYTES_HELD // held_bytes))
 
 
 def is_intact(directory: Path, manifest: Manifest, unit: int, depth: Depth) -> bool:

@@ -22,6 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache.builder import Builder, BuildOptions
 from vorox.data.cache.inventory import read_units
@@ -125,7 +126,7 @@ class _Team:
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
         builder = self._builder
-        threads = max(1, (os.cpu_count() or 1) // self._num_workers)
+        threads = max(1, usable_cores() // self._num_workers)
         process = self._context.Process(
             target=_work, name="cache worker", daemon=True,
             args=(theirs, builder.directory, builder.work, builder.options, builder.num_units, threads),

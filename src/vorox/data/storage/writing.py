@@ -19,7 +19,7 @@ from vorox.core.redaction import redact
 from vorox.data.storage import transport
 from vorox.data.storage.locations import StoredFile, absolute
 from vorox.data.storage.remote import Asker, Store
-from vorox.data.storage.retry import TransientError, current_budget
+from vorox.data.storage.retry import StoreUnreachable, TransientError, current_budget
 
 Over = StoredFile | Literal["anything", "nothing"]
 """What a new object may replace: whatever is there, nothing at all, or exactly this version."""
@@ -136,6 +136,8 @@ async def _our_own(store: WritableStore, uri: str, content: Content, ask: Asker)
 
     try:
         await ask(attempt)
+    except StoreUnreachable:  # nobody can know
+        raise
     except DataError:  # replaced while it was read: not ours
         return None
     return found if bytes(there) == content.read(0, content.size_bytes) else None

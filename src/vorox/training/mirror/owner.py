@@ -85,16 +85,14 @@ class Ownership:
                 try:
                     self._stored = put_bytes(content, self._uri, over=self._stored)
                 except ConditionFailed as failure:
-                    self._stored = self._own(failure)
-                    if _read(self._stored).get("renewals") != self._renewals:
-                        self._stored = put_bytes(content, self._uri, over=self._stored)
+                    self._stored = put_bytes(content, self._uri, over=self._own(failure))
         except ConditionFailed:
             self.lost = True
         except DataError:
             pass  # the store is away; whoever uploads says so
 
     def _own(self, failure: ConditionFailed) -> StoredFile:
-        """What the store has, if it is this process's own: it took a put whose answer was lost on the way.
+        """What the store has, if it is this process's own: it took an earlier put that was given up unanswered.
 
         Raises:
             ConditionFailed: It is another one's.
