@@ -2,6 +2,8 @@
 
 Two corpora. *Text*: the Python files of torch and transformers in rows of 1,025 tokens, through the whole builder.
 *Scaled*: the tokens of that text, over and over, in ``.bin`` shards, built into as many rows as asked for.
+
+What reads a cache is imported with this module, as a trainer of one's own would; what builds one, where it is needed.
 """
 
 from __future__ import annotations
@@ -10,20 +12,18 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
-from vorox.core.config import load_config
 from vorox.core.records import DataCursor, DataShard
-from vorox.core.schema import RunConfig
-from vorox.data.bin_shards import write_shard
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import prepare
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
 
 TEXT_TOKENS = 1024
 CACHE = "cache"
@@ -33,6 +33,8 @@ _READ_ROWS = 4096
 
 
 def text_configuration(folder: Path, codec: str, max_bytes: int) -> RunConfig:
+    from vorox.core.config import load_config
+
     packages = Path(sysconfig.get_paths()["purelib"])
     return load_config(
         "quickstart",
@@ -46,6 +48,8 @@ def text_configuration(folder: Path, codec: str, max_bytes: int) -> RunConfig:
 
 
 def scaled_configuration(folder: Path, codec: str, shards: Path, tokenizer: Path, row_tokens: int) -> RunConfig:
+    from vorox.core.config import load_config
+
     return load_config(
         "quickstart",
         [
@@ -59,6 +63,8 @@ def scaled_configuration(folder: Path, codec: str, shards: Path, tokenizer: Path
 
 def build(configuration: RunConfig, folder: Path) -> CacheReader:
     """Build the training cache of the one source and let it be ``folder / CACHE``."""
+    from vorox.data.dataset import prepare
+
     reader = prepare(configuration).sources[0].train
     reader.directory.rename(folder / CACHE)
     return CacheReader.open(folder / CACHE)
@@ -66,6 +72,8 @@ def build(configuration: RunConfig, folder: Path) -> CacheReader:
 
 def write_scaled_shards(shards: Path, rows: np.ndarray[Any, Any], num_rows: int, row_tokens: int) -> None:
     """The tokens of ``rows`` repeated until they fill ``num_rows`` rows of ``row_tokens``."""
+    from vorox.data.bin_shards import write_shard
+
     shards.mkdir()
     stream = rows.reshape(-1)
     for number, first in enumerate(range(0, num_rows * row_tokens, _SHARD_TOKENS)):
@@ -132,6 +140,8 @@ def steps_of_row(folder: Path, batch: int, seed: int, row: int) -> list[int]:
 
 def texts_of_row(folder: Path, row: int) -> list[tuple[str, str]]:
     """Of each segment of a row, the text that its tokens stand for and the text of the bytes it is said to be from."""
+    import tokenizers
+
     reader = CacheReader.open(folder / CACHE)
     (path,) = folder.glob("tokenizers/*/tokenizer.json")
     tokenizer, first, texts = tokenizers.Tokenizer.from_file(str(path)), 0, list[tuple[str, str]]()
