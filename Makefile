@@ -13,7 +13,7 @@ CONFIG  ?= quickstart
 BACKEND ?=
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What an environment has, one stamp each: Vorox alone, and on top of it one framework, or all that developing needs.
 STAMP       := $(VENV)/.vorox
@@ -76,7 +76,7 @@ only-core only-torch only-jax:
 	@$(MAKE) --no-print-directory VENV=.venv-$@ .venv-$@/$(STAMP_ONLY)
 	@.venv-$@/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]' -c constraints.txt
 	@echo "$@: quick tests in .venv-$@"
-	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(SELECTED) $(ARGS)
+	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(SELECTED) $(ARGS)
 
 lint: $(STAMP_DEV)
 	@$(BIN)/ruff check .

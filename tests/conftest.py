@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -67,6 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in sorted(MISSING):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{PACKAGES[mark]} is not installed"))
+    # Workers take whole files: those with the longest tests come first, or the last of them keeps everybody waiting.
+    tests_of, slow_of = Counter(item.path for item in items), Counter[Path]()
+    slow_of.update(item.path for item in items if item.get_closest_marker("slow") is not None)
+    items.sort(key=lambda item: (-slow_of[item.path], -tests_of[item.path], item.path))
 
 
 def pytest_report_header() -> list[str]:

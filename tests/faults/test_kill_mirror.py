@@ -23,6 +23,7 @@ from vorox.training.mirror import contents_of
 
 SCRIPT = Path(__file__).with_name("mirrored_run.py")
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
 
 def start(directory: Path, text: Path, mirror: str) -> subprocess.Popen[bytes]:

@@ -1,8 +1,12 @@
 """The torch and the JAX engine held equal: the same weights over the same batches for 50 steps, in fp32.
 
-Bounds: logits 1e-4, loss 1e-5 relative, gradient norm 1e-5 relative; a single element within a tenth of what the
-learning rates so far allow (AdamW gives a gradient that is all rounding the full rate with any sign), all parameters
-together within a thousandth of the way that training went. Every family, with document masks and accumulation.
+Bounds: logits 1e-5 over the 50 steps and 1e-4 elsewhere, loss 1e-5 relative, gradient norm 1e-5 relative; a single
+element within a tenth of what the learning rates so far allow (AdamW gives a gradient that is all rounding the full
+rate with any sign), all parameters together within a thousandth of the way that training went. Every family, with
+document masks and accumulation.
+
+The learning rate is one at which training does not amplify rounding: at 3e-3 an engine and itself, begun with weights
+that differ in the last bit, are 1e-4 apart after 50 steps.
 """
 
 from __future__ import annotations
@@ -56,10 +60,10 @@ def test_every_family_over_fifty_steps(model: str) -> None:
     found = compare(
         engine("torch", MODELS[model]), engine("jax", MODELS[model]),
         (packed(step % 4) for step in range(NUM_STEPS)), NUM_STEPS,
-        lr=lambda step: 3e-3 * min(1, (step + 1) / 10), weight_decay=lambda _: 0.1,
+        lr=lambda step: 1e-3 * min(1, (step + 1) / 10), weight_decay=lambda _: 0.1,
     )  # fmt: skip
     assert len(found) == NUM_STEPS
-    assert [step.exceeded(Tolerances()) for step in found] == [None] * NUM_STEPS
+    assert [step.exceeded(Tolerances(logits=1e-5)) for step in found] == [None] * NUM_STEPS
     assert found[-1].losses[0] < found[0].losses[0]
 
 

@@ -21,7 +21,7 @@ _MIN_ENVIRONMENT_SECRET = 8
 
 # Credentials of an address: up to the last @, because a password may hold / ? # and @ unescaped.
 _ADDRESS = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}://)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}+://)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
 )
 _FORMS = tuple(
     re.compile(pattern)
@@ -43,8 +43,9 @@ _AUTHORIZATION = re.compile(
     r"(?P<value>\[redacted\]|[^\s\"',]+)"
 )
 _BEARER = re.compile(r"(?i)(?P<name>\bbearer\s+)(?P<value>[A-Za-z0-9._~+/=\-]{6,})")
+# Possessive: nothing that follows a name can begin inside one, so a shorter name is not worth a try.
 _NAME = re.compile(
-    r"(?<!\w)(?P<flag>--)?(?P<name>\w[\w.\-]{0,200})\\{0,8}[\"']?"
+    r"(?<!\w)(?P<flag>--)?(?P<name>\w[\w.\-]{0,200}+)\\{0,8}[\"']?"
     r"(?P<separator>\s{0,20}[!:=]{0,3}[=:]>?\s{0,20}|(?<=\w) {1,20}(?=[^\s\-]))"
 )
 _VALUE = re.compile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -91,11 +92,15 @@ def cached(tmp_path: Path) -> CacheReader:
 
 
 def chunk_bytes(directory: Path) -> int:
-    total = 0
-    for path in (directory / "chunks").rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() else 0
-    return total
+    """What the chunk files come to at one instant: those that two looks find were all there between the two."""
+    looks: list[set[tuple[str, int, int, int]]] = [set(), set()]
+    for look in looks:
+        for path in (directory / "chunks").rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                if stat.S_ISREG(found.st_mode):
+                    look.add((str(path), found.st_ino, found.st_ctime_ns, found.st_size))
+    return sum(size_bytes for *_, size_bytes in looks[0] & looks[1])
 
 
 def unit_bytes(reader: CacheReader) -> list[int]:
