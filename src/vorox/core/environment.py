@@ -7,7 +7,6 @@ allow-list, so no secret of the surrounding shell gets into a run directory.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import socket
@@ -15,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 import vorox
 
@@ -66,6 +63,8 @@ _GIT_TIMEOUT_SECONDS = 10.0
 
 def environment_record() -> dict[str, Any]:
     """Interpreter, machine, versions and allow-listed variables, as plain JSON values."""
+    import psutil
+
     return {
         "vorox": vorox.__version__,
         "python": {
@@ -90,6 +89,8 @@ def environment_record() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages that can change a result; nothing is imported for it."""
+    import importlib.metadata
+
     versions: dict[str, str] = {}
     for name in RECORDED_PACKAGES:
         try:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+BAD_RECORDS_IN_A_ROW = 100
+"""So many, and reading a unit is given up: it is not what the configuration says that it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:

@@ -13,17 +13,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vorox.core.errors import DataError
-from vorox.core.schema.data import GrowthConfig
 from vorox.data.plan import Plan, segment_of
 from vorox.data.plan_changes import used_up, without_exhausted
 from vorox.data.plan_events import GrowthRule, Segment, StageEvent
 from vorox.data.plan_tables import Event, PlanTables
 from vorox.data.records import GrowingReader
-from vorox.data.storage.waiting import may_wait
+
+if TYPE_CHECKING:
+    from vorox.core.schema.data import GrowthConfig
 
 _POLL_SECONDS = 0.1
 
@@ -106,6 +108,8 @@ class PlanGrower:
             return
 
     def _cover(self, position: int, ahead: int, stop: Callable[[], bool]) -> None:
+        from vorox.data.storage.waiting import may_wait  # whoever has all rows waits for no store
+
         with may_wait(str(self._plan.path)) as wait:
             while self._plan.num_positions < ahead:
                 required = self._plan.num_positions < position

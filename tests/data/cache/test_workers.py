@@ -35,6 +35,8 @@ class SlowCorpus(Corpus):
     seconds: float = 0.05
     deadly: int = -1
     marks: Path | None = None
+    deadly_to_take: Any = None
+    ballast: bytes = b""
 
     def read_unit(self, unit: Unit) -> Iterator[Record]:
         time.sleep(self.seconds)
@@ -88,6 +90,20 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path, digest: str) -> None:
     assert len(list(marks.iterdir())) == 2
     assert report.digest == digest
     CacheReader.open(tmp_path / "cache").verify()
+
+
+class DeadlyToTake:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+def test_workers_that_die_before_they_have_the_work_hold_up_nobody(tmp_path: Path) -> None:
+    """More follows than a pipe holds: whoever writes it to one that nobody reads would wait for ever."""
+    with pytest.raises(DataError, match=r"die without finishing a unit \(exit code 3"):
+        build_corpus(tmp_path, slow(deadly_to_take=DeadlyToTake(), ballast=bytes(1 << 20)), workers=2)
+    assert children() == []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,6 @@ from vorox.data.packing import pack
 from vorox.data.records import TokenArray
 from vorox.data.transforms.apply import Entry, place_of
 
-BAD_RECORDS_IN_A_ROW = 100
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
 

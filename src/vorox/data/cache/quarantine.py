@@ -12,15 +12,16 @@ import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW
-from vorox.data.cache.unit_work import BuiltUnit
-from vorox.data.documents import BadRecord, SourceFile
+from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, SourceFile
+
+if TYPE_CHECKING:
+    from vorox.data.cache.unit_work import BuiltUnit
 
 DIRECTORY_NAME = "quarantine"
 

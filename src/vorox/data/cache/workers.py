@@ -19,15 +19,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.data.cache.builder import Builder, BuildOptions
+from vorox.data.cache.builder import Builder
 from vorox.data.cache.inventory import read_units
 from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.unit_work import UnitWork
 
 _LOOK_EVERY_SECONDS = 0.25
 _TELL_EVERY_SECONDS = 0.1
@@ -89,8 +87,8 @@ class _Team:
         self._deaths = 0
 
     def run(self) -> None:
-        for _ in range(self._num_workers):
-            self._start()
+        for child in [self._start() for _ in range(self._num_workers)]:
+            self._give_work(child)
         generation, stopping = -1, False
         while running := [child for child in self._children if not child.finished]:
             ready = wait([child.connection for child in running], timeout=_LOOK_EVERY_SECONDS)
@@ -123,18 +121,21 @@ class _Team:
                 child.process.join()
             child.finished = True
 
-    def _start(self) -> None:
+    def _start(self) -> _Child:
         ours, theirs = self._context.Pipe()
-        builder = self._builder
-        threads = max(1, usable_cores() // self._num_workers)
-        process = self._context.Process(
-            target=_work, name="cache worker", daemon=True,
-            args=(theirs, builder.directory, builder.work, builder.options, builder.num_units, threads),
-        )  # fmt: skip
+        process = self._context.Process(target=_work, name="cache worker", daemon=True, args=(theirs,))
         with _interrupts_ignored():  # as the child inherits, from its first instant
             process.start()
         theirs.close()
         self._children.append(_Child(process, ours))
+        return self._children[-1]
+
+    def _give_work(self, child: _Child) -> None:
+        """Not as arguments of the process: whoever starts one waits for ever if it dies before it has read them."""
+        builder = self._builder
+        threads = max(1, usable_cores() // self._num_workers)
+        with contextlib.suppress(OSError):  # it died; ``_hear`` learns it too
+            child.connection.send((builder.directory, builder.work, builder.options, builder.num_units, threads))
 
     def _hear(self, child: _Child) -> None:
         """Take in what a child said, or that it is gone."""
@@ -166,7 +167,7 @@ class _Team:
             self._before = sum_of([self._before, child.counts])
             self._children = [other for other in self._children if other is not child]
             child.connection.close()
-            self._start()
+            self._give_work(self._start())
 
     def _summed(self) -> dict[str, int]:
         total = sum_of([self._before, *(child.counts for child in self._children)])
@@ -216,12 +217,9 @@ def error_of(kind: str, value: Any) -> VoroxError:
     return VoroxError(f"a worker failed: {kind}: {value['what']}", hint=value["hint"], where=value["where"])
 
 
-def _work(
-    connection: Connection, directory: Path, work: UnitWork, options: BuildOptions, num_units: int, num_threads: int
-) -> None:
-    """The life of a worker process."""
+def _work(connection: Connection) -> None:
+    """The life of a worker process; what is to be done comes first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # of the tokenizers library, which starts them later
     told_at = 0.0
 
     def tell(kind: str, value: Any) -> None:
@@ -246,6 +244,8 @@ def _work(
             return True
 
     try:
+        directory, work, options, num_units, num_threads = connection.recv()
+        os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # of the tokenizers library, which starts them later
         units = read_units(directory)[:num_units]
         builder = Builder(directory, work, units, options, on_progress=on_progress, stop=stop)
         builder.run()

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.assemble import BAD_RECORDS_IN_A_ROW, Encoder, UnitText, encode, finished
+from vorox.data.cache.assemble import Encoder, UnitText, encode, finished
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import BadRecord, Document, SourceFile, TokenDocument, Unit
+from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Document, SourceFile, TokenDocument, Unit
 from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.records import TokenArray
