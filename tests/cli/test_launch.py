@@ -20,6 +20,15 @@ def test_each_process_is_told_who_it_is() -> None:
     assert launch.environments_of(2, 1, {"HOME": "/root"})[1]["HOME"] == "/root"
 
 
+def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.nproc_option() == ""
+    for name, value in launch.environments_of(2, 4321, {})[1].items():
+        monkeypatch.setenv(name, value)
+    assert launch.nproc_option() == " --nproc 2"
+    monkeypatch.setenv("VOROX_COORDINATOR", "host0:4321")
+    assert launch.nproc_option() == "", "each machine has a command of its own"
+
+
 def test_listed_gpus_are_divided() -> None:
     found = launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vorox.cli import quantities
+from vorox.cli.launch import nproc_option
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -36,11 +37,12 @@ def last_screen(outcome: Outcome) -> list[str]:
     positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
     if config.eval.sample_tokens > positions // 2:
         prompt += f" --tokens {positions // 2}"
+    several = nproc_option()
     lines += [
-        f"  resume    vorox train --resume {run} train.num_steps={2 * step}",
+        f"  resume    vorox train --resume {run} train.num_steps={2 * step}{several}",
         f"  generate  vorox generate {run} -p {prompt}",
         *([f"  export    vorox export {run} --to hf --check"] if _has_huggingface_form(directory) else []),
-        f"  replay    vorox replay {run} --from {first} --to {last}",
+        f"  replay    vorox replay {run} --from {first} --to {last}{several}",
     ]
     return lines
 

@@ -18,10 +18,11 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import IO
 
-from vorox.core.distributed_context import COORDINATOR, COUNT, INDEX
+from vorox.core.distributed_context import COORDINATOR, COUNT, INDEX, membership
 from vorox.core.errors import ConfigError, Preempted
 
 GRACE_SECONDS = 30.0
+_HERE = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _SHOWN_BYTES = 4000
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -66,15 +67,23 @@ def environments_of(count: int, port: int, base: Mapping[str, str]) -> list[dict
     share = len(visible) // count
     found: list[dict[str, str]] = []
     for index in range(count):
-        place = {COORDINATOR: f"127.0.0.1:{port}", COUNT: str(count), INDEX: str(index)}
+        place = {COORDINATOR: f"{_HERE}:{port}", COUNT: str(count), INDEX: str(index)}
         mine = {_VISIBLE: ",".join(visible[index * share : (index + 1) * share])} if share else {}
         found.append({**base, **place, **mine})
     return found
 
 
+def nproc_option() -> str:
+    """What makes a command start as many processes as this one's did; nothing for one process, or on a cluster."""
+    place = membership()
+    if place is None or not place.coordinator.startswith(f"{_HERE}:"):
+        return ""
+    return f" --nproc {place.process_count}"
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((_HERE, 0))
         return int(probe.getsockname()[1])
 
 
