@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disk_usage import bytes_at_one_instant
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.dataset import prepare
@@ -84,11 +85,7 @@ def watched(directory: Path) -> Iterator[list[int]]:
 
     def watch() -> None:
         while not ended.is_set():
-            total = 0
-            for path in directory.glob("cache/streams/*/chunks/*/*"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += path.stat().st_size
-            most[0] = max(most[0], total)
+            most[0] = max(most[0], bytes_at_one_instant(directory, "cache/streams/*/chunks/*/*"))
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
+from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.unit_work import UnitWork
@@ -91,18 +90,6 @@ def cached(tmp_path: Path) -> CacheReader:
     return CacheReader.open(tmp_path / "cached")
 
 
-def chunk_bytes(directory: Path) -> int:
-    """What the chunk files come to at one instant: those that two looks find were all there between the two."""
-    looks: list[set[tuple[str, int, int, int]]] = [set(), set()]
-    for look in looks:
-        for path in (directory / "chunks").rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                found = path.stat()
-                if stat.S_ISREG(found.st_mode):
-                    look.add((str(path), found.st_ino, found.st_ctime_ns, found.st_size))
-    return sum(size_bytes for *_, size_bytes in looks[0] & looks[1])
-
-
 def unit_bytes(reader: CacheReader) -> list[int]:
     sizes = [0] * reader.manifest.planned_units
     for chunk in reader.manifest.chunks:
@@ -138,7 +125,7 @@ def test_a_stream_gives_the_rows_of_a_cache_whatever_the_room(tmp_path, cached):
     def watch() -> None:
         nonlocal peak
         while not watching.is_set():
-            peak = max(peak, chunk_bytes(tmp_path / "stream"))
+            peak = max(peak, bytes_at_one_instant(tmp_path / "stream", "chunks/**/*"))
             time.sleep(0.0005)
 
     with Opened(tmp_path / "stream", corpus(), limit) as opened:
