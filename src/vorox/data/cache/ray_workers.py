@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from vorox.data.cache.workers import Counts, described, error_of, sum_of
 
 _LOOK_EVERY_SECONDS = 0.5
 _RETRIES_OF_A_LOST_TASK = 3
+_ASK_AGAIN_SECONDS = 3.0
+_DRAIN_SECONDS = 30.0
 
 
 def run_on_ray(builder: Builder, num_workers: int) -> None:
@@ -59,11 +62,17 @@ def run_on_ray(builder: Builder, num_workers: int) -> None:
                 if builder.is_stopped():
                     break
         finally:
-            for reference in pending:
-                ray.cancel(reference)
-            if pending:
-                ray.wait(pending, num_returns=len(pending), timeout=30)
+            _cancel(ray, pending)
             builder.look()
+
+
+def _cancel(ray: Any, pending: list[Any]) -> None:
+    """End tasks, asking again while they go on: an interrupt that comes at the wrong instant is lost in a library."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while pending and time.monotonic() < deadline:
+        for reference in pending:
+            ray.cancel(reference)
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=_ASK_AGAIN_SECONDS)
 
 
 def _ray() -> Any:
