@@ -1,7 +1,7 @@
 """What a run was started with: code, interpreter, machine, library versions and the few variables that matter.
 
-A record for auditing, never an input: nothing here changes a setting. Environment variables are recorded by
-allow-list, so no secret of the surrounding shell gets into a run directory.
+The record is for auditing, never an input; of all here only ``usable_cores`` decides anything, how many threads work.
+Environment variables are recorded by allow-list, so no secret of the surrounding shell gets into a run directory.
 """
 
 from __future__ import annotations
