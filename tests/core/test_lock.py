@@ -18,6 +18,7 @@ import pytest
 
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
+from vorox.core.process_identity import this_process
 
 HOLDER = """
 import sys, pathlib
@@ -59,7 +60,7 @@ def test_death_of_the_holder_frees_the_lock(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         with FileLock(path, blocking=False):
-            assert json.loads(path.read_bytes()) == {"pid": os.getpid(), "host": socket.gethostname()}
+            assert json.loads(path.read_bytes()) == this_process().to_json()
 
 
 def test_release_frees_and_can_be_repeated(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import json
 import os
 import re
 import shutil
-import socket
 import uuid
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
+
+from vorox.core.process_identity import ProcessIdentity, this_process
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"
@@ -152,10 +153,14 @@ def remove_directory(path: Path) -> None:
 
 def temporary_name(path: Path) -> Path:
     """A name beside ``path`` that no reader looks at and that tells whose it is."""
-    return path.with_name(f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
+    own = this_process()
+    writer = f"{own.host}-{own.process_id}-" + (f"s{own.start}-" if own.start else "")
+    return path.with_name(f"{TEMPORARY_PREFIX}{writer}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
-_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+?)-(?P<pid>\d+)-[0-9a-f]{8}-.+")
+_TEMPORARY = re.compile(
+    re.escape(TEMPORARY_PREFIX) + r"(?P<host>.+?)-(?P<pid>\d+)-(?:s(?P<start>[0-9a-f]{8})-)?[0-9a-f]{8}-.+"
+)
 
 
 def sweep_temporary(directory: Path) -> list[Path]:
@@ -173,17 +178,7 @@ def sweep_temporary(directory: Path) -> list[Path]:
 def is_temporary_of_the_dead(path: Path) -> bool:
     """Whether a path is the temporary one of a process of this host that is no more."""
     match = _TEMPORARY.fullmatch(path.name)
-    return match is not None and match["host"] == socket.gethostname() and not _alive(int(match["pid"]))
-
-
-def _alive(process_id: int) -> bool:
-    if process_id == os.getpid():
-        return True
-    try:
-        import psutil
-    except ImportError:  # psutil is a dependency; without it, remove nothing
-        return True
-    return psutil.pid_exists(process_id)
+    return match is not None and ProcessIdentity(match["host"], int(match["pid"]), match["start"] or "").is_dead()
 
 
 def stage_file(path: Path, data: Buffer) -> Path:

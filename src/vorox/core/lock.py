@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from types import TracebackType
 
 from vorox.core.errors import ConfigError
+from vorox.core.process_identity import ProcessIdentity, this_process
 
 
 class FileLock:
@@ -43,7 +43,7 @@ class FileLock:
             ) from error
         file.seek(0)
         file.truncate()
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        file.write(json.dumps(this_process().to_json()).encode())
         self._file = file
         return self
 
@@ -86,24 +86,19 @@ def lock_holder(path: Path) -> str | None:
 
 def _is_gone(content: bytes) -> bool:
     """Whether the process that a lock file names is known not to live."""
-    try:
-        named = json.loads(content)
-        same_host, process_id = named["host"] == socket.gethostname(), int(named["pid"])
-    except (ValueError, KeyError, TypeError):
-        return False
-    if not same_host:
-        return False
-    import psutil
-
-    return not psutil.pid_exists(process_id)
+    holder = _read_holder(content)
+    return holder is not None and holder.is_dead()
 
 
 def _describe(content: bytes) -> str:
+    return str(_read_holder(content) or "another process")
+
+
+def _read_holder(content: bytes) -> ProcessIdentity | None:
     try:
-        holder = json.loads(content)
-        return f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+        return ProcessIdentity.from_json(json.loads(content))
+    except ValueError:
+        return None
 
 
 if os.name == "nt":

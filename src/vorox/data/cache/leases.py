@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -21,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
 from vorox.core.atomic import make_directory, temporary_name
 from vorox.core.lock import FileLock
+from vorox.core.process_identity import ProcessIdentity, this_process
 from vorox.data.cache.manifest import LOCK_NAME
 
 DIRECTORY_NAME = "leases"
@@ -41,33 +39,21 @@ class Holder:
     """Who holds a lease.
 
     Attributes:
-        host: Its machine.
-        process_id: Its process there.
-        process_start: When that process began, to tell it from a later one of the same number.
+        process: Its process.
         token: Which builder of the process.
     """
 
-    host: str
-    process_id: int
-    process_start: float
+    process: ProcessIdentity
     token: str
 
     def __str__(self) -> str:
-        return f"process {self.process_id} on {self.host}"
+        return str(self.process)
 
     def is_dead(self) -> bool:
         """Whether it is known not to work any more; processes of other hosts never are."""
-        if self.host != socket.gethostname():
-            return False
-        if self.process_id == os.getpid():
+        if (self.process.host, self.process.process_id) == (this_process().host, this_process().process_id):
             return self.token not in _LIVE_TOKENS
-        try:
-            process = psutil.Process(self.process_id)
-            return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.process_start) > 2
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            return False
+        return self.process.is_dead()
 
 
 def lease_path(directory: Path, unit: int) -> Path:
@@ -78,7 +64,8 @@ def read_holder(path: Path) -> Holder | None:
     """Who holds a lease; ``None`` if nobody does or it does not say."""
     try:
         value = json.loads(path.read_bytes())
-        return Holder(str(value["host"]), int(value["pid"]), float(value["started"]), str(value["token"]))
+        process = ProcessIdentity.from_json(value)
+        return None if process is None else Holder(process, str(value["token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -124,14 +111,7 @@ class Leases:
         self._disk_minus_clock: float | None = None
         self._compared_at = 0.0
         self._links = True
-        self._content = json.dumps(
-            {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "started": psutil.Process().create_time(),
-                "token": self._token,
-            }
-        ).encode()
+        self._content = json.dumps({**this_process().to_json(), "token": self._token}).encode()
 
     def __enter__(self) -> Leases:
         make_directory(self._own.parent)

@@ -7,17 +7,14 @@ Invariant: nothing but time depends on it. A window that is missed costs a unit 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from vorox.core.atomic import make_directory, remove_file, write_file
+from vorox.core.process_identity import ProcessIdentity, this_process
 
 DIRECTORY_NAME = "windows"
 _FORGOTTEN_SECONDS = 3600.0
@@ -65,7 +62,7 @@ class Window:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / DIRECTORY_NAME
-        self._path = self._directory / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
+        self._path = self._directory / f"{this_process().host}-{this_process().process_id}-{uuid.uuid4().hex[:8]}.json"
         self._said: list[Range] | None = None
 
     def say(self, units: Sequence[Range]) -> None:
@@ -74,7 +71,7 @@ class Window:
             return
         self._said = list(units)
         make_directory(self._directory)
-        content = {"host": socket.gethostname(), "pid": os.getpid(), "units": [list(one) for one in units]}
+        content = {**this_process().to_json(), "units": [list(one) for one in units]}
         write_file(self._path, json.dumps(content).encode())
 
     def others(self) -> list[Range]:
@@ -85,12 +82,13 @@ class Window:
                 continue
             try:
                 value = json.loads(path.read_bytes())
-                is_here, process_id = value["host"] == socket.gethostname(), int(value["pid"])
-                alive = psutil.pid_exists(process_id) if is_here else _is_recent(path)
-                if alive:
-                    found += [(int(first), int(last)) for first, last in value["units"]]
-                elif is_here:
+                process = ProcessIdentity.from_json(value)
+                if process is None:
+                    continue
+                if process.is_dead():
                     remove_file(path)
+                elif process.host == this_process().host or _is_recent(path):
+                    found += [(int(first), int(last)) for first, last in value["units"]]
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # it is being replaced, or was written by something else
         return found

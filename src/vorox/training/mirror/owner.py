@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from typing import Any, cast
 from vorox.core import atomic
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import Echo
+from vorox.core.process_identity import ProcessIdentity, this_process
 from vorox.data.storage import (
     ConditionFailed,
     RetryPolicy,
@@ -66,7 +66,7 @@ class Ownership:
                 "claim": self.claim,
                 "renewals": self._renewals,
                 "released": released,
-                "holder": _this_process(),
+                "holder": {**this_process().to_json(), "machine": _machine()},
             }
         )
 
@@ -191,18 +191,7 @@ def _read(file: StoredFile | None) -> dict[str, Any]:
 
 
 def _named(record: Mapping[str, Any]) -> str:
-    holder = record.get("holder")
-    if not isinstance(holder, Mapping):
-        return "another process"
-    known = cast("Mapping[str, Any]", holder)
-    return f"process {known.get('pid')} on {known.get('host')}"
-
-
-def _this_process() -> dict[str, str | int | float]:
-    import psutil
-
-    started = psutil.Process().create_time()
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": started}
+    return str(ProcessIdentity.from_json(record.get("holder")) or "another process")
 
 
 def _machine() -> str:
@@ -215,17 +204,7 @@ def _machine() -> str:
 
 def _is_dead(holder: Any) -> bool:
     """Whether an owner is a process of this very machine that is no more."""
-    import psutil
-
-    here = _this_process()
-    if not isinstance(holder, dict) or not here["machine"]:
+    process = ProcessIdentity.from_json(holder)
+    if process is None or not _machine() or cast("dict[str, Any]", holder).get("machine") != _machine():
         return False
-    known = cast("dict[str, Any]", holder)
-    if (known.get("host"), known.get("machine")) != (here["host"], here["machine"]):
-        return False
-    try:
-        return bool(psutil.Process(int(known["pid"])).create_time() != known["started"])
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return False
+    return process.is_dead()
