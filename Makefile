@@ -3,6 +3,7 @@
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests
 #   make quick                             the tests that take seconds
+#   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
@@ -13,7 +14,8 @@ CONFIG  ?= quickstart
 BACKEND ?=
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
-PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One worker for every core and two for tests that wait (tests/scheduling.py).
+PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 # What an environment has, one stamp each: Vorox alone, and on top of it one framework, or all that developing needs.
 STAMP       := $(VENV)/.vorox
@@ -23,7 +25,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train test quick test-frameworks only-core only-torch only-jax lint types docs bench clean
+.PHONY: setup train test costs quick test-frameworks only-core only-torch only-jax lint types docs bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -55,8 +57,13 @@ $(STAMP_DEV): $(STAMP_TORCH)
 train: $(STAMP_TRAIN)
 	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(BACKEND),backend=$(BACKEND)) $(ARGS)
 
-test: $(STAMP_DEV) lint types
-	@$(PYTEST) $(ARGS)
+# Types are checked beside the tests, and what they say comes last.
+test: $(STAMP_DEV) lint
+	@types=$$(mktemp); trap 'rm -f $$types' EXIT; $(BIN)/pyright >$$types 2>&1 & checking=$$!; \
+		$(PYTEST) $(ARGS); code=$$?; wait $$checking || code=1; cat $$types; exit $$code
+
+costs: $(STAMP_DEV)
+	@$(PYTEST) --record-costs $(ARGS)
 
 quick: $(STAMP_DEV)
 	@$(PYTEST) -m "not slow" $(ARGS)
@@ -76,7 +83,7 @@ only-core only-torch only-jax:
 	@$(MAKE) --no-print-directory VENV=.venv-$@ .venv-$@/$(STAMP_ONLY)
 	@.venv-$@/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]' -c constraints.txt
 	@echo "$@: quick tests in .venv-$@"
-	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(SELECTED) $(ARGS)
+	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n auto --no-loadscope-reorder -m "not slow" $(SELECTED) $(ARGS)
 
 lint: $(STAMP_DEV)
 	@$(BIN)/ruff check .

@@ -1,27 +1,42 @@
-"""What holds for all tests: which frameworks there are, and how JAX starts.
+"""What holds for all tests: which frameworks there are, in which order they run, and how JAX starts.
 
 A test says what it needs by its mark (``torch``, ``jax``, ``hf``) or by the folder that it lies in; where that is not
 installed it is left out, and the summary says so. ``VOROX_TESTS_WITHOUT=torch,jax`` hides frameworks that are there.
-JAX sees several devices on the CPU and compiles equal functions once; both are read when JAX starts, which no test
-module does on import.
+JAX sees several devices on the CPU and compiles equal functions once, also from one run of the suite to the next; both
+are read when JAX starts, which no test module does on import.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import platform
+import re
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, wall_seconds
+from vorox.core.environment import usable_cores
+
+
+def _compiled_code() -> Path:
+    """Where compiled code is kept for the next run; another folder for a processor that can do other things."""
+    cpuinfo = Path("/proc/cpuinfo")
+    features = re.findall(r"^(?:flags|Features)\s*:.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    digest = hashlib.sha256((features[0] if features else platform.processor()).encode()).hexdigest()
+    return Path(__file__).parents[1] / ".cache" / "tests" / digest[:12]
+
+
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "vorox-tests-jax")))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled_code() / "jax"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code() / "inductor"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -59,6 +74,7 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+SLOW_LIMIT_SECONDS = 1800
 MISSING = {mark for mark, package in PACKAGES.items() if not _is_installed(package)}
 collect_ignore = [folder for folder, needed in FOLDERS.items() if needed & MISSING]
 
@@ -68,10 +84,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in sorted(MISSING):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{PACKAGES[mark]} is not installed"))
-    # Workers take whole files: those with the longest tests come first, or the last of them keeps everybody waiting.
-    tests_of, slow_of = Counter(item.path for item in items), Counter[Path]()
-    slow_of.update(item.path for item in items if item.get_closest_marker("slow") is not None)
-    items.sort(key=lambda item: (-slow_of[item.path], -tests_of[item.path], item.path))
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_SECONDS))
+    items.sort(key=lambda item: (-wall_seconds(file := item.nodeid.partition("::")[0]), file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return usable_cores() + WAITING_WORKERS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoPools:
+    return TwoPools(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-costs", action="store_true", help="Write what every file costs to tests/costs.json.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-costs"):
+        config.pluginmanager.register(CostRecorder())
 
 
 def pytest_report_header() -> list[str]:

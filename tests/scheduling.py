@@ -1,0 +1,86 @@
+"""Which test runs when: recorded costs of the files in, two pools of workers out, the long files first.
+
+A worker takes whole files, because modules share fixtures. ``-n auto`` starts one worker for every core, which take the
+files that compute, and ``WAITING_WORKERS`` more for the files that mostly wait: for servers, child processes and time
+limits. A pool whose files are done takes those of the other. ``--record-costs`` writes what the files cost to
+``costs.json``; `make costs` does it. A file without a record counts as a long one, so that nothing waits for it at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+COSTS_FILE = Path(__file__).with_name("costs.json")
+COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
+"""File to [wall seconds, CPU seconds of the worker and the child processes that it waited for]."""
+WAITING_WORKERS = 2
+UNKNOWN_SECONDS = 60.0
+
+
+def wall_seconds(file: str) -> float:
+    return COSTS[file][0] if file in COSTS else UNKNOWN_SECONDS
+
+
+def mostly_waits(file: str) -> bool:
+    wall, cpu = COSTS.get(file, (1.0, 1.0))
+    return cpu < wall / 2
+
+
+class TwoPools(LoadFileScheduling):
+    """Computing files to computing workers and waiting files to waiting workers, in the order of the collection."""
+
+    def _assign_work_unit(self, node: Any) -> None:
+        waits = self.numnodes > WAITING_WORKERS and int(node.gateway.id[2:]) % self.numnodes < WAITING_WORKERS
+        own = next((file for file in self.workqueue if mostly_waits(file) == waits), None)
+        if own is not None:
+            self.workqueue.move_to_end(own, last=False)
+        super()._assign_work_unit(node)
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+class CostRecorder:
+    """Measures every test where it runs; the process that hears of all of them writes ``costs.json``."""
+
+    def __init__(self) -> None:
+        self._costs: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        item.stash[_STARTED] = time.perf_counter(), _cpu_seconds()
+        yield
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        outcome: Any = yield
+        wall, cpu = item.stash[_STARTED]
+        now = time.perf_counter(), _cpu_seconds()
+        outcome.get_result().user_properties = [("cost", [now[0] - wall, now[1] - cpu])]
+        item.stash[_STARTED] = now
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        cost = self._costs[report.nodeid.partition("::")[0]]
+        for name, seconds in report.user_properties:
+            if name == "cost":
+                cost[:] = [sum(pair) for pair in zip(cost, seconds, strict=True)]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            costs = COSTS | {file: [round(seconds, 1) for seconds in cost] for file, cost in self._costs.items()}
+            lines = [f"{json.dumps(file)}: {costs[file]}" for file in sorted(costs) if Path(file).exists()]
+            COSTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+_STARTED = pytest.StashKey[tuple[float, float]]()
