@@ -625,3 +625,45 @@ def test_a_synonym_is_explained_by_the_key_that_it_means(tmp_path: Path) -> None
     assert explanation.field.key == "model.num_layers"
     assert explanation.synonyms == ("model.n_layer",)
     assert [(value.value, value.origin) for value in explanation.values] == [(5, f"{file}:4")]
+
+
+# Slips, each answered with its correction
+
+
+@pytest.mark.parametrize(
+    ("override", "correction"),
+    [
+        ("optimizer.clip_norm=None", "write optimizer.clip_norm=null"),
+        ("runtime.device=gpu", "did you mean cuda?"),
+        ("data.sources.0.format=md", "format txt"),
+        ("data.sources.0.format=json", "did you mean jsonl?"),
+        ("data.sources.0.paths=txt/", "write data.sources.0.paths=[txt/]"),
+        ("data.sources.0.paths=txt/*.txt", 'write data.sources.0.paths=["txt/*.txt"]'),
+        ("data.sources=txt/", "--data txt/"),
+        ("data.sources.0.paths=[a, 1]", "data.sources.0.paths.1=1 must be text; write it in quotes"),
+        ("run.name=007", "write it in quotes: run.name="),
+        ("train.num_steps=10k", "write 10000"),
+        ("train.num_tokens=2.5B", "write 2500000000"),
+    ],
+)
+def test_a_slip_is_answered_with_its_correction(small: str, override: str, correction: str) -> None:
+    assert correction in refusal(small, override)
+
+
+def test_half_a_character_is_refused_and_two_halves_are_one(small: str) -> None:
+    assert "eval.prompts.0 holds half of a character (U+D83D)" in refusal(small, r'eval.prompts=["\ud83d"]')
+    assert "eval.prompts.1" in refusal(small, r'eval.prompts=["a", "b\udead"]')
+    assert load_config(small, [r'eval.prompts=["a\ud83d\ude00"]']).eval.prompts == ("a\U0001f600",)
+
+
+@pytest.mark.parametrize("text", ["9007199254740993.0", "123456789012345678.0", "9223372036854775807.0", "1e18"])
+def test_a_whole_number_written_as_a_float_is_taken_exactly(small: str, text: str) -> None:
+    assert load_config(small, [f"run.seed={text}"]).run.seed == Fraction(text)
+    assert load_config(written(SMALL + f"run: {{seed: {text}}}\n")).run.seed == Fraction(text)
+    assert load_config(small, [f"optimizer.eps={text}"]).optimizer.eps == float(text)
+
+
+def test_what_was_misread_comes_first_and_nothing_is_called_missing_because_of_it(small: str) -> None:
+    text = refusal(written("train: {num_steps: 3}\ndata:\n  loader: {num_threads: 1}\n" + SMALL.partition("train")[0]))
+    assert "data is given twice; the first is in line 2" in text
+    assert "missing" not in text

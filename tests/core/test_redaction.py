@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import vorox
 from vorox.core.redaction import MARK, redact, redact_arguments, redact_value
 
 CANARY = "hunter2CANARY"
@@ -85,6 +88,27 @@ def test_secrets_go(text: str) -> None:
 @pytest.mark.parametrize("frame", ["{}", "error: ({}) at step 5", "x={}", '["{}"]', "a\n{}\nb"])
 def test_secrets_go_in_any_frame(text: str, frame: str) -> None:
     assert CANARY not in redact(frame.replace("{}", text))
+
+
+def _advice() -> list[str]:
+    """Every ``hint`` that the source code gives, with VALUE for what is filled in."""
+
+    def text_of(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text_of(part) for part in node.values)
+        return "VALUE" if isinstance(node, ast.FormattedValue) else ""
+
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(vorox.__file__).parent.rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [text_of(word.value) for call in calls for word in call.keywords if word.arg == "hint"]
+
+
+def test_our_own_advice_stays() -> None:
+    advice = _advice()
+    assert "settings are given as section.key=VALUE" in advice
+    assert [text for text in advice if redact(text) != text] == []
 
 
 @pytest.mark.parametrize("text", HARMLESS)

@@ -68,7 +68,7 @@ def value_of(text: str) -> object:
 def test_scalars_mean_what_yaml_1_2_says(text: str, expected: object) -> None:
     value = value_of(text)
     assert value == expected
-    assert type(value) is type(expected)
+    assert isinstance(value, type(expected))
 
 
 def test_not_a_number_is_a_float() -> None:
@@ -284,3 +284,31 @@ def test_resolve_plain_never_fails() -> None:
     for text in ("-", "+", "0x", "0o", "--1", "1e999", "-.nan", "..5"):
         resolve_plain(text)
     assert resolve_plain("1e999") == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "remedy"),
+    [
+        ("a:\n\tb: 1\n", 2, "indent with blanks"),
+        ("a: b: c\n", 1, "in quotes"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "one column"),
+        ("a:\n    b: 1\n  c: 2\n", 3, "one column"),
+        ("a: [1, 2\n", 1, "close it with ]"),
+        ("a: {b: 1\n", 1, "close it with }"),
+        ("a: 'x\n", 1, "close the quote"),
+        ("a: @x\n", 1, "in quotes"),
+        ("a: - b\n", 1, "a line of its own"),
+        ("a: 1\nb\nc: 2\n", 2, "key: value"),
+        ("[train]\nnum_steps = 5\n", 1, "`train:`"),
+        ("# my run\nnum_steps = 5\n", 1, "`train:`"),
+        ("a: \x07\n", None, "remove it"),
+    ],
+)
+def test_syntax_errors_come_in_plain_words(text: str, line: int | None, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_mapping(text, "my.yaml")
+    assert remedy in caught.value.hint
+    assert "expected" not in caught.value.what
+    assert "scanning" not in caught.value.what
+    if line is not None:
+        assert caught.value.where in {f"my.yaml:{line}", f"my.yaml:{line + 1}"}

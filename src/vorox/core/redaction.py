@@ -21,7 +21,7 @@ _MIN_ENVIRONMENT_SECRET = 8
 
 # Credentials of an address: up to the last @, because a password may hold / ? # and @ unescaped.
 _ADDRESS = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}+://)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}+://)(?!USER:PASSWORD@HOST\b)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
 )
 _FORMS = tuple(
     re.compile(pattern)
@@ -56,7 +56,7 @@ _VALUE = re.compile(
 _ALWAYS = ("password", "passwd", "passphrase", "secret", "credential", "signature", "privatekey")
 _UNLESS_PLAIN = ("apikey", "accesskey", "accountkey", "authkey", "encryptionkey", "signingkey", "subscriptionkey")
 _PLAIN_VALUE = re.compile(
-    r"[-+]?[\d_,.]*\d(?:[eE][-+]?\d+)?[kKMGTB%]?|true|false|null|none|yes|no|~|<.*>|", re.IGNORECASE
+    r"[-+]?[\d_,.]*\d(?:[eE][-+]?\d+)?[kKMGTB%]?|true|false|null|none|yes|no|~|<.*>|VALUE\.?|", re.IGNORECASE
 )
 _TOKEN_END = re.compile(r"[\s,;&)\]}\"']")
 

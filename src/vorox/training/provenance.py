@@ -78,7 +78,7 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
                     f"the environment has no {config.metadata_dsn_variable}, the connection string of the metadata "
                     "database",
                     where="log.metadata_dsn_variable",
-                    hint=f"export {config.metadata_dsn_variable}=postgresql://user:password@host:5432/database, "
+                    hint=f"export {config.metadata_dsn_variable}=postgresql://USER:PASSWORD@HOST:5432/DATABASE, "
                     "or set log.metadata=sqlite",
                 )
             return dsn

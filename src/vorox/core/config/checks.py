@@ -216,7 +216,8 @@ def _length(config: RunConfig) -> Iterator[Problem]:
     given = _given(config, LENGTHS)
     if len(given) != 1:
         said = f"{' and '.join(given)} all set the length of the run" if given else "a run needs a length"
-        yield Problem(f"{said}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS)
+        kind = "" if given else "missing"
+        yield Problem(f"{said}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS, kind=kind)
     warm_ups = _given(config, WARM_UPS)
     if len(warm_ups) > 1:
         yield Problem(f"{' and '.join(warm_ups)} all set the warm-up; keep one", keys=WARM_UPS)

@@ -106,12 +106,13 @@ def resolve_config(source: str | Path | None, overrides: Sequence[str] = ()) -> 
         try:
             assignments.append(parse_override(text))
         except ConfigError as error:
-            tree.problems.append(Problem(error.what + (f"; {error.hint}" if error.hint else ""), f"override {text}"))
+            what = error.what + (f"; {error.hint}" if error.hint else "")
+            tree.problems.append(Problem(what, f"override {text}", kind="misread"))
     base = [assignment for assignment in assignments if assignment.path == ("preset",)]
     chain = _chain(source, base[-1].value if base else None)
     for name, document in chain:
         for what, line in document.problems:
-            tree.problems.append(Problem(what, f"{name}:{line}"))
+            tree.problems.append(Problem(what, f"{name}:{line}", kind="misread"))
         tree.apply_layer(document_assignments(document, name))
     tree.apply_layer([assignment for assignment in assignments if assignment.path != ("preset",)])
     top = source if source is not None else (base[-1].value if base else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
 from vorox.core.config.overrides import Assignment
@@ -27,11 +27,14 @@ class Problem:
         what: For a person, with the key and the value.
         origin: Where the value was said; empty for what nobody said.
         keys: Keys that it is about, so that one fault is not reported twice.
+        kind: ``misread``: a part of a text was not understood; ``missing``: nobody gave a key that is needed, which
+            may follow from a misread one.
     """
 
     what: str
     origin: str = ""
     keys: tuple[str, ...] = ()
+    kind: Literal["", "misread", "missing"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ ones are replaced by defaults for that purpose only, and what follows from them 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -15,10 +17,13 @@ from pydantic_core import ErrorDetails
 from vorox.core.config.checks import find_problems
 from vorox.core.config.conditions import settle_conditions
 from vorox.core.config.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.remedies import remedy
 from vorox.core.config.source_presets import fill_sources
 from vorox.core.config.tree import ConfigTree, Problem, dotted
-from vorox.core.config.yaml_reader import Json, KeyPath, resolve_plain
+from vorox.core.config.yaml_reader import Json, KeyPath, WholeFloat
 from vorox.core.schema import RunConfig
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
@@ -27,7 +32,7 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
         tree.values.setdefault(section, {})
     fill_sources(tree)
     settle_conditions(tree)
-    values = _integers(tree.values, ())
+    values = _without_half_characters(_integers(tree.values, ()), (), tree)
     config, errors = _try(values)
     schema_problems = [problem for error in errors for problem in _describe(error, values, tree)]
     wrong = {key for problem in schema_problems for key in problem.keys}
@@ -35,9 +40,13 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
         config, _ = _try(_repaired(values, errors))
     crossing = list(tree.problems)
     for problem in find_problems(config) if config is not None else []:
-        crossing.append(Problem(problem.what, _origin_of(problem, tree), problem.keys))
+        crossing.append(replace(problem, origin=_origin_of(problem, tree)))
     independent = [problem for problem in crossing if not any(_related(key, wrong) for key in problem.keys)]
     problems = list(dict.fromkeys([*schema_problems, *independent]))
+    misread = [problem for problem in problems if problem.kind == "misread"]
+    if misread:  # what seems to be missing may stand in a line that was not understood
+        rest = [problem for problem in problems if not problem.kind]
+        problems = [*misread, *rest]
     return (None if problems else config), problems
 
 
@@ -64,8 +73,25 @@ def _integers(value: Json, path: KeyPath) -> Json:
     if isinstance(value, float) and value.is_integer():
         field = find_field(dotted(path))
         if field is not None and admits(field.annotation, int) and not admits(field.annotation, float):
-            return int(value)
+            if isinstance(value, WholeFloat):
+                return value.exact
+            return int(value) if abs(value) <= 2**53 else value  # above, nobody knows which integer was meant
     return value
+
+
+def _without_half_characters(value: Json, path: KeyPath, tree: ConfigTree) -> Json:
+    """A copy with a stand-in for text that no encoding can write; each such text is a problem."""
+    if isinstance(value, dict):
+        return {key: _without_half_characters(item, (*path, key), tree) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_half_characters(item, (*path, index), tree) for index, item in enumerate(value)]
+    half = _HALF_CHARACTER.search(value) if isinstance(value, str) else None
+    if half is None:
+        return value
+    key = dotted(path)
+    what = f"{key} holds half of a character (U+{ord(half[0]):04X}); write the whole one"
+    tree.add_problem(what, tree.origin(key), (key,))
+    return "-"
 
 
 def _known_path(error: ErrorDetails) -> KeyPath:
@@ -102,9 +128,14 @@ def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Probl
     if error["type"] == "missing":
         description = f": {field.description}" if field is not None else ""
         parent = tree.origin(dotted(path[:-1]))
-        return [Problem(f"{key} is missing{description}", parent.text if parent.layer >= 0 else "", (key,))]
+        origin = parent.text if parent.layer >= 0 else ""
+        return [Problem(f"{key} is missing{description}", origin, (key,), "missing")]
+    of_list = find_field(dotted(path[:-1])) if field is None and isinstance(path[-1], int) else None
+    if of_list is not None and of_list.type_name == "list of texts":
+        what = f"{key}={_show(value)} must be text; write it in quotes"
+        return [Problem(what, tree.origin(key).text, (key,))]
     what = f"{key}={_show(value)} must be {_wanted(field)}"
-    return [Problem(what + _remedy(value, field), tree.origin(key).text, (key,))]
+    return [Problem(what + remedy(key, value, field), tree.origin(key).text, (key,))]
 
 
 def _leaves(value: Json, path: KeyPath) -> list[KeyPath]:
@@ -128,19 +159,6 @@ def _wanted(field: SchemaField | None) -> str:
         return "a section with keys of its own"
     article = {"integer": "an ", "number": "a ", "list": "a "}.get(field.type_name.split()[0], "")
     return article + field.type_name + (f", {field.accepted}" if field.accepted else "")
-
-
-def _remedy(value: Json, field: SchemaField | None) -> str:
-    """A word on common slips."""
-    if field is None or not isinstance(value, str):
-        return ""
-    if field.choices:
-        hint = did_you_mean(value, [str(choice) for choice in field.choices])
-        return f"; {hint}" if hint else ""
-    number = resolve_plain(value.replace("_", "").replace(",", ""))
-    if isinstance(number, int | float) and not isinstance(number, bool) and "text" not in field.type_name:
-        return f"; it is text, write {value.replace('_', '').replace(',', '')} without quotes or separators"
-    return ""
 
 
 def _show(value: Json) -> str:

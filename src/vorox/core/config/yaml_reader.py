@@ -15,10 +15,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TypeAlias, cast
 
 import yaml
 
+from vorox.core.config.yaml_faults import TOML_FAULT, explain_fault, looks_like_toml
 from vorox.core.errors import ConfigError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -37,6 +39,7 @@ _NAN = frozenset({".nan", ".NaN", ".NAN"})
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _MAX_DIGITS = 4_000  # Python refuses to convert longer integers
+_MAX_EXACT = 1e30  # no count is larger, and a larger power of ten is a long integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,28 @@ def resolve_plain(text: str) -> Json:
         if _HEXADECIMAL.fullmatch(text):
             return int(text[2:], 16)
         if _FLOAT.fullmatch(text):
-            return float(text)
+            return _number(text)
     if _INFINITY.fullmatch(text):
         return float("-inf") if text.startswith("-") else float("inf")
     return float("nan") if text in _NAN else text
+
+
+class WholeFloat(float):
+    """A float whose text is a whole number that a float would round; ``exact`` is that number."""
+
+    exact: int
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not 2**53 <= abs(value) < _MAX_EXACT:
+        return value
+    exact = Fraction(text)
+    if exact.denominator > 1:
+        return value
+    whole = WholeFloat(value)
+    whole.exact = exact.numerator
+    return whole
 
 
 @dataclass(slots=True)
@@ -174,7 +195,7 @@ class _Builder:
         if self._expects_key():
             self._key(text, line)
             return
-        value = resolve_plain(text) if event.style is None else text
+        value = resolve_plain(text) if event.style is None else _joined(text)
         if event.anchor is not None:
             self._anchors[event.anchor] = (value, 1)
         self._place(value, line)
@@ -205,6 +226,11 @@ class _Builder:
             self._anchors[frame.anchor] = (frame.container, 1 + self._num_nodes - frame.first_node)
 
 
+def _joined(text: str) -> str:
+    """Text with the halves of a character joined, as JSON means them; a half that stays alone stays."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
 def _copy(value: Json) -> Json:
     """A copy that shares nothing; depth is bounded by ``MAX_DEPTH``."""
     if isinstance(value, dict):
@@ -223,10 +249,11 @@ def _parse(text: str, name: str) -> _Builder:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        what = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"not valid YAML: {what}", where=where) from error
+        fault = explain_fault(error, text)
+        raise ConfigError(fault.what, where=where, hint=fault.hint) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=name) from error
+        fault = explain_fault(error, text)
+        raise ConfigError(fault.what, where=name, hint=fault.hint) from error
     return builder
 
 
@@ -239,6 +266,8 @@ def read_mapping(text: str, name: str) -> YamlDocument:
     builder = _parse(text, name)
     root = builder.root if builder.root is not None else {}
     if not isinstance(root, dict):
+        if looks_like_toml(text):
+            raise ConfigError(TOML_FAULT.what, where=f"{name}:1", hint=TOML_FAULT.hint)
         raise ConfigError("the file must hold `key: value` pairs", where=f"{name}:1")
     return YamlDocument(root, builder.lines, builder.problems)
 

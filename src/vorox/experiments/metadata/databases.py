@@ -171,7 +171,7 @@ def _connect(dsn: str, *, options: str = "") -> Any:
     except psycopg.ProgrammingError:
         raise ConfigError(
             "the PostgreSQL connection string cannot be read (it is not shown, for it may hold a password)",
-            where="log.metadata_dsn_variable", hint="write it as postgresql://user:password@host:5432/database",
+            where="log.metadata_dsn_variable", hint="write it as postgresql://USER:PASSWORD@HOST:5432/DATABASE",
         ) from None  # fmt: skip
     ours = f"-c search_path={SCHEMA_NAME} -c statement_timeout={_STATEMENT_MILLISECONDS} {options}"
     defaults = {"connect_timeout": _CONNECT_SECONDS, "keepalives_idle": 10, "keepalives_interval": 5,
