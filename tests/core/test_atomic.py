@@ -91,7 +91,7 @@ def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The system may take fewer bytes than it was given."""
 
     class Stingy:
-        def __init__(self, path: Path) -> None:
+        def __init__(self, path: Path, *, private: bool) -> None:
             self.file = path.open("xb", buffering=0)
 
         def write(self, data: memoryview) -> int:

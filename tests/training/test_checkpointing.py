@@ -390,29 +390,25 @@ def test_another_disk_error_names_the_file(tmp_path: Path) -> None:
 
 def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unbuffered writes may take less than given, near a full disk and beyond 2 GiB."""
-    opened = Path.open
+    create = atomic.create
 
-    def stingy(path: Path, *args: object, **kwargs: object) -> object:
-        file = opened(path, *args, **kwargs)  # type: ignore[arg-type]
-        if "x" not in str(args[:1]):
-            return file
+    class Stingy:
+        def __init__(self, path: Path, *, private: bool = False) -> None:
+            self.file = create(path, private=private)
 
-        class Stingy:
-            def __enter__(self) -> object:
-                return self
+        def __enter__(self) -> object:
+            return self
 
-            def __exit__(self, *exception: object) -> None:
-                file.close()
+        def __exit__(self, *exception: object) -> None:
+            self.file.close()
 
-            def write(self, data: bytes) -> int:
-                return file.write(bytes(data)[:7])
+        def write(self, data: bytes) -> int:
+            return self.file.write(bytes(data)[:7])
 
-            def __getattr__(self, name: str) -> object:
-                return getattr(file, name)
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
 
-        return Stingy()
-
-    monkeypatch.setattr(Path, "open", stingy)
+    monkeypatch.setattr(atomic, "create", Stingy)
     run = Run(tmp_path)
     path = run.save(10)
     monkeypatch.undo()

@@ -95,21 +95,33 @@ def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
 def verify(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", help="Only this one.")] = None,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="First take back what was set aside as corrupt and is whole.")
+    ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of the checkpoints and hold it to the manifests; exit code 5 if one is corrupt."""
-    from vorox.core.errors import CheckpointError, ConfigError
+    """Read every byte of the checkpoints and hold it to the manifests; exit code 5 if one is corrupt or unreadable."""
+    from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints, verified
 
     directory = find_run(root, run)
+    if restore:
+        _restore(directory, echo_to_stderr=as_json)
     known = [entry for entry in list_checkpoints(directory) if step is None or entry.step == step]
     if not known:
         what = "there is no checkpoint" + ("" if step is None else f" of step {step:,}")
         raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {directory.name}")
     found = [verified(entry) for entry in known]
     _print(found, as_json)
+    unreadable = [entry for entry in found if entry.state == "unreadable"]
+    if unreadable:
+        raise UnreadableCheckpointError(
+            f"{len(unreadable)} of {len(found)} checkpoints cannot be read: {unreadable[0].problem}",
+            where=str(directory),
+            hint=f"check the disk or the network share, then `vorox checkpoints verify {directory.name}` again",
+        )
     corrupt = [entry for entry in found if entry.state == "corrupt"]
     if corrupt:
         valid = [entry.step for entry in found if entry.state == "valid"]
@@ -119,6 +131,17 @@ def verify(
             hint="resuming falls back to the newest valid one" if valid else "restore one from a copy",
             saved=f"step {max(valid):,} is valid" if valid else "",
         )
+
+
+def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
+    from vorox.training.restoration import restore_set_aside
+
+    found = restore_set_aside(directory)
+    for entry in found:
+        text = f"Restored step {entry.step:,}." if not entry.problem else f"{entry.name} stays aside: {entry.problem}"
+        typer.echo(text, err=echo_to_stderr)
+    if not found:
+        typer.echo("Nothing was set aside as corrupt.", err=echo_to_stderr)
 
 
 @app.command()

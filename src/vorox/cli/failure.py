@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from vorox.core.atomic import make_directory, write_file
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,
@@ -98,8 +99,8 @@ def _write_traceback(error: BaseException, command: str) -> Path | None:
     cache = Path(os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser()
     for directory in (cache / "crashes", Path(tempfile.gettempdir())):
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+            make_directory(directory)
+            write_file(directory / name, text.encode("utf-8", "backslashreplace"), private=True)
             return directory / name
         except OSError:
             continue

@@ -6,6 +6,9 @@ Three ways to make something durable, each of which leaves either the old state 
 - ``append``: bytes at the end of a log, in one write, optionally fsynced. Readers must tolerate a torn last line.
 - ``core.staged_directory``: many files that only count together, made of the operations here.
 
+No file is opened through a symbolic link, and nothing behind one is removed. Files are written with mode 0644 at most,
+those that may hold secrets (``private``) with 0600, directories with 0755, whatever the umask allows beyond that.
+
 Every system call that changes the disk goes through ``_perform``, so a test can record the sequence, cut it anywhere,
 or make any call fail (``observe``). Temporary names start with ``.tmp-``; readers never look at them and
 ``sweep_temporary`` removes those of dead writers.
@@ -28,6 +31,8 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"
+FILE_MODE, PRIVATE_MODE, DIRECTORY_MODE = 0o644, 0o600, 0o755
+_EXACT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 Result = TypeVar("Result")
 Buffer = bytes | bytearray | memoryview
@@ -91,13 +96,18 @@ def sync_file(file: IO[bytes], path: Path) -> None:
 
 def sync_path(path: Path) -> None:
     """Make what somebody else wrote to a file durable."""
-    with path.open("r+b", buffering=0) as file:
+    with _open(path, os.O_RDWR, "r+b") as file:
         sync_file(file, path)
 
 
-def create(path: Path) -> IO[bytes]:
+def create(path: Path, *, private: bool = False) -> IO[bytes]:
     """Open a new file for unbuffered writing; refuses one that is there."""
-    return _perform("create", path, lambda: path.open("xb", buffering=0))
+    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE if private else FILE_MODE
+    return _perform("create", path, lambda: _open(path, flags, "wb", mode))
+
+
+def _open(path: Path, flags: int, mode: str, permissions: int = FILE_MODE) -> IO[bytes]:
+    return os.fdopen(os.open(path, flags | _EXACT, permissions), mode, buffering=0)
 
 
 def sync_directory(path: Path) -> None:
@@ -123,7 +133,7 @@ def make_directory(path: Path) -> None:
         missing.append(current)
         current = current.parent
     for directory in reversed(missing):
-        _perform("mkdir", directory, lambda directory=directory: directory.mkdir(exist_ok=True))
+        _perform("mkdir", directory, lambda directory=directory: directory.mkdir(DIRECTORY_MODE, exist_ok=True))
         sync_directory(directory.parent)
 
 
@@ -138,7 +148,14 @@ def remove_file(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a committed directory, its manifest durably first, so that a half-removed one is never taken for whole."""
+    """Remove a committed directory, its manifest durably first, so that a half-removed one is never taken for whole.
+
+    Of a symbolic link, the link alone goes.
+    """
+    if path.is_symlink():
+        remove_file(path)
+        sync_directory(path.parent)
+        return
     if (path / MANIFEST_NAME).exists():
         remove_file(path / MANIFEST_NAME)
         sync_directory(path)
@@ -167,7 +184,7 @@ def sweep_temporary(directory: Path) -> list[Path]:
     """Remove what dead writers of this host left in ``directory``; returns what was removed."""
     removed: list[Path] = []
     for path in filter(is_temporary_of_the_dead, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             _perform("remove", path, lambda path=path: shutil.rmtree(path, ignore_errors=True))
         else:
             remove_file(path)
@@ -181,11 +198,11 @@ def is_temporary_of_the_dead(path: Path) -> bool:
     return match is not None and ProcessIdentity(match["host"], int(match["pid"]), match["start"] or "").is_dead()
 
 
-def stage_file(path: Path, data: Buffer) -> Path:
+def stage_file(path: Path, data: Buffer, *, private: bool = False) -> Path:
     """Write a file durably under a temporary name beside ``path``, which ``rename`` makes it appear under."""
     temporary = temporary_name(path)
     try:
-        with create(temporary) as file:
+        with create(temporary, private=private) as file:
             write(file, temporary, data)
             sync_file(file, temporary)
     except BaseException:
@@ -200,9 +217,9 @@ def drop_staged(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_file(path: Path, data: Buffer) -> None:
+def write_file(path: Path, data: Buffer, *, private: bool = False) -> None:
     """Replace ``path`` by the given bytes, durably and all at once."""
-    temporary = stage_file(path, data)
+    temporary = stage_file(path, data, private=private)
     try:
         rename(temporary, path)
     except BaseException:
@@ -220,10 +237,11 @@ def pretty_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n").encode("ascii")
 
 
-def append(path: Path, data: Buffer, *, sync: bool) -> None:
+def append(path: Path, data: Buffer, *, sync: bool, private: bool = False) -> None:
     """Add bytes to the end of a file in one write; creates it if need be."""
     created = not path.exists()
-    with path.open("ab", buffering=0) as file:
+    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_MODE if private else FILE_MODE
+    with _open(path, flags, "ab", mode) as file:
         if created:
             _perform("create", path, lambda: None)
         write(file, path, data)
@@ -235,7 +253,7 @@ def append(path: Path, data: Buffer, *, sync: bool) -> None:
 
 def truncate(path: Path, size_bytes: int) -> None:
     """Cut a file, durably: how a torn last line leaves a log."""
-    with path.open("r+b", buffering=0) as file:
+    with _open(path, os.O_RDWR, "r+b") as file:
         _perform("truncate", path, lambda: file.truncate(size_bytes), data=str(size_bytes).encode())
         sync_file(file, path)
 

@@ -62,6 +62,10 @@ class CheckpointError(VoroxError):
     exit_code = 5
 
 
+class UnreadableCheckpointError(CheckpointError):
+    """The disk did not deliver the bytes of a checkpoint. Says nothing about the bytes, so nothing is set aside."""
+
+
 class StalledError(VoroxError):
     """Nothing moved for too long."""
 

@@ -14,7 +14,8 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 class FileLock:
     """An exclusive lock on a file, held until ``release`` or the death of the process.
 
-    The file says who holds it. ``blocking=False`` refuses at once with the holder's name.
+    The file says who holds it; it is not opened through a symbolic link. ``blocking=False`` refuses at once with the
+    holder's name.
     """
 
     def __init__(self, path: Path, *, blocking: bool = True, purpose: str = "") -> None:
@@ -29,7 +30,8 @@ class FileLock:
         Raises:
             ConfigError: Somebody else holds it and ``blocking`` is off.
         """
-        file = self.path.open("a+b", buffering=0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(self.path, flags, 0o644), "a+b", buffering=0)
         try:
             _lock(file.fileno(), self._blocking)
         except OSError as error:

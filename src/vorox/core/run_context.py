@@ -26,7 +26,7 @@ from vorox.core.environment import code_record, environment_record, git_record
 from vorox.core.errors import ConfigError, Preempted, VoroxError
 from vorox.core.lock import FileLock
 from vorox.core.redaction import redact, redact_arguments, redact_value
-from vorox.core.run_lookup import is_run, same_run_directories
+from vorox.core.run_lookup import is_run, refuse_links, same_run_directories
 from vorox.core.schema import RunConfig
 
 RUN_FORMAT = "vorox-run/1"
@@ -170,6 +170,7 @@ class RunContext:
         try:
             if distributed.is_main:
                 atomic.make_directory(directory)
+                refuse_links(directory)
                 lock = FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}").acquire()
             return cls(
                 directory,
@@ -335,7 +336,7 @@ class RunContext:
             "traceback": redact(trace),
         }
         with contextlib.suppress(OSError):
-            atomic.write_file(self.failure_path, atomic.pretty_json(failure))
+            atomic.write_file(self.failure_path, atomic.pretty_json(failure), private=True)
 
     def close(self, outcome: str) -> None:
         """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Repeatable."""

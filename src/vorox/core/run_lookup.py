@@ -72,6 +72,23 @@ def find_run(root: Path | str, name: str) -> Path:
     raise ConfigError(f"there is no run {name}", where=str(root), hint=hint)
 
 
+def refuse_links(run_directory: Path) -> None:
+    """Refuse a run directory in which a name is a symbolic link to another place, which writing would change.
+
+    Raises:
+        ConfigError: There is such a link.
+    """
+    home = run_directory.resolve()
+    for path in sorted(run_directory.iterdir()) if run_directory.is_dir() else ():
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            raise ConfigError(
+                f"{path.name} in the run directory is a link to {path.readlink()}, and a run writes to no other place",
+                where=str(path),
+                hint="move what it points to here in its place; to keep runs on another disk, set run.directory",
+                saved="nothing was written",
+            )
+
+
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run, finished or not."""
     return (path / "run.json").is_file() or (path / "config.yaml").is_file()

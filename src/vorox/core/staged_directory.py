@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import xxhash
 
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME, Buffer
-from vorox.core.errors import CheckpointError
+from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,14 @@ class StagedDirectory:
             writer.write(data)
 
     def adopt(self, folder: str) -> None:
-        """Take in what another library wrote below ``folder``: all of it is fsynced, hashed and in the manifest."""
+        """Take in what another library wrote below ``folder``: all of it is fsynced, hashed and in the manifest.
+
+        Other libraries create files by the umask alone; they get the modes of our own.
+        """
+        for directory, _, names in os.walk(self.path / folder):
+            Path(directory).chmod(Path(directory).stat().st_mode & atomic.DIRECTORY_MODE)
+            for name in names:
+                (Path(directory) / name).chmod((Path(directory) / name).stat().st_mode & atomic.FILE_MODE)
         for path in sorted(path for path in (self.path / folder).rglob("*") if path.is_file()):
             atomic.sync_path(path)
             self._entries[path.relative_to(self.path).as_posix()] = hash_file(path)
@@ -127,6 +135,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: There is none, or any byte of it changed.
+        UnreadableCheckpointError: The disk did not deliver it.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -135,8 +144,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         digest = body.pop("sha256")
         intact = digest == hashlib.sha256(atomic.canonical_json(body)).hexdigest()
         intact = intact and raw == atomic.pretty_json({**body, "sha256": digest})
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointError(f"no readable manifest: {error.strerror}", where=str(path)) from error
+    except OSError as error:
+        raise unreadable(error, path) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError("the manifest is not valid", where=str(path)) from error
     if not intact or body.get("format") != "vorox-directory/1":
@@ -144,25 +155,44 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return body
 
 
-def verify_directory(directory: Path) -> dict[str, Any]:
+def unreadable(error: OSError, path: Path) -> UnreadableCheckpointError:
+    """What to say when a checkpoint cannot be read: the disk, not the checkpoint, is at fault."""
+    return UnreadableCheckpointError(
+        f"a checkpoint cannot be read: {error.strerror or error}; this says nothing about its content",
+        where=str(error.filename or path),
+        hint="check the disk or the network share, then run the same command again; nothing was set aside",
+    )
+
+
+def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Check every file of a committed directory against its manifest, and that nothing else lies in it.
+
+    Args:
+        directory: The directory.
+        beside: Names of files that may lie in it though the manifest does not know them.
 
     Returns:
         The manifest's ``metadata``.
 
     Raises:
         CheckpointError: A file is missing, has another size or other content, or is not in the manifest.
+        UnreadableCheckpointError: The disk did not deliver a file.
     """
     body = read_manifest(directory)
     expected: dict[str, dict[str, Any]] = body["files"]
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    for name in sorted(present - set(expected) - {MANIFEST_NAME}):
+    present = _files_below(directory)
+    for name in sorted(present - set(expected) - {MANIFEST_NAME} - beside):
         raise CheckpointError("a file that the manifest does not know", where=str(directory / name))
     for name, entry in sorted(expected.items()):
         path = directory / name
         if name not in present:
             raise CheckpointError("a file of the manifest is missing", where=str(path))
-        actual = hash_file(path)
+        try:
+            actual = hash_file(path)
+        except FileNotFoundError as error:
+            raise CheckpointError("a file of the manifest is missing", where=str(path)) from error
+        except OSError as error:
+            raise unreadable(error, path) from error
         if actual.size_bytes != entry["size_bytes"]:
             raise CheckpointError(
                 f"the file has {actual.size_bytes:,} bytes, the manifest says {entry['size_bytes']:,}", where=str(path)
@@ -170,6 +200,17 @@ def verify_directory(directory: Path) -> dict[str, Any]:
         if actual.xxh3_128 != entry["xxh3_128"]:
             raise CheckpointError("the content does not match the hash in the manifest", where=str(path))
     return body["metadata"]
+
+
+def _files_below(directory: Path) -> set[str]:
+    def fail(error: OSError) -> None:
+        raise unreadable(error, directory) from error
+
+    return {
+        (Path(folder) / name).relative_to(directory).as_posix()
+        for folder, _, names in os.walk(directory, onerror=fail)
+        for name in names
+    }
 
 
 def hash_file(path: Path) -> FileEntry:

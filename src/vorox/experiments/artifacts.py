@@ -1,7 +1,7 @@
 """What runs leave on disk: listing, inspecting, verifying and removing runs and checkpoints.
 
 Reads need no lock and disturb no one; a removal first takes the run's lock, so nothing of a living run goes. Only what
-a run writes is ever removed: a directory that holds anything else is refused, symbolic links are not followed, and
+a run writes is ever removed: a directory that holds anything else is refused, of a symbolic link the link goes, and
 what is half removed is never taken for whole (manifest first for checkpoints, a hidden name first for runs).
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from vorox.core import atomic, staged_directory
 from vorox.core.config.yaml_reader import read_mapping
-from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from vorox.core.json_lines import read_lines
 from vorox.core.lock import FileLock, lock_holder
-from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
 from vorox.experiments.tracking import last_values
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -51,7 +51,7 @@ RUN_FILES = (
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<aside>corrupt|replaced)-\d+)?")
 
 RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
-CheckpointState = Literal["unverified", "valid", "corrupt", "set aside"]
+CheckpointState = Literal["unverified", "valid", "corrupt", "unreadable", "set aside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class CheckpointSummary:
         name: Of the directory.
         path: Where it is.
         step: Steps finished.
-        state: ``set aside`` ones were renamed because they were corrupt or replaced; nobody reads them.
+        state: ``set aside`` ones were renamed because they were corrupt or replaced; nobody reads them. ``unreadable``:
+            the disk did not deliver a file, which says nothing about its content.
         size_bytes: By the manifest, or what lies there if there is none.
         saved_at: When the manifest was written, seconds since the epoch.
         eval_loss: Validation loss of this very step, if there was a validation.
@@ -202,7 +203,7 @@ def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
     found: list[tuple[int, str, Path]] = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
+        if match and path.is_dir():
             found.append((int(match["step"]), match["aside"] or "", path))
     return sorted(found)
 
@@ -244,8 +245,12 @@ def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> Chec
         return CheckpointSummary(path.name, path, step, state, size_bytes, saved_at, eval_loss, metadata, problem)
     except (CheckpointError, OSError) as error:
         size_bytes, _ = _measure(path)
-        state = state if aside else "corrupt"
+        state = state if aside else _judge(error)
         return CheckpointSummary(path.name, path, step, state, size_bytes, None, None, {}, problem or str(error))
+
+
+def _judge(error: Exception) -> CheckpointState:
+    return "unreadable" if isinstance(error, OSError | UnreadableCheckpointError) else "corrupt"
 
 
 def verified(summary: CheckpointSummary) -> CheckpointSummary:
@@ -255,7 +260,7 @@ def verified(summary: CheckpointSummary) -> CheckpointSummary:
     try:
         metadata = staged_directory.verify_directory(summary.path)
     except (CheckpointError, OSError) as error:
-        return replace(summary, state="corrupt", problem=str(error))
+        return replace(summary, state=_judge(error), problem=str(error))
     if metadata.get("step") != summary.step:
         return replace(summary, state="corrupt", problem=f"this is the checkpoint of step {metadata.get('step')}")
     return replace(summary, state="valid")
@@ -276,6 +281,7 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
         ConfigError: The run is in use, or there is no such checkpoint.
         CheckpointError: No valid checkpoint would be left.
     """
+    refuse_links(run_directory)
     with _locked(run_directory):
         known = list_checkpoints(run_directory)
         leaving = {_find(known, name, run_directory).name for name in names}

@@ -12,6 +12,7 @@ raised at the next boundary of a step, once, as the ``CheckpointError`` that a w
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 from vorox.core import atomic
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
-from vorox.core.errors import CheckpointError
+from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.schema import CheckpointConfig
@@ -210,7 +211,10 @@ class Checkpointer:
 
     def safe(self) -> str:
         """What is on disk by now, for people."""
-        step = max(step_directories(self._run_directory), default=None)
+        try:
+            step = max(step_directories(self._run_directory), default=None)
+        except UnreadableCheckpointError as error:
+            return f"unknown: {error.what}"
         return "nothing yet" if step is None else f"training state up to step {step:,} is safe in step-{step:08d}"
 
     # -- what the background thread does ------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ class Checkpointer:
             raise
 
     def _commit(self, moment: _Moment, path: Path) -> None:
-        if path.exists():
+        if os.path.lexists(path):
             aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
             self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
         with StagedDirectory(path) as directory:

@@ -3,28 +3,33 @@
 ``checkpoints/step-00001000`` holds what the engine wrote, ``state.json`` (progress, horizon) and, where transformers
 knows the architecture, what makes the directory a Hugging Face model. ``training.checkpointer`` writes it: whole or
 not at all, with a hash of every byte. "Latest" is the highest step that verifies, never a clock or a pointer file. A
-corrupt one is renamed, never deleted, and the one before it is taken, loudly.
+corrupt one is renamed, never deleted, and the one before it is taken, loudly. A disk that does not deliver a file says
+nothing about it: that ends the command, and nothing is renamed. A checkpoint that is a symbolic link is read, but
+nothing is ever written or removed behind the link.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vorox.core import atomic, staged_directory
-from vorox.core.errors import CheckpointError
+from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
+from vorox.core.run_lookup import refuse_links
 from vorox.training.schedule import Horizon
 
 DIRECTORY_NAME = "checkpoints"
 STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
+REASON_NAME = "REASON.txt"
 _SAVED = "saved"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"step-(\d{8,})\.(corrupt|replaced)-\d+")
@@ -69,14 +74,28 @@ class RunState:
         }
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Generator[None]:
+    """While inside, a disk that does not deliver is an error that is no verdict about the checkpoint.
+
+    Raises:
+        UnreadableCheckpointError: In place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise staged_directory.unreadable(error, path) from error
+
+
 def read_state(checkpoint: Path) -> RunState:
     """The state of a verified checkpoint.
 
     Raises:
-        CheckpointError: It was written by another version of Vorox.
+        CheckpointError: It was written by another version of Vorox, or cannot be read.
     """
     path = checkpoint / STATE_NAME
-    value = json.loads(path.read_bytes())
+    with reading(path):
+        value = json.loads(path.read_bytes())
     if value.get("format") != STATE_FORMAT:
         raise CheckpointError(f"the state has format {value.get('format')}, not {STATE_FORMAT}", where=str(path))
     return RunState.from_json(value)
@@ -87,26 +106,35 @@ def checkpoint_path(run_directory: Path, step: int) -> Path:
 
 
 def step_directories(run_directory: Path) -> dict[int, Path]:
-    """Every directory that has a checkpoint's name, by step, whatever state it is in."""
-    found: dict[int, Path] = {}
+    """Every directory that has a checkpoint's name, by step, whatever state it is in.
+
+    Raises:
+        UnreadableCheckpointError: The directory of the checkpoints cannot be listed.
+    """
+    found = ((_STEP.fullmatch(path.name), path) for path in _listed(run_directory))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def _listed(run_directory: Path) -> list[Path]:
+    """The directories among the checkpoints, links to one included, by name."""
     parent = run_directory / DIRECTORY_NAME
-    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        match = _STEP.fullmatch(path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    with reading(parent):
+        try:
+            names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+        except FileNotFoundError:  # no other error means that there is none
+            names = []
+    return [parent / name for name in sorted(names)]
 
 
 def verify(path: Path) -> Checkpoint:
     """Check every byte of a checkpoint.
 
     Raises:
-        CheckpointError: Anything is missing, changed or unreadable, or it lies under another step's name.
+        CheckpointError: Anything is missing or changed, or it lies under another step's name.
+        UnreadableCheckpointError: The disk did not deliver a file.
     """
-    try:
+    with reading(path):
         checkpoint = Checkpoint(path, staged_directory.verify_directory(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(error.filename or path)) from error
     match = _STEP.fullmatch(path.name)
     if match and checkpoint.metadata.get("step") != int(match[1]):
         raise CheckpointError(f"this is the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path))
@@ -128,6 +156,7 @@ def latest_valid(
 
     Raises:
         CheckpointError: There are checkpoints but none is valid.
+        UnreadableCheckpointError: The disk did not deliver one. An older one is no answer to that.
     """
     directories = step_directories(run_directory)
     failures: list[CheckpointError] = []
@@ -136,6 +165,8 @@ def latest_valid(
             continue
         try:
             return verify(directories[step])
+        except UnreadableCheckpointError:
+            raise
         except CheckpointError as error:
             failures.append(error)
             if on_corrupt is not None:
@@ -144,25 +175,34 @@ def latest_valid(
         raise CheckpointError(
             "no checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all were put aside"),
             where=str(run_directory / DIRECTORY_NAME),
-            hint="restore one from a copy, or start again with --resume never",
+            hint=f"`vorox checkpoints verify {run_directory.name} --restore` takes back what reads whole; else restore "
+            "one from a copy, or start again with --resume never",
         )
     return None
 
 
 def _corrupt_before(run_directory: Path) -> bool:
-    parent = run_directory / DIRECTORY_NAME
-    names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    return any((match := _SET_ASIDE.fullmatch(name)) is not None and match[2] == "corrupt" for name in names)
+    return bool(set_aside_as_corrupt(run_directory))
+
+
+def set_aside_as_corrupt(run_directory: Path) -> list[tuple[int, Path]]:
+    """The checkpoints that were set aside as corrupt, with their steps."""
+    found = ((_SET_ASIDE.fullmatch(path.name), path) for path in _listed(run_directory))
+    return [(int(match[1]), path) for match, path in found if match and match[2] == "corrupt"]
 
 
 def set_aside(path: Path, why: str, note: str) -> Path:
-    """Rename a checkpoint so that nobody takes it, and leave a note in it; ``why`` is ``corrupt`` or ``replaced``."""
+    """Rename a checkpoint so that nobody takes it, and leave a note in it; ``why`` is ``corrupt`` or ``replaced``.
+
+    Of a symbolic link, the link is renamed, and nothing is written behind it.
+    """
     number = 1
-    while (target := path.with_name(f"{path.name}.{why}-{number}")).exists():
+    while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
         number += 1
     atomic.rename(path, target)
-    with contextlib.suppress(OSError):  # the note is a courtesy; the disk may be the reason
-        atomic.write_file(target / "REASON.txt", (note + "\n").encode())
+    if not target.is_symlink():
+        with contextlib.suppress(OSError):  # the note is a courtesy; the disk may be the reason
+            atomic.write_file(target / REASON_NAME, (note + "\n").encode())
     return target
 
 
@@ -184,6 +224,7 @@ def quarantine(log: RunLog) -> Callable[[Path, CheckpointError], None]:
 
 def request_save(run_directory: Path) -> None:
     """Ask the process that trains this run for a checkpoint after its current step."""
+    refuse_links(run_directory)
     path = request_path(run_directory)
     atomic.make_directory(path.parent)
     atomic.write_file(path, b"")

@@ -146,30 +146,36 @@ def remove_unused(caches: Sequence[CacheUse]) -> int:
 
 
 def remove_cache(directory: Path) -> None:
-    """Remove a cache as a whole."""
+    """Remove a cache as a whole; of a symbolic link, the link alone."""
+    if directory.is_symlink():
+        remove_file(directory)
+        return
     remove_file(directory / RECIPE_NAME)
     sync_directory(directory)
     remove_directory(directory)
 
 
 def _caches(root: Path) -> Iterator[Path]:
-    """The cache directories right below a root."""
+    """The cache directories right below a root; what a symbolic link leads to belongs to somebody else."""
     if root.is_dir():
-        yield from sorted(path for path in root.iterdir() if path.is_dir() and (path / RECIPE_NAME).exists())
+        found = (path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink())
+        yield from (path for path in found if (path / RECIPE_NAME).exists())
 
 
 def _in_cache(directory: Path) -> Iterator[Garbage]:
-    places = [directory, *(directory / name for name in ("manifest", "quarantine", LEASES_NAME))]
-    for place in [*places, *sorted((directory / "chunks").glob("*"))]:
+    folders = [directory / name for name in ("manifest", "quarantine", LEASES_NAME, "chunks")]
+    linked = {folder.name for folder in folders if folder.is_symlink()}
+    chunks = [] if "chunks" in linked else [path for path in (directory / "chunks").glob("*") if not path.is_symlink()]
+    for place in [directory, *(folder for folder in folders if folder.name not in linked), *sorted(chunks)]:
         for path in sorted(place.glob(".tmp-*")):
             if is_temporary_of_the_dead(path):
                 yield _file(path, "left by a process that died")
-    for path in sorted((directory / LEASES_NAME).glob("u*")):
+    for path in [] if LEASES_NAME in linked else sorted((directory / LEASES_NAME).glob("u*")):
         if is_void(path):
             yield _file(path, "lease of a process that died")
     with contextlib.suppress(DataError):  # a manifest that cannot be read names nothing for sure
         manifest = Manifest.open(directory)
-        for path in sorted((directory / "chunks").glob("*/*.psc")):
+        for path in sorted(path for place in chunks for path in place.glob("*.psc")):
             if _is_unnamed(directory, path, manifest):
                 yield _file(path, "chunk that the manifest does not name")
 

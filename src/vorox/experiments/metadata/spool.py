@@ -54,7 +54,7 @@ class Spool:
         data = b"".join(_line(number, row) for number, row in rows)
         if not data:
             return
-        atomic.append(self.path, self._separator() + data, sync=sync)
+        atomic.append(self.path, self._separator() + data, sync=sync, private=True)
         self.size_bytes = self.path.stat().st_size
         if self.size_bytes > max(_COMPACT_BYTES, 4 * self._compacted_bytes):
             self._compact()
@@ -96,7 +96,8 @@ class Spool:
         """Keep the newest row of every key: a database that is away for a year must not fill the disk."""
         kept = self.read()
         first = kept.last_number - len(kept.rows) + 1
-        atomic.write_file(self.path, b"".join(_line(first + index, row) for index, row in enumerate(kept.rows)))
+        lines = (_line(first + index, row) for index, row in enumerate(kept.rows))
+        atomic.write_file(self.path, b"".join(lines), private=True)
         self.size_bytes = self._compacted_bytes = self.path.stat().st_size
 
 

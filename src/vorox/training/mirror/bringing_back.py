@@ -11,15 +11,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, cast
 
 from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from vorox.core.lock import FileLock
 from vorox.core.log import Echo
-from vorox.core.run_lookup import is_run
+from vorox.core.run_lookup import is_run, refuse_links
 from vorox.data.storage import StoredFile, list_objects, open_range
 from vorox.training.chain import CHAIN_NAME
 from vorox.training.checkpointing import Checkpoint, checkpoint_path, latest_valid, set_aside, verify
@@ -66,6 +66,8 @@ def bring_back(found: Contents, directory: Path, tell: Echo, *, step: int | None
             return None
         try:
             path = _fetch(candidate, directory, here, whole_run=step is None or not is_run(directory))
+        except UnreadableCheckpointError:
+            raise
         except CheckpointError as error:
             failures.append(f"{candidate.name}: {error.what}")
             tell(f"The mirrored checkpoint {candidate.name} is damaged ({error}); taking the one before", "warning")
@@ -82,6 +84,8 @@ def _standing(directory: Path) -> Checkpoint | None:
     """The newest checkpoint on this machine that is valid."""
     try:
         return latest_valid(directory)
+    except UnreadableCheckpointError:
+        raise
     except CheckpointError:
         return None
 
@@ -112,6 +116,7 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | No
         _refuse_other_line(candidate, directory)
         if _is_valid(target):
             return target
+    refuse_links(directory)
     atomic.make_directory(target.parent)
     with FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}"):
         staged, record = atomic.temporary_name(target), atomic.temporary_name(directory / "record")
@@ -144,6 +149,8 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | No
 def _is_valid(checkpoint: Path) -> bool:
     try:
         return checkpoint.exists() and verify(checkpoint).step >= 0
+    except UnreadableCheckpointError:
+        raise
     except CheckpointError:
         return False
 
@@ -206,7 +213,8 @@ def download(uri: str, folder: Path) -> None:
 def _inside(folder: Path, name: str) -> Path:
     """The place of a name that came from outside; never one beside the folder."""
     parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or PurePosixPath(name).is_absolute() or "\\" in name:
+    outward = ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive
+    if not parts or outward or "\\" in name or not name.isprintable():
         raise CheckpointError(f"{name!r} is no name of a file of a run", where=str(folder))
     return folder.joinpath(*parts)
 

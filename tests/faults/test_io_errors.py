@@ -1,0 +1,169 @@
+"""A disk that fails for a moment, or goes read-only: exit code 5, the file is named, nothing is judged or lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from numpy_engine import NumpyEngine
+from tiny_runs import at_step, configuration, run, use_numpy_engine
+from vorox.cli import app
+from vorox.core import atomic
+from vorox.core.atomic import FileOperation
+from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+from vorox.core.lock import FileLock
+from vorox.core.run_context import recorded_config
+from vorox.experiments.artifacts import list_checkpoints
+from vorox.training.checkpointing import checkpoint_path, latest_valid, quarantine, step_directories
+from vorox.training.restoration import restore_set_aside
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    return run(configuration(tmp_path)).run_directory
+
+
+def fail_reading(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Every reading of a file of this name, or listing of a directory of it, fails."""
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            if Path(path).name == name and (not arguments or str(arguments[0]).startswith("r")):
+                raise OSError(number, os.strerror(number), str(path))
+            return original(path, *arguments, **named)
+
+        return call
+
+    for owner, function in ((Path, "open"), (Path, "read_bytes"), (os, "scandir")):
+        patch.setattr(owner, function, failing(getattr(owner, function)))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize("name", ["state.bin", "MANIFEST.json", "state.json", "step-00000012", "checkpoints"])
+def test_an_error_while_reading_ends_the_run_and_is_no_verdict(
+    name: str, number: int, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = recorded_config(finished, ["train.num_steps=16"])
+    before = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    with monkeypatch.context() as patch:
+        fail_reading(patch, name, number)
+        with pytest.raises(UnreadableCheckpointError) as failed:
+            run(longer, resume_from=finished)
+    assert failed.value.exit_code == 5
+    assert Path(failed.value.where).name == name
+    assert failed.value.hint
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == before
+    assert run(longer, resume_from=finished).progress.step == 16
+
+
+def test_verifying_tells_unreadable_from_corrupt(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        fail_reading(patch, "state.bin", errno.EIO)
+        assert {entry.state for entry in list_checkpoints(finished, verify=True)} == {"unreadable"}
+        result = CliRunner().invoke(app, ["checkpoints", "verify", str(finished)])
+        assert isinstance(result.exception, UnreadableCheckpointError)
+        assert "vorox checkpoints verify" in result.exception.hint
+    assert {entry.state for entry in list_checkpoints(finished, verify=True)} == {"valid"}
+
+
+class _Log:
+    def event(self, kind: str, message: str, **fields: object) -> None:
+        """Nothing."""
+
+
+def damage_all(directory: Path) -> dict[Path, bytes]:
+    """Every checkpoint is damaged and set aside as corrupt; what its file held before."""
+    whole: dict[Path, bytes] = {}
+    for path in step_directories(directory).values():
+        whole[path] = (path / "state.bin").read_bytes()
+        (path / "state.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError) as refused:
+        latest_valid(directory, on_corrupt=quarantine(_Log()))  # type: ignore[arg-type]
+    assert "vorox checkpoints verify" in refused.value.hint
+    assert "--restore" in refused.value.hint
+    assert step_directories(directory) == {}
+    return whole
+
+
+def test_what_was_set_aside_is_taken_back(finished: Path) -> None:
+    kept = sorted(step_directories(finished))
+    for path, content in damage_all(finished).items():
+        (path.with_name(f"{path.name}.corrupt-1") / "state.bin").write_bytes(content)
+    still_bad = checkpoint_path(finished, kept[0]).with_name(f"step-{kept[0]:08d}.corrupt-1")
+    (still_bad / "state.bin").write_bytes(b"x")
+    result = CliRunner().invoke(app, ["checkpoints", "verify", str(finished), "--restore"])
+    assert result.exit_code == 0, result.output
+    assert f"Restored step {kept[-1]}" in result.output
+    assert "stays aside" in result.output
+    assert sorted(step_directories(finished)) == kept[1:]
+    assert still_bad.is_dir()
+    longer = recorded_config(finished, ["train.num_steps=16"])
+    assert run(longer, resume_from=finished).progress.step == 16
+
+
+def test_a_state_that_the_run_left_is_not_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    path = checkpoint_path(directory, 12)
+    whole = (path / "state.bin").read_bytes()
+    (path / "state.bin").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        at_step(patch, 11, _kill)
+        with pytest.raises(_Killed):
+            run(recorded_config(directory, ["optimizer.lr=0.001", "checkpoint.every_steps=3"]), resume_from=directory)
+    aside = path.with_name(f"{path.name}.corrupt-1")
+    (aside / "state.bin").write_bytes(whole)
+    assert [(entry.step, entry.problem != "") for entry in restore_set_aside(directory)] == [(12, True)]
+    assert aside.is_dir()
+    with FileLock(directory / "LOCK"), pytest.raises(Exception, match="in use"):
+        restore_set_aside(directory)
+
+
+class _Killed(BaseException):
+    """Ends a run in the middle."""
+
+
+def _kill() -> None:
+    raise _Killed
+
+
+@pytest.mark.parametrize("kind", ["create", "write", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_no_writes_any_more(number: int, kind: str, tmp_path: Path) -> None:
+    straight = run(configuration(tmp_path / "straight"))
+    config = configuration(tmp_path / "run")
+    failing = False
+    steps: list[int] = []
+    original = NumpyEngine.train_step
+
+    def refuse(operation: FileOperation) -> None:
+        if failing and operation.kind == kind:
+            raise OSError(number, os.strerror(number), str(operation.path))
+
+    def train_step(engine: NumpyEngine, batch: Any, **named: float) -> Any:
+        nonlocal failing
+        failing = batch.step >= 6
+        steps.append(batch.step)
+        return original(engine, batch, **named)
+
+    with pytest.MonkeyPatch.context() as patch, atomic.observe(refuse):
+        patch.setattr(NumpyEngine, "train_step", train_step)
+        with pytest.raises(CheckpointError) as failed:
+            run(config)
+    assert failed.value.exit_code == 5
+    assert str(tmp_path / "run") in failed.value.where
+    assert failed.value.hint
+    assert failed.value.saved == "training state up to step 4 is safe in step-00000004"
+    assert steps[-1] <= 8 + 3, "found at the next save, not at the end"
+    assert run(config).fingerprint == straight.fingerprint
