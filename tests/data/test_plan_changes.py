@@ -22,8 +22,8 @@ from vorox.data.mixture import Mixture
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.order import permutation_key, permute
 from vorox.data.plan import Plan, segment_of
-from vorox.data.plan_changes import WantedStage, declare, take_grown
-from vorox.data.plan_events import Cut, Extension, PlanSource, PlanStart, Segment, StageEvent
+from vorox.data.plan_changes import WantedStage, declare, set_horizon, take_grown
+from vorox.data.plan_events import Cut, Extension, HorizonEvent, PlanSource, PlanStart, Segment, StageEvent
 
 Address = tuple[int, int, int, int]
 """Source, pass, first unit of the range, row in the range."""
@@ -399,13 +399,36 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     assert take_grown(plan.tables, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
 
 
-def test_an_extension_is_recorded_and_the_later_one_holds(tmp_path: Path) -> None:
+def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> None:
     start, readers = two()
+    batch = start.global_batch_sequences
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
-    plan.add([Extension(40, 10, 20)])
-    plan.add([Extension(80, 20, 25)])
-    plan.add([Extension(60, 20, 30)])  # the run fell back to position 60
-    assert Plan.open(plan.path).extensions == (Extension(40, 10, 20), Extension(60, 20, 30))
+    assert plan.horizon_at(0) is None
+    for position, total_steps, warmup_steps, is_new in [
+        (0, 10, 2, True), (0, 10, 2, False), (5, 10, 2, False), (5, 20, 2, True), (9, 20, 4, True), (12, 20, 4, False),
+        (7, 20, 2, True),  # the run fell back: what was planned later does not hold
+        (5, 10, 2, True), (6, 10, 2, False),
+    ]:  # fmt: skip
+        events = set_horizon(plan.tables, position * batch, total_steps, warmup_steps)
+        assert bool(events) == is_new, (position, total_steps)
+        plan.add(events)
+    known = [plan.horizon_at(step * batch) for step in (0, 4, 5, 99)]
+    assert known == [HorizonEvent(0, 10, 2)] * 2 + [HorizonEvent(5 * batch, 10, 2)] * 2
+    assert [Plan.open(plan.path).horizon_at(step * batch) for step in (0, 4, 5, 99)] == known
+
+
+def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    start, readers = two()
+    batch = start.global_batch_sequences
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    for position, before, total in [(4, 10, 20), (8, 20, 25), (6, 20, 30)]:
+        plan.add([Extension(position * batch, before, total)])
+    plan = Plan.open(plan.path)
+    assert [known and known.total_steps for known in map(plan.horizon_at, [0, 4 * batch, 6 * batch, 99 * batch])] == [
+        10, 20, 30, 30,
+    ]  # fmt: skip
+    plan.add(set_horizon(plan.tables, 5 * batch, 20, 3))
+    assert plan.horizon_at(99 * batch) == HorizonEvent(5 * batch, 20, 3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from vorox.core.errors import DataError
 from vorox.core.records import Batch, DataCursor, Progress, StepValues
-from vorox.training.chain import CHAIN_NAME, ReplayChain, bits, number, read_chain
+from vorox.training.chain import CHAIN_NAME, ReplayChain, bits, check_chain, number, read_chain
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 START = Progress(0, 0, CURSOR)
@@ -96,10 +96,64 @@ def test_a_changed_entry_is_named(tmp_path: Path) -> None:
 
 def test_refuses_a_chain_of_another_history(tmp_path: Path) -> None:
     progress = run(tmp_path, START, range(5))
+    assert check_chain(tmp_path, progress).damage(5) == ""
     with pytest.raises(DataError, match="at step 5"):
-        ReplayChain(tmp_path, replace(progress, chain="0" * 32))
-    with pytest.raises(DataError, match="at step 5"):
-        ReplayChain(tmp_path, replace(progress, step=6))  # a line is missing
+        check_chain(tmp_path, replace(progress, chain="0" * 32))
+
+
+def edit(change: str, lines: list[bytes]) -> bytes:
+    match change:
+        case "line 3 deleted":
+            lines = lines[:2] + lines[3:]
+        case "line 3 is garbage":
+            lines[2] = b"\xff\x00{" * 30 + b"\n"
+        case "line 3 is nested":
+            lines[2] = b"[" * 200_000 + b"\n"
+        case "a digit of the loss of step 3":
+            lines[2] = lines[2].replace(bits(1 / 3).encode(), bits(1 / 3.5).encode())
+        case "the head of step 3":
+            lines[2] = lines[2].replace(b'"chain":"', b'"chain":"0')[: -len(b'"}\n')] + b'"}\n'
+        case "the number of step 3":
+            lines[2] = lines[2].replace(b'"step":3', b'"step":3000000000000000')
+        case "cut after step 3":
+            lines = lines[:3]
+        case "cut in step 4":
+            lines = [*lines[:3], lines[3][:40]]
+        case "all of it is garbage":
+            return b"\x00" * 5_000
+        case _:
+            return b""
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "first_bad", "said"),
+    [
+        ("line 3 deleted", 3, "step 3 is not recorded"),
+        ("line 3 is garbage", 3, "step 3 is not recorded"),
+        ("line 3 is nested", 3, "step 3 is not recorded"),
+        ("a digit of the loss of step 3", 3, "step 3 is changed"),
+        ("the head of step 3", 3, "step 3 is not recorded"),
+        ("the number of step 3", 3, "step 3 is not recorded"),
+        ("cut after step 3", 4, "steps 4 to 6 are not recorded"),
+        ("cut in step 4", 4, "steps 4 to 6 are not recorded"),
+        ("all of it is garbage", 1, "steps 1 to 6 are not recorded"),
+        ("empty", 1, "steps 1 to 6 are not recorded"),
+    ],
+)
+def test_damage_is_said_and_does_not_stop_a_run(tmp_path: Path, change: str, first_bad: int, said: str) -> None:
+    progress = run(tmp_path, START, range(6))
+    path = tmp_path / CHAIN_NAME
+    path.write_bytes(edit(change, path.read_bytes().splitlines(keepends=True)))
+    found = check_chain(tmp_path, progress)
+    assert found.damage(6) == said
+    assert found.first_damage(1, 6) is not None
+    assert found.first_damage(1, 6)[0] == first_bad
+    assert found.first_damage(1, first_bad - 1) is None
+    later = run(tmp_path, progress, range(6, 9))
+    again = check_chain(tmp_path, later)
+    assert again.damage(9) == said, "the steps that follow are proven again"
+    assert again.last_step == 9
 
 
 def test_goes_on_without_the_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,39 @@ def test_last_record_agrees_with_reading_everything(tmp_path: Path) -> None:
     for step in (0, 1, 2, 6_999, 7_000, 7_001, 7_200, 7_201, 19_999):
         below = [known for known in everything if known <= step]
         assert last_record(path, step) == (everything[below[-1]] if below else None), step
+
+
+def test_a_thousand_resumes_cost_no_more_than_their_lines(tmp_path: Path) -> None:
+    """Counted in the work done, not in seconds: every step is recorded and voided a bounded number of times."""
+    path, lines = tmp_path / "history.jsonl", list[str]()
+    for attempt in range(1_000):
+        lines += [json.dumps({"resume": 50 * attempt})] if attempt else []
+        lines += [
+            json.dumps({"step": step, "note": str(attempt)}) for step in range(50 * attempt + 1, 50 * attempt + 61)
+        ]
+    path.write_text("\n".join(lines) + "\n")
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        found = read_history(path)
+    finally:
+        sys.setprofile(None)
+    assert list(found) == list(range(1, 50_011))
+    assert found[50]["note"] == "0"
+    assert found[51]["note"] == "1"
+    assert calls < 40 * len(lines)
+
+
+def test_steps_whose_marker_is_lost_are_superseded_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    steps = [1, 2, 5, 6, 3, 4]
+    path.write_text("".join(json.dumps({"step": step, "note": "a"}) + "\n" for step in steps) + '{"resume": 4}\n')
+    assert list(read_history(path)) == [1, 2, 3, 4]
 
 
 def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:

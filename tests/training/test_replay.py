@@ -338,7 +338,7 @@ def test_a_careless_change_of_the_chain_is_refused(directory: Path) -> None:
     path = directory / CHAIN_NAME
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4].replace('"loss":"4', '"loss":"3'), *lines[5:]]) + "\n")
-    with pytest.raises(DataError, match="step 5 does not follow"):
+    with pytest.raises(DataError, match="step 5 cannot be compared: it does not follow"):
         again(directory)
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig, ScheduleConfig
-from vorox.data.plan_events import Extension
-from vorox.training.schedule import Horizon, Schedule, extended, horizon
+from vorox.training.schedule import Horizon, Schedule, horizon
 
 
 def configuration(train: dict[str, object], schedule: dict[str, object] | None = None) -> RunConfig:
@@ -126,15 +125,6 @@ def test_rises_then_never_rises_again(total: int, warmup: int, name: str, final:
 def test_an_epoch_of_a_part_of_the_dataset() -> None:
     train = {"num_epochs": 2.0, "epoch_dataset_fraction": 0.8}  # 1.6 x 65 rows, 10 a step
     assert horizon(configuration(train), num_train_rows=65, full_dataset_tokens=6_500).total_steps == 11
-
-
-def test_the_length_at_each_position_of_an_extended_run() -> None:
-    begun, extensions = Horizon(10, 2, 100), [Extension(40, 10, 20), Extension(80, 20, 25)]
-    lengths = [extended(begun, extensions, position).total_steps for position in (0, 39, 40, 79, 80, 500)]
-    assert lengths == [10, 10, 20, 20, 25, 25]
-    # A checkpoint behind the extensions knows the last length only; the events know what came before.
-    assert extended(Horizon(25, 2, 100), extensions, 0).total_steps == 10
-    assert extended(begun, [], 500) == begun
 
 
 def test_a_cache_that_is_too_small_for_the_warm_up() -> None:

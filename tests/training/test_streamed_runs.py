@@ -176,10 +176,12 @@ def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path
     from vorox.core.records import DataShard
     from vorox.data.loader import first_cursor
     from vorox.training import feed
+    from vorox.training.schedule import Horizon
 
     config = configured(tmp_path, GROWTH)
     with contextlib.closing(prepare(config)) as corpus:
-        plan = feed.open_plan(tmp_path / "plan.jsonl", config, corpus, 12)
+        plan, events = feed.open_plan(tmp_path / "plan.jsonl", config, corpus, Horizon(12, 3, 64))
+        plan.add(events)
         cursor = first_cursor(plan, config.run.seed)
         with feed.training_batches(config, corpus, plan, DataShard(), cursor, total_steps=12) as batches:
             expected = np.concatenate([next(batches).tokens_ABT.reshape(-1, 16) for _ in range(12)])

@@ -19,17 +19,8 @@ from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import Stage
 from vorox.data.plan_changes import folded, used_up, without_exhausted
-from vorox.data.plan_events import (
-    Extension,
-    PlanSource,
-    PlanStart,
-    Segment,
-    UnitRange,
-    combined_digest,
-    decode_event,
-    decode_start,
-    encode_start,
-)
+from vorox.data.plan_events import HorizonEvent, PlanSource, PlanStart, Segment, UnitRange, combined_digest
+from vorox.data.plan_format import decode_event, decode_start, encode_start
 from vorox.data.plan_tables import Addresses, Event, PlanTables, Positions
 from vorox.data.records import RowReader
 
@@ -114,10 +105,12 @@ class Plan:
         """The mixtures in force, by position."""
         return self._tables.stages
 
-    @property
-    def extensions(self) -> tuple[Extension, ...]:
-        """How the length of the run was changed on the way."""
-        return self._tables.extensions
+    def horizon_at(self, position: int) -> HorizonEvent | None:
+        """The length of the run that its schedule knew at a position; ``None`` where an earlier version began it."""
+        return max(
+            (known for known in self._tables.horizons if known.start_position <= position),
+            key=lambda known: known.start_position, default=None,
+        )  # fmt: skip
 
     @property
     def digest(self) -> str:
@@ -236,8 +229,18 @@ class Plan:
         Raises:
             DataError: A source has no rows, or is used up and its policy is ``error``. Nothing is written then.
         """
+        events = self.covering_events(self._tables, position, readers)
+        self.add(events)
+        return events
+
+    def covering_events(self, tables: PlanTables, position: int, readers: Readers) -> list[Event]:
+        """Return what ``extend_to`` adds to a state of this plan; nothing is written.
+
+        Raises:
+            DataError: A source has no rows, or is used up and its policy is ``error``.
+        """
         batch = self.start.global_batch_sequences
-        target, events, tables = -(-position // batch) * batch, list[Event](), self._tables
+        target, events = -(-position // batch) * batch, list[Event]()
         while True:
             needed = tables.mixture.counts(target)
             added: list[Event] = [
@@ -248,11 +251,9 @@ class Plan:
             if not added and tables.num_positions < target:
                 added = without_exhausted(tables, str(self.path))
             if not added:
-                break
+                return events
             events += added
             tables = folded(tables, added)
-        self.add(events)
-        return events
 
     def _next_segment(
         self, tables: PlanTables, source_index: int, reader: RowReader | None, num_draws: int

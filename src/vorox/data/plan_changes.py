@@ -14,7 +14,7 @@ import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import Stage
-from vorox.data.plan_events import Cut, PlanSource, Segment, StageEvent
+from vorox.data.plan_events import Cut, HorizonEvent, PlanSource, Segment, StageEvent
 from vorox.data.plan_tables import Event, PlanTables
 from vorox.data.records import RowReader
 
@@ -69,6 +69,14 @@ def declare(
         for number, stage in enumerate(asked)
     ]  # fmt: skip
     return [*events, *stages]
+
+
+def set_horizon(tables: PlanTables, position: int, total_steps: int, warmup_steps: int) -> list[Event]:
+    """The event that makes a length the run's from a position on; none if it is that already."""
+    wanted = HorizonEvent(position, total_steps, warmup_steps)
+    before = [known for known in tables.horizons if known.start_position <= position]
+    is_known = before and len(before) == len(tables.horizons) and replace(before[-1], start_position=position) == wanted
+    return [] if is_known else [wanted]
 
 
 def _stage(tables: PlanTables, wanted: WantedStage) -> Stage:

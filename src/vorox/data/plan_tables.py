@@ -20,11 +20,13 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import DataError
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.order import permutation_key, permute, unpermute
-from vorox.data.plan_events import Cut, Extension, PlanSource, PlanStart, Segment, StageEvent, encode_event
+from vorox.data.plan_events import Cut, Extension, HorizonEvent, PlanSource, PlanStart, Segment, StageEvent
+from vorox.data.plan_format import Event, encode_event
 from vorox.data.records import RowReader
 
 Positions = npt.NDArray[np.int64]
-Event = Segment | PlanSource | StageEvent | Cut | Extension
+
+__all__ = ["Addresses", "Event", "PlanTables", "Positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class PlanTables:
         declared: Stages as the configuration asked for them.
         stages: Stages in force: as declared, without sources that are used up.
         segments: Segments of each source, in draw order.
-        extensions: Changes of the run's length, ascending.
+        horizons: Lengths of the run that its schedule knew, by position.
         digests: Head of the hash chain after each event.
         covered: Positions covered after each event.
         decided: Position from which each event decides something besides what it covers, or ``NEVER``.
@@ -65,7 +67,7 @@ class PlanTables:
     declared: tuple[Stage, ...]
     stages: tuple[Stage, ...]
     segments: tuple[tuple[Segment, ...], ...]
-    extensions: tuple[Extension, ...]
+    horizons: tuple[HorizonEvent, ...]
     digests: tuple[str, ...]
     covered: tuple[int, ...]
     decided: tuple[int, ...]
@@ -94,9 +96,11 @@ class PlanTables:
                 tables, decided = self._with_stage(event, where), event.start_position
             case Cut():
                 tables = self._with_cut(event, where)
-            case Extension():
-                kept = [known for known in self.extensions if known.start_position < event.start_position]
-                tables, decided = replace(self, extensions=(*kept, event)), event.start_position
+            case HorizonEvent():
+                tables, decided = self._with_horizon(event, where), event.start_position
+            case Extension(position, before, total):
+                first = self if self.horizons else self._with_horizon(HorizonEvent(0, before, None), where)
+                tables, decided = first._with_horizon(HorizonEvent(position, total, None), where), position
         digest = hashlib.sha256(self.digests[-1].encode() + canonical_json(written)).hexdigest()
         return replace(
             tables,
@@ -254,6 +258,12 @@ class PlanTables:
 
         declared = self.declared if event.reason == "exhausted" else replaced(self.declared)
         return replace(self, declared=declared, stages=replaced(self.stages))
+
+    def _with_horizon(self, event: HorizonEvent, where: str) -> PlanTables:
+        if event.start_position % self._batch:
+            raise DataError("the horizon begins within a step", where=where)
+        kept = [known for known in self.horizons if known.start_position < event.start_position]
+        return replace(self, horizons=(*kept, event))
 
     def _with_cut(self, cut: Cut, where: str) -> PlanTables:
         if cut.source not in self.names:

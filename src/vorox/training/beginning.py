@@ -7,11 +7,12 @@ engine there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vorox.core.config import differences
+from vorox.core.config import Difference, differences
+from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext, recorded_config
@@ -20,11 +21,10 @@ from vorox.core.staged_directory import read_manifest
 from vorox.data.dataset import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_events import Extension
+from vorox.data.plan_format import Event
 from vorox.training import feed, resume
-from vorox.training.chain import CHAIN_NAME
+from vorox.training.chain import abandon_steps, check_chain, examine_chain
 from vorox.training.checkpointing import Checkpoint, RunState
-from vorox.training.history import read_history
 from vorox.training.schedule import Horizon, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
@@ -54,8 +54,7 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     changes = resume.check_config(recorded, config)
     found = resume.choose(directory, log, checkpoint)
     setting.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
-    state = None
-    length, position = _length(setting), 0
+    state, length, position = None, _length(setting), 0
     if found is not None:
         state = resume.restore(setting.engine, found, spec=setting.spec.to_json(), log=log)
         position = state.progress.cursor.position
@@ -63,37 +62,66 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
             resume.check_plan(Plan.open(run.plan_path), state.progress.cursor)
         if not _has_other_length(directory, config, state.progress.step):
             length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
-    plan = feed.open_plan(
-        run.plan_path, config, corpus, length.total_steps, position=position, reached=_reached(directory, config),
-        mixture_changed=state is None or resume.mixture_changed(recorded, config), tell=tell_plan(log),
-    )  # fmt: skip
-    _record_length(plan, position, state, length)
+        _check_length(directory, length, state.progress.step)
+    reached = _reached(directory, state, log) * config.train.global_batch_sequences
+    plan, events = feed.open_plan(
+        run.plan_path, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
+    )
     if state is None:
         started = start_from_weights(config, setting.spec, setting.engine)
         if started is not None:
             run.note(**started)
             log.event("started_from", f"Weights of {started['from_weights']}", **started)
-        state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     else:
         resume.check_plan(plan, state.progress.cursor)
         log.event("resumed", f"Resuming after step {state.progress.step:,}", step=state.progress.step)
-    cached = length.cache_warning(num_cached_rows(corpus), config.train.global_batch_sequences)
-    for warning in filter(None, (length.warning, cached)):
-        log.event("long_warmup", warning, level="warning")
-    for note in corpus.notes:
-        log.event(f"source_{note.kind}", note.text, level="warning")
-    if corpus.notes:
-        run.note(sources=[note.text for note in corpus.notes])
-    if changes:
-        listed = "; ".join(map(str, changes))
-        log.event("config_changed", f"The configuration differs from the recorded one: {listed}", level="warning")
-    resume.abandon_after(directory, state.progress.step, log)
-    resume.record_config_change(directory, recorded, config, state.progress.step)
-    if changes:
-        run.record_config()
+    if state is None or not _is_finished(state, length):
+        _commit(setting, run, plan, events, 0 if state is None else state.progress.step, recorded)
+    elif changes:
+        text = f"The run is finished: nothing is trained, and {_listed(changes)} is not recorded"
+        log.event("config_kept", text, level="warning")
+    _tell_notes(setting, run, length)
+    if state is None:
+        state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     state = replace(state, horizon=length)
     setting.distributed.broadcast(_STATE, state.to_json())
     return state, plan
+
+
+def _commit(
+    setting: Setting, run: RunContext, plan: Plan, events: Sequence[Event], step: int, recorded: RunConfig
+) -> None:
+    """Write down what this attempt changes about the run, once nothing can refuse it any more.
+
+    What is recorded of later steps goes first, so that no kill leaves it beside a plan that it was not done under.
+    """
+    config, log = setting.config, setting.log
+    resume.abandon_after(run.directory, step, log)
+    abandon_steps(run.directory, step)
+    plan.add(events)
+    feed.tell_events(events, tell_plan(log))
+    resume.record_config_change(run.directory, recorded, config, step)
+    changes = differences(recorded, config)
+    if changes:
+        text = f"The configuration differs from the recorded one: {_listed(changes)}"
+        log.event("config_changed", text, level="warning")
+        run.record_config()
+
+
+def _tell_notes(setting: Setting, run: RunContext, length: Horizon) -> None:
+    """What a person should know of the length and the sources before the first step."""
+    cached = length.cache_warning(num_cached_rows(setting.corpus), setting.config.train.global_batch_sequences)
+    for warning in filter(None, (length.warning, cached)):
+        setting.log.event("long_warmup", warning, level="warning")
+    notes = setting.corpus.notes
+    for note in notes:
+        setting.log.event(f"source_{note.kind}", note.text, level="warning")
+    if notes:
+        run.note(sources=[note.text for note in notes])
+
+
+def _listed(changes: Sequence[Difference]) -> str:
+    return "; ".join(map(str, changes))
 
 
 def join(setting: Setting, run: RunContext) -> tuple[RunState, Plan]:
@@ -149,18 +177,40 @@ def _as_begun(setting: Setting, begun: Horizon, now: Horizon) -> Horizon:
     return replace(begun, total_steps=now.total_steps) if follows else begun
 
 
-def _record_length(plan: Plan, position: int, state: RunState | None, length: Horizon) -> None:
-    """Record in the plan that the length changed on the way, so that a replay knows every step's learning rate."""
-    before = None if state is None else state.horizon.total_steps
-    last = plan.extensions[-1].total_steps if plan.extensions else before
-    if before is not None and length.total_steps not in (before, last):
-        plan.add([Extension(position, before, length.total_steps)])
+def _check_length(directory: Path, length: Horizon, step: int) -> None:
+    """Refuse a length that the run has passed already."""
+    if length.total_steps < step:
+        raise ConfigError(
+            f"the run has done {step:,} steps, and the configuration asks for {length.total_steps:,}",
+            where="train.num_steps",
+            hint=f"give at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or go on "
+            f"from an earlier checkpoint (vorox checkpoints list {directory.name})",
+        )
 
 
-def _reached(directory: Path, config: RunConfig) -> int:
-    """The furthest position that is recorded to have been trained on."""
-    step = max(read_history(directory / CHAIN_NAME), default=0)
-    return step * config.train.global_batch_sequences
+def _is_finished(state: RunState, length: Horizon) -> bool:
+    """Whether the run has done all its steps, and is asked for no others."""
+    return state.progress.step >= length.total_steps == state.horizon.total_steps
+
+
+def _reached(directory: Path, state: RunState | None, log: RunLog) -> int:
+    """The furthest step that is recorded; steps up to the checkpoint whose record is lost are said.
+
+    Raises:
+        DataError: The chain is of another history than the checkpoint.
+    """
+    if state is None:
+        return examine_chain(directory).last_step
+    chain = check_chain(directory, state.progress)
+    damage = chain.damage(state.progress.step)
+    if damage:
+        log.event(
+            "chain_damaged",
+            f"{chain.path.name} is damaged: {damage}. The run goes on; a replay cannot verify these steps any more "
+            "unless the file is restored from a copy",
+            level="warning",
+        )
+    return chain.last_step
 
 
 def tell_plan(log: RunLog) -> Callable[[str, str], None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json
-from vorox.core.errors import DataError
+from vorox.core.errors import CheckpointError, DataError
 from vorox.core.records import Progress, StepValues
-from vorox.training.history import StepHistory, last_record, read_history
+from vorox.training.history import StepHistory, read_history
 
 CHAIN_NAME = "chain.jsonl"
 _NOT_A_NUMBER = "7ff8000000000000"
+_HEX = re.compile("[0-9a-f]+")
+_LENGTHS = {"batch": 32, "loss": 16, "grad_norm": 16, "chain": 32}
+"""Digits of the fields of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +67,12 @@ class ReplayChain:
 
     Args:
         run_directory: Where ``chain.jsonl`` is.
-        progress: The state that the process starts from.
+        progress: The state that the process starts from; ``check_chain`` has compared it with the file.
         writes: Off in all processes of a run but one: they keep the head alone.
-
-    Raises:
-        DataError: The file's head at this step is not the one that the checkpoint recorded.
     """
 
     def __init__(self, run_directory: Path, progress: Progress, *, writes: bool = True) -> None:
         path = run_directory / CHAIN_NAME
-        last = last_record(path, progress.step) if progress.step else None
-        if last is not None and (last["step"], last["chain"]) != (progress.step, progress.chain):
-            raise DataError(
-                f"the chain says {last['chain']} at step {last['step']:,}, "
-                f"the checkpoint {progress.chain} at step {progress.step:,}",
-                where=str(path),
-                hint="restore the file from a copy, or move it away: the run goes on, earlier steps cannot be replayed",
-            )
         self._history = StepHistory(path if writes else None, progress.step)
         self.head = progress.chain
 
@@ -94,32 +87,141 @@ class ReplayChain:
         self._history.flush()
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedChain:
+    """What ``chain.jsonl`` holds, checked link by link.
+
+    Attributes:
+        path: The file.
+        entries: The readable entry of every step that is in force, in step order.
+        missing: Steps without one, up to the last step that should have one.
+        changed: Steps whose entry does not follow from the one before it.
+    """
+
+    path: Path
+    entries: Mapping[int, ChainEntry]
+    missing: tuple[range, ...]
+    changed: tuple[int, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that follows a recorded one; a damaged line may claim any number."""
+        following = (step for step in self.entries if step == 1 or step - 1 in self.entries)
+        return max(following, default=max(self.entries, default=0))
+
+    def first_damage(self, first_step: int, last_step: int) -> tuple[int, str] | None:
+        """The first of some steps that cannot be verified, and why."""
+        asked = range(first_step, last_step + 1)
+        found = [(max(gap.start, first_step), "is not recorded") for gap in self.missing if _overlaps(gap, asked)]
+        found += [(step, "does not follow from the one before") for step in self.changed if step in asked]
+        return min(found, default=None)
+
+    def damage(self, last_step: int) -> str:
+        """What is lost of the steps up to ``last_step``, for people; empty if nothing is."""
+        gaps = [range(gap.start, min(gap.stop, last_step + 1)) for gap in self.missing if gap.start <= last_step]
+        lost = [f"{_words(gap)} not recorded" for gap in gaps]
+        lost += [f"step {step:,} is changed" for step in self.changed if step <= last_step]
+        return "; ".join(lost)
+
+
+def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
+    """Read the chain of a run, whatever state it is in.
+
+    Args:
+        run_directory: The run.
+        last_step: The step that it should reach at least.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    path = run_directory / CHAIN_NAME
+    try:
+        records = read_history(path, skip_damaged=True)
+    except OSError as error:
+        raise DataError(f"the chain cannot be read: {error.strerror}", where=str(path)) from error
+    entries = {step: entry for step, record in records.items() if (entry := _entry(record)) is not None}
+    missing: list[range] = []
+    changed: list[int] = []
+    before, head = 0, ""
+    for step, entry in entries.items():
+        if step > before + 1:
+            missing.append(range(before + 1, step))
+            head = None
+        elif head is not None and link(head, step, entry.batch, entry.loss, entry.grad_norm) != entry.chain:
+            changed.append(step)
+        before, head = step, None if changed[-1:] == [step] else entry.chain  # nothing follows from a changed entry
+    if last_step > before:
+        missing.append(range(before + 1, last_step + 1))
+    return RecordedChain(path, entries, tuple(missing), tuple(changed))
+
+
+def check_chain(run_directory: Path, progress: Progress) -> RecordedChain:
+    """Compare the chain on disk with the head that a checkpoint recorded.
+
+    Damage does not stop a run, because the checkpoint has its own head: ``RecordedChain.damage`` says what it costs.
+
+    Raises:
+        DataError: The file is intact and of another history.
+    """
+    found = examine_chain(run_directory, progress.step)
+    entry = found.entries.get(progress.step)
+    if entry is not None and entry.chain != progress.chain and progress.step not in found.changed:
+        raise DataError(
+            f"the chain says {entry.chain} at step {progress.step:,}, the checkpoint {progress.chain}",
+            where=str(found.path),
+            hint="restore the file from a copy, or move it away: the run goes on, earlier steps cannot be replayed",
+        )
+    return found
+
+
+def abandon_steps(run_directory: Path, after_step: int) -> None:
+    """Void, durably, what is recorded of the steps after a state: the run goes on from there another way.
+
+    Raises:
+        CheckpointError: The disk is full or gone.
+    """
+    history = StepHistory(run_directory / CHAIN_NAME, after_step)
+    try:
+        history.flush()
+    except OSError as error:
+        raise CheckpointError(
+            f"the chain cannot be written: {error.strerror}", where=str(run_directory / CHAIN_NAME),
+            hint="free some space, or repair the disk, and run the same command again",
+        ) from error  # fmt: skip
+
+
 def read_chain(run_directory: Path) -> Mapping[int, ChainEntry]:
-    """The valid entry of every recorded step, each checked against the one before it.
+    """Return the entry of every recorded step, each checked against the one before it.
 
     Raises:
         DataError: There is no chain, or an entry does not follow from the one before.
     """
-    path = run_directory / CHAIN_NAME
-    entries: dict[int, ChainEntry] = {}
-    for step, record in read_history(path).items():
-        entry = _entry(record, path)
-        before = entries.get(step - 1)
-        previous = "" if step == 1 else None if before is None else before.chain
-        if previous is not None and link(previous, step, entry.batch, entry.loss, entry.grad_norm) != entry.chain:
-            raise DataError(
-                f"the entry of step {step:,} does not follow from the one before",
-                where=str(path),
-                hint="the file was changed; restore it from a copy",
-            )
-        entries[step] = entry
-    if not entries:
-        raise DataError("no step is recorded", where=str(path), hint="train the run first")
-    return entries
+    found = examine_chain(run_directory)
+    if found.changed:
+        raise DataError(
+            f"the entry of step {found.changed[0]:,} does not follow from the one before",
+            where=str(found.path),
+            hint="the file was changed; restore it from a copy",
+        )
+    if not found.entries:
+        raise DataError("no step is recorded", where=str(found.path), hint="train the run first")
+    return found.entries
 
 
-def _entry(record: Mapping[str, Any], path: Path) -> ChainEntry:
-    try:
-        return ChainEntry(**record)
-    except TypeError as error:
-        raise DataError(f"step {record['step']:,} is not a chain entry", where=str(path)) from error
+def _overlaps(first: range, second: range) -> bool:
+    return first.start < second.stop and second.start < first.stop
+
+
+def _words(steps: range) -> str:
+    last = steps.stop - 1
+    return f"step {last:,} is" if len(steps) == 1 else f"steps {steps.start:,} to {last:,} are"
+
+
+def _entry(record: Mapping[str, Any]) -> ChainEntry | None:
+    if set(record) != {"step", *_LENGTHS}:
+        return None
+    for name, length in _LENGTHS.items():
+        value = record[name]
+        if not isinstance(value, str) or len(value) != length or not _HEX.fullmatch(value):
+            return None
+    return ChainEntry(**record)

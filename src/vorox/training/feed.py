@@ -25,9 +25,10 @@ from vorox.data.growth import PlanGrower, Tell, await_planned
 from vorox.data.loader import BatchStream, open_batches, validation_batches
 from vorox.data.parts import PartReader, SourceReader, measure_parts, readers_of
 from vorox.data.plan import Plan
-from vorox.data.plan_changes import WantedStage, declare, take_grown
-from vorox.data.plan_events import GrowthRule, Part, PlanSource, PlanStart, StageEvent
-from vorox.data.plan_tables import Event
+from vorox.data.plan_changes import WantedStage, declare, folded, set_horizon, take_grown
+from vorox.data.plan_events import Cut, GrowthRule, Part, PlanSource, PlanStart, StageEvent
+from vorox.data.plan_format import Event
+from vorox.training.schedule import Horizon
 
 
 def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
@@ -112,26 +113,25 @@ def open_plan(
     path: Path,
     config: RunConfig,
     corpus: Corpus,
-    total_steps: int,
+    length: Horizon,
     *,
     position: int = 0,
     reached: int = 0,
-    mixture_changed: bool = True,
     tell: Tell | None = None,
-) -> Plan:
-    """The plan of a run, begun or continued, with the mixture that the configuration asks for.
-
-    Over complete caches it covers ``total_steps`` on return; growing ones are covered as the run comes to them.
+) -> tuple[Plan, list[Event]]:
+    """Open the plan of a run, and compare all that it records with what the configuration asks for.
 
     Args:
-        path: Its file.
+        path: Its file, begun if there is none.
         config: The run.
         corpus: Its caches.
-        total_steps: Length of the run.
+        length: Length of the run. Complete caches are covered so far; growing ones as the run comes to them.
         position: Where the run stands.
         reached: The furthest position that any attempt has trained on: what was planned up to there stays.
-        mixture_changed: Whether the configuration may say another mixture than the plan; if not, it is not asked.
-        tell: Told of every change.
+        tell: Told while units that the run has read are built again.
+
+    Returns:
+        The plan, and the events that it lacks: nothing of a plan that was begun has changed before they are added.
 
     Raises:
         ConfigError: The run was begun with other settings.
@@ -149,29 +149,26 @@ def open_plan(
             elif isinstance(reader, PartReader):
                 caches[reader.part.of] = reader.base
     plan = Plan.open_or_create(path, start, readers_of(start.sources, caches))
-    tell = tell or _silent
-    if mixture_changed or recorded is None or recorded.num_events == 1:
-        events = declare(plan.tables, start.sources, wanted_stages(config, start), position)
-        plan.add(events)
-        _tell_stages(events, tell)
+    events = declare(plan.tables, start.sources, wanted_stages(config, start), position)
+    events += set_horizon(folded(plan.tables, events), position, length.total_steps, length.warmup_steps)
     if plan.start.growth is None:
-        readers = plan_readers(plan, corpus)
-        cuts = take_grown(plan.tables, readers, max(position, reached)) if position or reached else []
-        plan.add(cuts)
-        for cut in cuts:
-            tell("cache_grown", f"Source {cut.source!r} has grown: pass {cut.epoch + 1:,} and later ones take it up")
-        _tell_stages(plan.extend_to(total_steps * config.train.global_batch_sequences, readers), tell)
-    return plan
+        tables = folded(plan.tables, events)
+        readers = readers_of(tables.sources, caches)
+        cuts = take_grown(tables, readers, max(position, reached)) if position or reached else []
+        events += cuts
+        end = length.total_steps * config.train.global_batch_sequences
+        events += plan.covering_events(folded(tables, cuts), end, readers)
+    return plan, events
 
 
-def _tell_stages(events: Sequence[Event], tell: Tell) -> None:
-    for event in events:
+def tell_events(events: Sequence[Event], tell: Tell) -> None:
+    """Tell people what some events of a plan change."""
+    for before, event in zip([None, *events], events, strict=False):
+        if isinstance(event, Cut) and not isinstance(before, PlanSource):  # after one it follows from a new limit
+            text = f"Source {event.source!r} has grown: pass {event.epoch + 1:,} and later ones take it up"
+            tell("cache_grown", text)
         for text in event.says if isinstance(event, StageEvent) else ():
             tell("mixture", text)
-
-
-def _silent(kind: str, text: str) -> None:
-    del kind, text
 
 
 def _never() -> bool:

@@ -9,6 +9,7 @@ Lines are buffered; ``flush`` makes them durable and goes before the checkpoint 
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,27 +60,35 @@ class StepHistory:
         self._buffer.clear()
 
 
-def read_history(path: Path) -> dict[int, dict[str, Any]]:
-    """The valid record of every step, in step order.
+def read_history(path: Path, *, skip_damaged: bool = False) -> dict[int, dict[str, Any]]:
+    """Return the valid record of every step, in step order. Takes time in proportion to the file.
+
+    Args:
+        path: The file; none is no records.
+        skip_damaged: Leave out damaged lines instead of refusing them.
 
     Raises:
         DataError: A line that counts is not a record.
     """
     records: dict[int, dict[str, Any]] = {}
+    steps: list[int] = []  # of the records, ascending
     last_step, damaged_line = 0, 0
     for number, line in enumerate(_complete_lines(path), start=1):
         value = _parse(line)
         if value is None:
-            damaged_line = damaged_line or number
+            damaged_line = 0 if skip_damaged else damaged_line or number
         elif "resume" in value:
-            records = {step: record for step, record in records.items() if step <= value["resume"]}
+            while steps and steps[-1] > value["resume"]:
+                del records[steps.pop()]
             damaged_line = 0 if value["resume"] <= last_step else damaged_line
         elif not damaged_line:
-            records[value["step"]] = value
             last_step = value["step"]
+            if last_step not in records:
+                bisect.insort(steps, last_step)  # at the end, unless lines are missing
+            records[last_step] = value
     if damaged_line:
         raise DataError("a line is damaged", where=f"{path}:{damaged_line}", hint="restore the file from a copy")
-    return dict(sorted(records.items()))
+    return {step: records[step] for step in steps}
 
 
 def last_record(path: Path, at_or_before: int) -> dict[str, Any] | None:
@@ -101,7 +110,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         value = json.loads(line)
         key = "resume" if "resume" in value else "step"
         return value if type(value[key]) is int else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

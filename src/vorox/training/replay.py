@@ -8,9 +8,10 @@ or from the initial weights. States are counted by finished steps: from state A 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_events import encode_start
+from vorox.data.plan_format import encode_start
 from vorox.training import feed, resume
 from vorox.training.agreement import batch_digest
-from vorox.training.chain import CHAIN_NAME, ChainEntry, number, read_chain
-from vorox.training.checkpointing import Checkpoint, RunState, latest_valid, read_state, step_directories
-from vorox.training.schedule import Horizon, Schedule, extended, horizon
+from vorox.training.chain import CHAIN_NAME, ChainEntry, RecordedChain, examine_chain, number
+from vorox.training.checkpointing import Checkpoint, latest_valid, read_state, step_directories
+from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
 
@@ -109,12 +110,11 @@ def replay(
         CheckpointError: No checkpoint to start from is valid, or it is not of this run's plan.
         DataError: A cache, the plan or the chain is not what the run recorded.
     """
-    recorded = read_chain(run_directory)
-    last_step = max(recorded) if last_step is None else last_step
+    recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
     config, changed_at = resume.config_in_force(run_directory, first_step)
-    _check_range(recorded, first_step, last_step, changed_at, run_directory)
+    last_step = _check_range(recorded, first_step, last_step, changed_at, run_directory)
     checkpoint = latest_valid(run_directory, at_or_before=first_step)
-    _check_start(0 if checkpoint is None else checkpoint.step, first_step, run_directory)
+    _check_start(recorded, 0 if checkpoint is None else checkpoint.step, first_step, last_step, run_directory)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
@@ -126,8 +126,8 @@ def replay(
         tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch,
     ):
         plan = _copy_of_plan(run_directory, Path(scratch), setting)
-        state = _start(run_directory, setting, plan, checkpoint)
-        return _compare(run_directory, setting, plan, state, last_step, recorded, on_step or _silent)
+        progress = _start(setting, plan, checkpoint)
+        return _compare(run_directory, setting, plan, progress, last_step, recorded, on_step or _silent)
 
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
@@ -137,15 +137,18 @@ def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _check_range(
-    recorded: Mapping[int, ChainEntry], first_step: int, last_step: int, changed_at: int | None, run_directory: Path
-) -> None:
-    where = str(run_directory / CHAIN_NAME)
-    if not 0 <= first_step < last_step <= max(recorded):
+    recorded: RecordedChain, first_step: int, last_step: int | None, changed_at: int | None, run_directory: Path
+) -> int:
+    """The last step of a range that can be asked for."""
+    known = max([*recorded.entries, *(gap[-1] for gap in recorded.missing)], default=0)
+    last_step = known if last_step is None else last_step
+    if not known:
+        raise DataError("no step is recorded", where=str(recorded.path), hint="train the run first")
+    if not 0 <= first_step < last_step <= known:
         raise ConfigError(
-            f"the states {first_step:,} to {last_step:,} are no range of this run, which recorded {max(recorded):,} "
-            "steps",
-            where=where,
-            hint=f"from 0 to {max(recorded):,} would be all of it",
+            f"the states {first_step:,} to {last_step:,} are no range of this run, which recorded {known:,} steps",
+            where=str(recorded.path),
+            hint=f"from 0 to {known:,} would be all of it",
         )
     if changed_at is not None and changed_at < last_step:
         raise ConfigError(
@@ -154,18 +157,31 @@ def _check_range(
             where=str(run_directory / "configs"),
             hint=f"replay to {changed_at:,}, then from there",
         )
+    return last_step
 
 
-def _check_start(start: int, first_step: int, run_directory: Path) -> None:
-    """The steps on the way to the state asked for are done again too, under one configuration."""
+def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
+    """The steps on the way to the state asked for are done again too, under one configuration; all must be recorded."""
+    kept = list(step_directories(run_directory))
     _, changed_at = resume.config_in_force(run_directory, start)
     if changed_at is not None and changed_at <= first_step:
-        kept = ", ".join(map(str, step_directories(run_directory)))
         raise ConfigError(
             f"the newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this "
             f"run was changed at step {changed_at:,} in between",
             where=str(run_directory / "configs"),
-            hint=f"replay from a state whose checkpoint is kept: {kept}",
+            hint=f"replay from a state whose checkpoint is kept: {', '.join(map(str, kept))}",
+        )
+    damage = recorded.first_damage(start + 1, last_step)
+    if damage is not None:
+        step, what = damage
+        beyond = [
+            state for state in kept if step <= state < last_step and not recorded.first_damage(state + 1, last_step)
+        ]
+        others = [f"--from {start} --to {step - 1}"] * (step > start + 1) + [f"--from {state}" for state in beyond[:1]]
+        raise DataError(
+            f"step {step:,} cannot be compared: it {what}",
+            where=str(recorded.path),
+            hint="restore the file from a copy" + "".join(f", or replay with {words}" for words in others),
         )
 
 
@@ -188,26 +204,49 @@ def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
     return plan
 
 
-def _start(run_directory: Path, setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> RunState:
+def _start(setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> Progress:
     """The state to start from, with the engine in it."""
-    length = _recorded_horizon(run_directory, setting)
     if checkpoint is None:
         start_from_weights(setting.config, setting.spec, setting.engine)
-        return RunState(Progress(0, 0, first_cursor(plan, setting.config.run.seed)), length)
+        return Progress(0, 0, first_cursor(plan, setting.config.run.seed))
     resume.load(setting.engine, checkpoint, setting.spec.to_json())
-    state = read_state(checkpoint.path)
-    resume.check_plan(plan, state.progress.cursor)
-    return replace(state, horizon=length)
+    progress = read_state(checkpoint.path).progress
+    resume.check_plan(plan, progress.cursor)
+    return progress
 
 
-def _recorded_horizon(run_directory: Path, setting: Setting) -> Horizon:
-    """The length that the run had under this configuration; without a checkpoint, what it comes to today."""
-    digest = config_digest(setting.config)
-    for metadata in _manifests(run_directory).values():
-        if metadata["config_digest"] == digest:
-            return Horizon.from_json(metadata["horizon"])
-    size = feed.dataset_size(setting.config, setting.corpus)
-    return horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
+def _schedules(run_directory: Path, setting: Setting, plan: Plan) -> Callable[[int], Schedule]:
+    """The schedule of every step (from 1), under the length of the run that is recorded for it.
+
+    Plans of earlier versions lack the warm-up, or all of it: what a checkpoint of the same configuration says is taken.
+    """
+    config = setting.config
+
+    @functools.cache
+    def unrecorded() -> Horizon:
+        digest = config_digest(config)
+        for metadata in _manifests(run_directory).values():
+            if metadata["config_digest"] == digest:
+                return Horizon.from_json(metadata["horizon"])
+        if config.train.num_epochs is not None or config.schedule.warmup_fraction is not None:
+            raise DataError(
+                "the length of the run is not recorded for these steps, and the caches may have grown since",
+                where=str(plan.path),
+                hint="an earlier version trained them; replay from a state whose checkpoint is kept "
+                f"(vorox checkpoints list {run_directory.name})",
+            )
+        return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither counts here
+
+    def schedule_of(step: int) -> Schedule:
+        known = plan.horizon_at((step - 1) * config.train.global_batch_sequences)
+        if known is None:
+            return Schedule.of(config.schedule, config.optimizer, unrecorded())
+        warmup_steps = unrecorded().warmup_steps if known.warmup_steps is None else known.warmup_steps
+        tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
+        length = Horizon(known.total_steps, warmup_steps, tokens_per_step)
+        return Schedule.of(config.schedule, config.optimizer, length)
+
+    return schedule_of
 
 
 def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
@@ -223,26 +262,22 @@ def _compare(
     run_directory: Path,
     setting: Setting,
     plan: Plan,
-    state: RunState,
+    progress: Progress,
     last_step: int,
-    recorded: Mapping[int, ChainEntry],
+    chain: RecordedChain,
     on_step: OnStep,
 ) -> ReplayReport:
-    config, engine, progress = setting.config, setting.engine, state.progress
-    manifests, start = _manifests(run_directory), progress.step
+    config, engine, recorded = setting.config, setting.engine, chain.entries
+    manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, setting, plan)
     environments = [metadata["environment"] for metadata in manifests.values()]
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
     head, num_states = progress.chain, 0
-    if start and recorded[start].chain != head:
+    if start in recorded and start not in chain.changed and recorded[start].chain != head:
         raise DataError(
             f"the chain says {recorded[start].chain} at step {start:,}, the checkpoint {head}",
             where=str(run_directory / CHAIN_NAME),
             hint="one of the two was changed; restore it from a copy",
         )
-
-    def schedule_of(step: int) -> Schedule:
-        position = (step - 1) * config.train.global_batch_sequences
-        return Schedule.of(config.schedule, config.optimizer, extended(state.horizon, plan.extensions, position))
 
     def report(step: int, difference: ReplayDifference | None) -> ReplayReport:
         exact = step - start - (difference is not None)

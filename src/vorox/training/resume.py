@@ -70,11 +70,6 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
     return found
 
 
-def mixture_changed(recorded: RunConfig, current: RunConfig) -> bool:
-    """Whether two configurations draw from their sources differently, or from different ones."""
-    return any(_within(entry.key, RECORDED) for entry in differences(recorded, current))
-
-
 def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Difference]:
     """What differs in sources of one name besides their place in the mixture: it would be other text."""
     before = {source.name: source for source in recorded.data.sources}

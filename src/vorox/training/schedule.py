@@ -8,14 +8,13 @@ recorded in every checkpoint, so that a cache that grows cannot bend the learnin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
-from vorox.data.plan_events import Extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +100,6 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
         )
     warmup_steps = _warmup_steps(config.schedule, tokens_per_step, full_dataset_tokens)
     return Horizon(max(1, *given.values()), warmup_steps, tokens_per_step)
-
-
-def extended(length: Horizon, extensions: Sequence[Extension], position: int) -> Horizon:
-    """The length of a run as its schedule knew it at a position, given how the plan says that it was extended."""
-    before = [entry for entry in extensions if entry.start_position <= position]
-    if before:
-        return replace(length, total_steps=before[-1].total_steps)
-    return replace(length, total_steps=extensions[0].before_steps) if extensions else length
 
 
 def _warmup_steps(config: ScheduleConfig, tokens_per_step: int, full_dataset_tokens: int) -> int:

@@ -24,7 +24,7 @@ from vorox.data.assembly import assemble, interleave
 from vorox.data.cache.reader import DocumentSpan
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Positions
-from vorox.data.plan_events import encode_start
+from vorox.data.plan_format import encode_start
 from vorox.data.plan_tables import Addresses
 from vorox.data.records import RowBlock
 from vorox.data.streaming.reader import StreamReader

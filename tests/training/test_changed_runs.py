@@ -1,0 +1,311 @@
+"""Runs that are changed, shortened, killed while they begin, or resumed on a damaged record: what is recorded is what
+was trained, and a replay of it is exact or names what is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import vorox.train
+from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.json_lines import read_lines
+from vorox.core.log import RunLog
+from vorox.core.run_context import RunContext, recorded_config
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import prepare
+from vorox.data.plan import Plan
+from vorox.training import resume
+from vorox.training.chain import CHAIN_NAME, read_chain
+from vorox.training.checkpointing import checkpoint_path, step_directories
+from vorox.training.replay import ReplayReport, replay
+from vorox.training.setting import Setting
+
+KEEP = "checkpoint.keep_last=20"
+
+
+class Killed(BaseException):
+    """Ends a run in the middle, as far as that is possible without ending the process."""
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nobody cuts the power here
+
+
+def kill(*arguments: object, **options: object) -> None:
+    del arguments, options
+    raise Killed
+
+
+def killed_at(config: RunConfig, step: int, resume_from: Path | None = None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, kill)
+        with pytest.raises(Killed):
+            run(config, **({} if resume_from is None else {"resume_from": resume_from}))
+
+
+def killed_in(name: str, owner: object, config: RunConfig, resume_from: Path) -> None:
+    """Run until a function of the beginning is called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, kill)
+        with pytest.raises(Killed):
+            run(config, resume_from=resume_from)
+
+
+def heads(directory: Path) -> list[str]:
+    return [entry.chain for entry in read_chain(directory).values()]
+
+
+def replayed(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
+    def make(config: RunConfig) -> Setting:
+        return vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+
+    return replay(directory, make, first_step=first_step, last_step=last_step)
+
+
+def events(directory: Path, kind: str) -> list[str]:
+    return [event["message"] for event in read_lines(directory / "events.jsonl") if event["kind"] == kind]
+
+
+def mixed(directory: Path, weight: float, overrides: Sequence[str] = ()) -> RunConfig:
+    for number, name in enumerate(("one", "two")):
+        if not (directory / name).exists():
+            write_text(directory / name, seed=number)
+    sources = [{"name": name, "format": "jsonl", "paths": [str(directory / name)]} for name in ("one", "two")]
+    return configuration(
+        directory, [f"data.sources={json.dumps(sources)}", f"data.sources.0.weight={weight}", KEEP, *overrides]
+    )
+
+
+# A resume that is killed while it begins
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("abandon_after", resume), ("add", Plan), ("record_config_change", resume), ("record_config", RunContext),
+    ],
+)  # fmt: skip
+def test_a_resume_that_is_killed_while_it_begins_changes_nothing(name: str, owner: object, tmp_path: Path) -> None:
+    first, other = mixed(tmp_path, 1.0), mixed(tmp_path, 9.0, ["optimizer.lr=0.03", "train.num_steps=16"])
+    straight = run(mixed(tmp_path, 1.0, ["run.name=straight"]))
+    killed_at(first, 10)
+    (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
+    killed_in(name, owner, other, checkpoint_path(directory, 4))
+    assert replayed(directory, 0, 4).is_exact
+    outcome = run(first)
+    assert outcome.run_directory == directory
+    assert heads(directory) == heads(straight.run_directory)
+    assert replayed(directory).is_exact
+
+
+def test_what_an_abandoned_resume_trained_is_void_before_the_plan_changes(tmp_path: Path) -> None:
+    """Steps that were done under the old mixture are never beside a plan with the new one."""
+    directory = run(mixed(tmp_path, 1.0)).run_directory
+    killed_in("record_config_change", resume, mixed(tmp_path, 9.0), checkpoint_path(directory, 4))
+    assert max(read_chain(directory)) == 4
+    assert replayed(directory, 0, 4).is_exact
+    outcome = run(mixed(tmp_path, 9.0), resume_from=directory)
+    assert outcome.begun_at_step == 4
+    assert replayed(directory, 4).is_exact
+
+
+def test_a_refused_resume_leaves_the_plan_alone(tmp_path: Path) -> None:
+    directory = run(mixed(tmp_path, 1.0)).run_directory
+    before = (directory / "plan.jsonl").read_bytes()
+    limited = mixed(tmp_path, 9.0, ["data.sources.0.max_epochs=1", "train.num_steps=5000"])
+    with pytest.raises(DataError, match="used up"):
+        run(limited, resume_from=directory)
+    assert (directory / "plan.jsonl").read_bytes() == before
+    assert max(read_chain(directory)) == 12
+
+
+# The length in force at every step
+
+
+def test_a_length_that_was_tried_and_given_up_is_replayed_as_it_was(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path, [KEEP]), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    killed_at(configuration(tmp_path, [KEEP, "train.num_steps=20"]), 6, directory)
+    outcome = run(configuration(tmp_path, [KEEP]), resume_from=directory)
+    straight = run(configuration(tmp_path, [KEEP, "run.name=straight"]))
+    assert heads(outcome.run_directory) == heads(straight.run_directory)
+    for first, last in ((0, 12), (4, 12), (8, 12)):
+        assert replayed(directory, first, last).is_exact
+
+
+def test_back_to_an_earlier_checkpoint_with_the_first_length(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path, [KEEP]), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    killed_at(configuration(tmp_path, [KEEP, "train.num_steps=20"]), 14, directory)
+    assert replayed(directory, 4, 12).is_exact
+    run(configuration(tmp_path, [KEEP]), resume_from=checkpoint_path(directory, 4))
+    assert replayed(directory, 0, 12).is_exact
+
+
+def test_caches_that_grew_do_not_bend_the_length_of_steps_that_were_done(tmp_path: Path) -> None:
+    """A length in epochs, its checkpoints gone, its configuration changed on the way, and more text by now."""
+    length = ["train.num_steps=null", "train.num_epochs=0.5", "checkpoint.keep_last=1", "schedule.warmup_steps=null"]
+    length += ["schedule.warmup_fraction=0.1", "data.cache.grow=true", "data.validation.held_out_fraction=0"]
+    length += ["eval.every_steps=null"]
+    killed_at(configuration(tmp_path, length), 14)
+    (directory,) = (tmp_path / "runs").iterdir()
+    run(configuration(tmp_path, [*length, "optimizer.lr=0.02"]), resume_from=directory)
+    assert replayed(directory, 0, 12).is_exact
+    (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
+    prepare(configuration(tmp_path, length))
+    assert replayed(directory, 0, 12).is_exact
+
+
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_a_run_whose_plan_is_of_an_earlier_version(tmp_path: Path, in_epochs: bool) -> None:
+    """Without recorded lengths: a checkpoint of the same configuration says it, or the configuration alone does."""
+    length = ["train.num_steps=null", "train.num_epochs=0.25"] if in_epochs else []
+    directory = run(configuration(tmp_path, length)).run_directory
+    without_horizons(directory)
+    for path in step_directories(directory).values():
+        shutil.rmtree(path)  # their cursors are of the plan that has the event
+    if not in_epochs:
+        assert replayed(directory).is_exact
+        return
+    with pytest.raises(DataError, match="is not recorded") as refused:
+        replayed(directory)
+    assert f"vorox checkpoints list {directory.name}" in refused.value.hint
+
+
+def without_horizons(directory: Path) -> None:
+    from vorox.core.chained_log import HashChainedLog
+
+    path = directory / "plan.jsonl"
+    bodies = [body for body in HashChainedLog(path).read()[0] if body["kind"] != "horizon"]
+    path.unlink()
+    HashChainedLog(path).append(bodies)
+
+
+# A run that is finished
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    observations = {"run.json", "failure.json", "LOCK", "log.txt", "events.jsonl", "attempts.bin"}
+    found = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in observations)
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found if "metadata" not in path.name}
+
+
+@pytest.mark.parametrize("change", [["train.num_steps=5"], ["train.num_steps=5", "optimizer.lr=0.1"]])
+def test_fewer_steps_than_are_done_are_refused_and_rewrite_nothing(tmp_path: Path, change: list[str]) -> None:
+    directory = run(configuration(tmp_path, [KEEP])).run_directory
+    before = files(directory)
+    with pytest.raises(ConfigError) as refused:
+        run(recorded_config(directory, change), resume_from=directory)
+    assert (refused.value.exit_code, refused.value.where) == (2, "train.num_steps")
+    assert f"vorox train --resume {directory.name} train.num_steps=" in refused.value.hint
+    assert files(directory) == before
+    assert run(recorded_config(directory, change), resume_from=checkpoint_path(directory, 4)).progress.step == 5
+
+
+@pytest.mark.parametrize("change", ["log.every_steps=1", "optimizer.lr=0.1", "run.name=other"])
+def test_a_finished_run_is_not_rewritten(tmp_path: Path, change: str) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    before = files(directory)
+    outcome = run(recorded_config(directory, [change]), resume_from=directory)
+    assert outcome.progress.step == 12
+    assert files(directory) == before
+    (said,) = events(directory, "config_kept")
+    assert change.partition("=")[0] in said
+
+
+def test_a_run_may_be_ended_where_it_stands(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    shorter = recorded_config(directory, ["train.num_steps=4"])
+    assert run(shorter, resume_from=directory).progress.step == 4
+    assert recorded_config(directory) == shorter
+
+
+# A chain that was damaged
+
+
+def without_line(lines: list[bytes]) -> list[bytes]:
+    return lines[:2] + lines[3:]
+
+
+def with_other_digit(lines: list[bytes]) -> list[bytes]:
+    record = json.loads(lines[2])
+    record["loss"] = f"{int(record['loss'], 16) ^ 1:016x}"
+    return [*lines[:2], json.dumps(record).encode() + b"\n", *lines[3:]]
+
+
+def with_garbage(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:2], os.urandom(200).replace(b"\n", b"") + b"\n", *lines[3:]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "first_bad"),
+    [
+        (without_line, 3), (with_other_digit, 3), (with_garbage, 3), (lambda lines: lines[:6], 7),
+        (lambda lines: [], 1), (None, 1),
+    ],
+)  # fmt: skip
+def test_a_damaged_chain_is_said_at_resume_and_named_by_replay(
+    tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]] | None, first_bad: int
+) -> None:
+    straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
+    killed_at(configuration(tmp_path, [KEEP]), 11)
+    (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
+    path = directory / CHAIN_NAME
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(DataError) as refused:
+        replayed(directory)
+    assert refused.value.exit_code == 4
+    assert refused.value.what.startswith(f"step {first_bad} ")
+    assert refused.value.where == str(path)
+    outcome = run(configuration(tmp_path, [KEEP]))
+    assert (outcome.begun_at_step, outcome.fingerprint) == (8, straight.fingerprint)
+    (said,) = events(directory, "chain_damaged")
+    assert f"step {first_bad} " in said or f"steps {first_bad} " in said
+    with pytest.raises(DataError, match=f"step {first_bad} ") as refused:
+        replayed(directory)
+    named = re.findall(r"--from (\d+)(?: --to (\d+))?", refused.value.hint)
+    assert named
+    for first, last in named:
+        assert replayed(directory, int(first), int(last) if last else None).is_exact, "what the message names works"
+    assert str(replayed(directory, 8)) == "bit-exact, 4 steps", "the steps since are proven"
+
+
+def test_a_finished_run_says_it_too(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    (directory / CHAIN_NAME).unlink()
+    run(configuration(tmp_path))
+    assert len(events(directory, "chain_damaged")) == 1
+    with pytest.raises(DataError, match="step 1 "):
+        replayed(directory)
+
+
+# Files of another save
+
+
+def test_a_checkpoint_with_a_file_of_another_save_is_passed_over(tmp_path: Path) -> None:
+    straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
+    killed_at(configuration(tmp_path, [KEEP]), 11)
+    (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
+    newest, before = checkpoint_path(directory, 8), checkpoint_path(directory, 4)
+    assert {path.name for path in newest.iterdir()} == {path.name for path in before.iterdir()}
+    shutil.copy(before / "state.bin", newest / "state.bin")
+    outcome = run(configuration(tmp_path, [KEEP]))
+    (said,) = events(directory, "checkpoint_corrupt")
+    assert "state.bin" in said
+    assert outcome.begun_at_step == 4
+    assert outcome.fingerprint == straight.fingerprint
+    assert heads(directory) == heads(straight.run_directory)
