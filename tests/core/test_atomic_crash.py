@@ -170,6 +170,23 @@ def test_a_staged_directory_is_absent_or_verifies(place: Path, tmp_path: Path, p
             assert done < total
 
 
+def test_what_another_library_wrote_is_durable_before_the_manifest_names_it(place: Path) -> None:
+    """Its writes are not observed, so the order of fsyncs is what can be seen."""
+    operations: list[FileOperation] = []
+    with atomic.observe(operations.append), StagedDirectory(place / "step-3") as staged:
+        (staged.path / "arrays" / "deep").mkdir(parents=True)
+        foreign = [staged.path / "arrays" / name for name in ("a.bin", "deep/b.bin")]
+        for path in foreign:
+            path.write_bytes(b"x" * 100)
+        staged.adopt("arrays")
+        staged.commit({"step": 3})
+    kinds = [(operation.kind, operation.path) for operation in operations]
+    committed = next(index for index, (kind, _) in enumerate(kinds) if kind == "rename")
+    for path in foreign:
+        assert ("fsync", path) in kinds[:committed]
+    assert staged_directory.verify_directory(place / "step-3") == {"step": 3}
+
+
 def test_a_removed_directory_is_whole_or_not_taken_for_one(place: Path, tmp_path: Path) -> None:
     commit(place / "step-3")
     for done, total, cut in power_cuts(place, lambda: atomic.remove_directory(place / "step-3"), tmp_path):

@@ -130,6 +130,38 @@ def test_values_of_sensitive_environment_variables_go(monkeypatch: pytest.Monkey
     assert redact("sent plainlookingvalue, 12345678 tokens") == f"sent {MARK}, 12345678 tokens"
 
 
+@pytest.mark.parametrize("first", ["A_SECRET", "Z_SECRET"])
+def test_a_secret_that_another_begins_with_leaves_nothing_of_the_longer_one(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    second = "Z_SECRET" if first == "A_SECRET" else "A_SECRET"
+    monkeypatch.setenv(first, "plainlooking")
+    monkeypatch.setenv(second, "plainlookingvalue")
+    assert redact("sent plainlookingvalue and plainlooking") == f"sent {MARK} and {MARK}"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("hf_", "api_org_", "sk-", "github_pat_", "ya29.", "glpat-", "npm_", "pypi-", "dop_v1_", "rk_live_"),
+        *("sk_live_", "sk_test_", "gho_", "ghp_", "ghr_", "ghs_", "ghu_"),
+        *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-"),
+    ],
+)
+def test_a_token_is_known_by_its_prefix_alone(prefix: str) -> None:
+    assert redact(f"it was {prefix}{CANARY}{CANARY}, then") == f"it was {MARK}, then"
+
+
+@pytest.mark.parametrize("prefix", ["AKIA", "ASIA", "ABIA", "ACCA", "AROA", "AIDA"])
+def test_access_keys_of_amazon_are_known_by_their_prefix(prefix: str) -> None:
+    assert redact(f"it was {prefix}ABCDEFGH1234, then") == f"it was {MARK}, then"
+    assert redact(f"it was {prefix}ABCDEFGH123, then") == f"it was {prefix}ABCDEFGH123, then"
+
+
+def test_keys_of_google_are_known_by_their_prefix() -> None:
+    assert redact(f"it was AIza{'aB3_-' * 6}, then") == f"it was {MARK}, then"
+
+
 def test_structures() -> None:
     value = {
         "num_tokens": 5,

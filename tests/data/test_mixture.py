@@ -124,6 +124,22 @@ def test_weights_beyond_64_bit_products_stay_exact(denominator: int) -> None:
         assert source_draw[source == index].tolist() == [before[index] + n for n in range(sum(source == index))]
 
 
+@pytest.mark.parametrize("period", [2**30 - 1, 2**30 + 1, 2**31 + 1, 2**32 - 1])
+def test_no_product_overflows_at_the_largest_draws_of_a_period(period: int) -> None:
+    """Where 64-bit products end lies between 2^30 and 2^32; ``counts`` computes with Python's integers."""
+    left = period // 2 + 1
+    mixture = Mixture([Fraction(left), Fraction(period - left)])
+    assert mixture.period == period
+    draws = np.array([0, 1, period // 2, period - 2, period - 1, 7 * period - 1])
+    source, source_draw = mixture.locate(draws)
+    before = [mixture.counts(draw) for draw in draws.tolist()]
+    after = [mixture.counts(draw + 1) for draw in draws.tolist()]
+    expected = [[one[index] for index in (0, 1)].index(1) for one in np.subtract(after, before).tolist()]
+    assert source.tolist() == expected
+    assert source_draw.tolist() == [count[index] for count, index in zip(before, expected, strict=True)]
+    assert np.array_equal(mixture.invert(source, source_draw), draws)
+
+
 def test_proportional_weights_are_the_same_mixture() -> None:
     first = Mixture([Fraction(1, 3), Fraction(2, 3)]).locate(np.arange(99))
     second = Mixture([Fraction(10), Fraction(20)]).locate(np.arange(99))

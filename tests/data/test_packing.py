@@ -151,6 +151,15 @@ def test_an_end_goes_into_the_room_beside_another_and_a_document_that_fits_stays
     assert [(2, 0, 70), (0, 137, 22)] in rows
 
 
+@pytest.mark.parametrize(("free", "is_filled"), [(20, True), (19, False)])
+def test_rows_that_are_98_percent_full_are_left_as_they_are(free, is_filled):
+    """Four ends of long documents leave ``free`` tokens each; a fifth end of 30 goes into them only from 20 on."""
+    rows = rows_of(pack([999 + 1000 - free] * 4 + [999 + 30], 1000))
+    ends = [row for row in rows if (4, 999, 30) in row]
+    assert len(ends) == (0 if is_filled else 1)
+    assert len(rows) == (9 if is_filled else 10)
+
+
 def test_the_same_lengths_give_the_same_rows():
     lengths = np.random.default_rng(3).integers(1, 500, 5000)
     first, second = pack(lengths, 129), pack(lengths.tolist(), 129)

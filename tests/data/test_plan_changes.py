@@ -452,6 +452,53 @@ def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Pat
     assert (plan.path.read_bytes(), plan.digest) == (content, digest)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "follows"),
+    [
+        ([(0, 2)], [(2, 4)], True),
+        ([(2, 4)], [(0, 2)], True),
+        ([(0, 1), (3, 4)], [(1, 3)], True),
+        ([(0, 2)], [(1, 3)], False),
+        ([(1, 3)], [(0, 2)], False),
+        ([(1, 2)], [(0, 4)], False),
+        ([(0, 4)], [(1, 2)], False),
+    ],
+)
+def test_a_pass_goes_on_with_units_that_it_has_not_read(
+    tmp_path: Path, first: list[tuple[int, int]], second: list[tuple[int, int]], follows: bool
+) -> None:
+    """Ranges that touch do not overlap."""
+    reader = FakeRows("code", [3, 4, 5, 6])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 2, (source_of(reader),)), [reader])
+    begun = segment_of(reader, 0, 0, 0, 1, first)
+    plan.add([begun])
+    rest = segment_of(reader, 0, begun.end_draw, 0, 1, second)
+    if follows:
+        plan.add([rest])
+        assert plan.segments[0] == (begun, rest)
+    else:
+        with pytest.raises(DataError, match="does not follow"):
+            plan.add([rest])
+
+
+def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan.extend_to(30, readers)
+    plan.add([StageEvent(20, {"code": Fraction(1)}), Extension(40, 10, 20)])
+    plan.extend_to(90, readers)
+    covered, decided = plan.tables.covered, plan.tables.decided
+    numbers = range(1, len(covered) + 1)
+    for position in range(covered[-1] + 1):
+        enough = [
+            number
+            for number in numbers
+            if covered[number - 1] >= position and all(later >= position for later in decided[number:])
+        ]
+        assert plan.tables.events_covering(position) == min(enough), position
+    assert plan.tables.events_covering(20) < plan.tables.events_covering(21)  # the stage decides from 20 on
+
+
 def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_path: Path) -> None:
     reader = FakeRows("code", [40], row_tokens=13)
     start = PlanStart(11, True, 4, (source_of(reader),))

@@ -59,6 +59,33 @@ def test_names_are_unique_and_units_agree_with_names() -> None:
         assert re.fullmatch(r"[a-z0-9_/<>]+", entry.name)
 
 
+HIGHER = {
+    "accuracy", "eval/accuracy", "tokens_per_second", "mfu_fraction", "ceiling_fraction", "queue_depth",
+    "memory/host_available_bytes", "model_flops_per_second",
+}  # fmt: skip
+LOWER = {
+    "loss", "perplexity", "bits_per_byte", "eval/loss", "eval/perplexity", "eval/bits_per_byte", "step_seconds",
+    "data_wait_seconds", "data_wait_fraction", "checkpoint_seconds", "eval_seconds", "memory/host_bytes",
+    "memory/host_peak_bytes", "memory/device_bytes", "memory/device_peak_bytes", "memory/device_reserved_bytes",
+    "mirror/age_seconds", "mirror/waiting_checkpoints", "runtime/compile_seconds",
+}  # fmt: skip
+NEITHER = {"learning_rate", "weight_decay", "grad_norm", "loss_scale", "tokens_total", "epoch", "eval/tokens"}
+
+
+def test_which_direction_is_better() -> None:
+    """Comparisons of runs and sweeps rank by it."""
+    better = {name: metric(name).better for name in HIGHER | LOWER | NEITHER}
+    assert {name for name, direction in better.items() if direction == "higher"} == HIGHER
+    assert {name for name, direction in better.items() if direction == "lower"} == LOWER
+    assert {name for name, direction in better.items() if direction is None} == NEITHER
+
+
+def test_memory_over_an_interval_is_its_worst_moment() -> None:
+    for entry in registry():
+        if entry.name.startswith("memory/"):
+            assert entry.reduction == ("min" if "available" in entry.name else "max"), entry.name
+
+
 @pytest.mark.parametrize("name", ["los", "activation/x/mlp/std", "activation/1/mlp", "activation/1/mlp/median", ""])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="there is no metric") as caught:

@@ -94,6 +94,15 @@ def test_a_changed_entry_is_named(tmp_path: Path) -> None:
         read_chain(tmp_path)
 
 
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_every_entry_is_checked_the_first_and_the_last_too(tmp_path: Path, step: int) -> None:
+    run(tmp_path, START, range(5))
+    path = tmp_path / CHAIN_NAME
+    path.write_text(path.read_text().replace(f'"loss":"{bits(1 / step)}"', f'"loss":"{bits(1 / (step + 0.5))}"'))
+    with pytest.raises(DataError, match=f"step {step} does not follow"):
+        read_chain(tmp_path)
+
+
 def test_refuses_a_chain_of_another_history(tmp_path: Path) -> None:
     progress = run(tmp_path, START, range(5))
     assert check_chain(tmp_path, progress).damage(5) == ""

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 import cache_corpus
-from cache_corpus import ByteTokenizer, corpus_of, recipe_for, small_corpus
+from cache_corpus import ByteTokenizer, corpus_of, recipe_for, small_corpus, work_of
 from crash_enumeration import crash_states, record
 from vorox.core import atomic
-from vorox.core.atomic import FileOperation
+from vorox.core.atomic import FileOperation, make_directory
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.manifest import chunk_path
+from vorox.data.cache.commit import commit_unit
+from vorox.data.cache.manifest import Manifest, chunk_path, planned_entry
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME
 
@@ -252,3 +253,40 @@ def test_kill_9(tmp_path):
 def test_kill_9_again_and_again(tmp_path, seed):
     generator = random.Random(seed)
     check_kills(tmp_path, [generator.uniform(0, 0.15) for _ in range(8)])
+
+
+def test_an_adopted_chunk_has_its_name_on_the_disk_before_the_log_names_it(tmp_path):
+    """Who wrote it may have died, or lost power, before the directory was synchronised."""
+    corpus = with_bad_line()
+    build_corpus(tmp_path, corpus, recipe=RECIPE)
+    log = tmp_path / "manifest" / "log.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    kinds = [
+        (operation.kind, operation.path) for operation in record(lambda: build_corpus(tmp_path, corpus, recipe=RECIPE))
+    ]
+    synced = kinds.index(("fsync_directory", chunk_path(tmp_path, 2, 0).parent))
+    assert synced < kinds.index(("write", log))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_rows_that_another_builder_committed_meanwhile_are_not_replaced_by_others(tmp_path, replace):
+    """The state that a builder holds is older than the log: only under the lock is it known what is done."""
+    first, second = small_corpus(num_files=1, seed=1), small_corpus(num_files=1, seed=2)
+    stale = Manifest.empty()
+    make_directory(tmp_path / "manifest")
+    stale = stale.commit(tmp_path, [planned_entry(2, num_files=1)])
+    (unit,) = work_of(first).run(first.units[:1])
+    (other,) = work_of(second).run(second.units[:1])
+
+    def commit(built, work):
+        return commit_unit(stale, tmp_path, built, work, 0.0, replace=replace, on_written=lambda size_bytes: None)
+
+    now, counts = commit(unit, work_of(first))
+    assert (now.has_unit(0), counts) == (True, True)
+    path = chunk_path(tmp_path, 0, 0)
+    content = path.read_bytes()
+    with pytest.raises(DataError, match="other rows"):
+        commit(other, work_of(second))
+    assert path.read_bytes() == content
+    assert Manifest.open(tmp_path).unit_chunks(0) == [record for _, record in unit.chunks]
+    assert not list(tmp_path.rglob(".tmp-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import struct
@@ -279,6 +280,38 @@ def test_verify_finds_a_chunk_that_contradicts_itself(tmp_path):
         write(tmp_path / "a.psc", ChunkContent(sound.tokens_RC, sound.row_ptr, segments_S3, sound.documents_D))
         with pytest.raises(DataError, match="structure"):
             Chunk.open(tmp_path / "a.psc").verify()
+
+
+@pytest.mark.parametrize("byte", [None, 0, 9, 10, 19, 20, 39, 40, 10**6])
+@pytest.mark.parametrize("ordinal", [None, 0, 1, 3, 9])
+def test_rows_of_a_record_are_those_with_a_segment_of_it(tmp_path, byte, ordinal):
+    """Records lie back to back in their file: byte 10 belongs to the second alone."""
+    content = make_content(num_rows=12)
+    documents_D = content.documents_D.copy()
+    documents_D["file"] = [0, 0, 0, 0, 1, 1, 1]
+    written = ChunkContent(content.tokens_RC, content.row_ptr, content.segments_S3, documents_D)
+    write(tmp_path / "a.psc", written)
+    wanted = {
+        document
+        for document in range(4)
+        if (byte is None or 10 * document <= byte < 10 * document + 10) and (ordinal is None or ordinal == document)
+    }
+    expected = [
+        row
+        for row in range(12)
+        if wanted & set(content.segments_S3[content.row_ptr[row] : content.row_ptr[row + 1], 0].tolist())
+    ]
+    assert Chunk.open(tmp_path / "a.psc").rows_of(0, byte, ordinal).tolist() == expected
+
+
+def test_a_chunk_matches_no_other_record(tmp_path):
+    record = write(tmp_path / "a.psc", make_content())
+    chunk = Chunk.open(tmp_path / "a.psc")
+    assert chunk.matches(record)
+    for name in ("unit", "part", "rows", "tokens", "padding_tokens", "documents", "size_bytes"):
+        other = dataclasses.replace(record, **{name: getattr(record, name) + 1})
+        assert not chunk.matches(other), name
+    assert not chunk.matches(dataclasses.replace(record, content="00" * 32))
 
 
 def test_blocks_hold_about_a_thousand_tokens():

@@ -292,6 +292,31 @@ def test_an_entry_of_a_later_version_is_refused(tmp_path):
             action()
 
 
+def test_a_log_of_two_recipes_is_refused(tmp_path):
+    first, second = "ab" * 32, "cd" * 32
+    manifest = manifest_in(tmp_path, [planned_entry(2, first)])
+    assert manifest.commit(tmp_path, [planned_entry(3, first)]).planned_units == 3
+    HashChainedLog(tmp_path / LOG_NAME).append([planned_entry(3, second)])
+    for action in (lambda: Manifest.read_log(tmp_path), lambda: manifest.refreshed(tmp_path)):
+        with pytest.raises(DataError, match="several recipes"):
+            action()
+
+
+def test_a_log_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """A torn line is cut off and written over: what was read in between makes no sense, and the next read does."""
+    manifest_in(tmp_path, [planned_entry(2), unit_of(0, [8])])
+    read_after, is_torn = HashChainedLog.read_after, [True]
+
+    def torn_once(log, position):
+        if is_torn and is_torn.pop():
+            HashChainedLog(tmp_path / LOG_NAME).append([unit_of(1, [5])])
+            raise DataError("a line that is half the old one and half the new one")
+        return read_after(log, position)
+
+    monkeypatch.setattr(HashChainedLog, "read_after", torn_once)
+    assert Manifest.read_log(tmp_path).has_unit(1)
+
+
 def test_a_directory_holds_the_chunks_of_every_256th_unit():
     assert chunk_path(Path("c"), 0x1234, 2) == Path("c/chunks/34/u000004660-2.psc")
 
