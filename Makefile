@@ -5,6 +5,7 @@
 #   make quick                             the tests that take seconds
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
+#   make mutate [ARGS="vorox.data.order*"] change the code that order, caches and replay rest on, one expression at a time
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 
@@ -25,7 +26,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train test costs quick test-frameworks only-core only-torch only-jax lint types docs bench clean
+.PHONY: setup train test costs quick test-frameworks only-core only-torch only-jax mutate lint types docs bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -84,6 +85,12 @@ only-core only-torch only-jax:
 	@.venv-$@/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]' -c constraints.txt
 	@echo "$@: quick tests in .venv-$@"
 	@OMP_WAIT_POLICY=passive .venv-$@/bin/python -m pytest -n auto --no-loadscope-reorder -m "not slow" $(SELECTED) $(ARGS)
+
+# Names of mutants, or patterns, in ARGS; all of them take hours. Survivors are listed at the end.
+mutate: $(STAMP_DEV)
+	@$(PIP) install -e '.[mutate]' -c constraints.txt
+	@$(BIN)/mutmut run $(ARGS)
+	@$(BIN)/mutmut results | grep -E 'survived|timeout' || true
 
 lint: $(STAMP_DEV)
 	@$(BIN)/ruff check .
