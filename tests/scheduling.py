@@ -2,9 +2,8 @@
 
 A worker takes whole files, because modules share fixtures. ``-n auto`` starts one worker for every core, which take the
 files that compute, and ``WAITING_WORKERS`` more for the files that mostly wait: for servers, child processes and time
-limits. A pool whose files are done takes those of the other. ``--record-costs`` writes what the files cost to
-``costs.json``; `make costs` does it. A file without a record counts as a long one, so that nothing waits for it at the
-end.
+limits. A pool whose files are done takes those of the other. ``--record-costs`` (`make costs`) writes what the files
+cost to ``costs.json``. A file without a record counts as a long one, so that nothing waits for it at the end.
 """
 
 from __future__ import annotations

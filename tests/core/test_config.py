@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from vorox.core.config.checks import exact_weight
 from vorox.core.config.explain import explain
-from vorox.core.config.fields import leaf_keys, nearest
+from vorox.core.config.fields import leaf_keys, nearest, wildcard
 from vorox.core.config.overrides import is_override
 from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.resolve import (
     NOT_IN_DIGEST,
+    ResolvedConfig,
     config_digest,
     differences,
     dump_yaml,
@@ -401,9 +402,20 @@ def test_explain_sections_lists_and_indices(small: str) -> None:
         explain("optimiser.lr")
 
 
+@pytest.fixture(scope="module")
+def quickstart() -> ResolvedConfig:
+    return resolve_config("quickstart")
+
+
 @pytest.mark.parametrize("key", leaf_keys())
-def test_every_key_can_be_explained(key: str) -> None:
-    json.dumps(explain(key, resolve_config("quickstart")).to_json())
+def test_every_key_is_explained_with_its_value(key: str, quickstart: ResolvedConfig) -> None:
+    found = explain(key, quickstart)
+    json.dumps(found.to_json())
+    assert found.field.key == key
+    assert found.field.description
+    configured = {name: value for name, value in flat_values(quickstart.config).items() if wildcard(name) == key}
+    assert {value.key: value.value for value in found.values} == configured
+    assert all(value.origin for value in found.values)
 
 
 @pytest.mark.parametrize(

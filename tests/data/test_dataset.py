@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -585,14 +584,19 @@ PROGRAM = """
 import sys
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import prepare
-corpus = prepare(RunConfig.model_validate_json(sys.argv[1]))
+def report(name, *_):
+    if sys.argv[2:]:
+        print(name, flush=True)
+        sys.stdin.readline()  # until the parent lets it go on
+corpus = prepare(RunConfig.model_validate_json(sys.argv[1]), on_progress=report)
 print(corpus.tokenizer.fingerprint, *[reader.digest for reader in (*corpus.train, *corpus.validation)])
 """
 
 
-def start(config: RunConfig) -> subprocess.Popen[str]:
+def start(config: RunConfig, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, config.model_dump_json()],
+        [sys.executable, "-c", PROGRAM, config.model_dump_json(), *flags],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -607,11 +611,26 @@ def test_runs_that_start_together_share_one_build(tmp_path: Path) -> None:
     write_texts(tmp_path / "texts", 60)
     config = configuration(tmp_path, texts_source(tmp_path))
     processes = [start(config) for _ in range(3)]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     corpus = prepare(config, build=False)
     assert {output.strip() for output, _ in outputs} == {expected_line(corpus)}
     verify(corpus)
+
+
+def kill_after(reports: int, phase: str, process: subprocess.Popen[str]) -> None:
+    """Kill a process that waits after each of its reports, when it has made so many of this phase."""
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in process.stdout:
+            reports -= line.strip() == phase
+            if reports == 0:
+                process.kill()
+                break
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == -signal.SIGKILL, "it ended before that"
 
 
 @pytest.mark.slow
@@ -624,11 +643,8 @@ def test_killed_builds_are_completed_to_the_same_content(tmp_path: Path) -> None
         for name in ("reference", "killed")
     )
     reference = prepare(undisturbed)
-    for attempt in range(12):
-        process = start(config)
-        time.sleep(0.2 + 0.07 * attempt)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    for phase, reports in [("tokenizer", 20), *[("build texts train", 14)] * 8, *[("build texts validation", 15)] * 2]:
+        kill_after(reports, phase, start(config, "step by step"))
     corpus = prepare(config)
     assert expected_line(corpus) == expected_line(reference)
     verify(corpus)

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
@@ -252,30 +254,29 @@ def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
 
     with BatchStream(read, lambda: 100, first_step=5, num_threads=3, prefetch_batches=4) as batches:
         for step in range(5, 30):
-            deadline = time.monotonic() + 5
-            while batches.queue_depth < 4 and time.monotonic() < deadline:
-                time.sleep(0.0005)
-            assert batches.queue_depth == 4
+            wait_until(lambda: batches.queue_depth == 4)
             assert sorted(started) == list(range(5, step + 4))
             assert next(batches) == step
 
 
-def test_waiting_is_measured() -> None:
+def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on only while something is read."""
+    now = [0.0]
+    monkeypatch.setattr(batch_stream, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+
     def read(step: int) -> Any:
-        time.sleep(0.05)
+        now[0] += 1
         return step
 
-    with BatchStream(read, lambda: 9, first_step=0, num_threads=0, prefetch_batches=1) as direct:
+    with BatchStream(read, lambda: 4, first_step=0, num_threads=0, prefetch_batches=1) as direct:
         for _ in range(3):
             next(direct)
-    assert direct.wait_seconds >= 0.15
-    with BatchStream(read, lambda: 9, first_step=0, num_threads=1, prefetch_batches=4) as ahead:
-        deadline = time.monotonic() + 10
-        while ahead.queue_depth < 4 and time.monotonic() < deadline:
-            time.sleep(0.001)
+    assert direct.wait_seconds == 3
+    with BatchStream(read, lambda: 4, first_step=0, num_threads=1, prefetch_batches=4) as ahead:
+        wait_until(lambda: ahead.queue_depth == 4)
         for _ in range(3):
             next(ahead)
-    assert ahead.wait_seconds < 0.05
+    assert ahead.wait_seconds == 0
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
@@ -335,7 +336,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path, monkeypatch
     readers = [Stuck("code", [60])]
     batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
     next(batches)
-    assert readers[0].waiting.wait(5)
+    assert readers[0].waiting.wait(PATIENCE_SECONDS)
     began = time.monotonic()
     batches.close()
     assert time.monotonic() - began < 2
@@ -356,13 +357,13 @@ def test_closing_wakes_a_waiting_consumer(tmp_path: Path) -> None:
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    assert readers[0].waiting.wait(5)
+    assert readers[0].waiting.wait(PATIENCE_SECONDS)
     closer = threading.Thread(target=batches.close)
     closer.start()
-    time.sleep(0.05)
+    wait_until(lambda: batches._closed)
     readers[0].go.set()
     for thread in (consumer, closer):
-        thread.join(5)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     assert "closed" in str(seen[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
@@ -29,12 +30,14 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def client(monkeypatch: pytest.MonkeyPatch, log: Callable[..., None], init_seconds: float = 0.0) -> list[str]:
+def client(
+    monkeypatch: pytest.MonkeyPatch, log: Callable[..., None], may_start: Callable[[], object] = bool
+) -> list[str]:
     """A stand-in for the package; returns what it was asked to do."""
     done: list[str] = []
 
     def init(**arguments: Any) -> SimpleNamespace:
-        time.sleep(init_seconds)
+        may_start()
         done.append(f"init {arguments['mode']} {arguments['id']}")
         return SimpleNamespace(log=log, finish=lambda: done.append("finish"))
 
@@ -63,9 +66,10 @@ def records_of(file: bytes) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_real_client_records_offline(tmp_path: Path) -> None:
+def test_the_real_client_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value is in the file that the client writes, which its own reader opens."""
     pytest.importorskip("wandb")
+    monkeypatch.setattr("vorox.experiments.wandb_sink.CLOSE_SECONDS", 10 * PATIENCE_SECONDS)
     run = tmp_path / "a-run"
     run.mkdir()
     sink = WandbSink(run, project="tests", settings={"model.num_layers": 2})
@@ -88,12 +92,13 @@ def test_the_real_client_records_offline(tmp_path: Path) -> None:
 
 def test_no_step_waits_for_a_client_that_starts_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    done = client(monkeypatch, lambda values, step: seen.append(step), init_seconds=0.5)
-    began = time.perf_counter()
+    started = threading.Event()
+    done = client(monkeypatch, lambda values, step: seen.append(step), started.wait)
     sink = WandbSink(tmp_path / "slow", project="tests", settings={})
     for step in range(1000):
         sink.write(step, {"loss": 1.0})
-    assert time.perf_counter() - began < 0.3
+    assert done == [], "it starts still"
+    started.set()
     sink.close()
     assert seen == list(range(1000))
     assert done == ["init offline slow", "finish"]
@@ -111,26 +116,29 @@ def test_a_client_that_fails_is_reported_once_and_training_goes_on(
     tracker = Tracker.open(tmp_path, LogConfig(wandb=True), log=log, settings={"a": 1})
     for step in range(1, 20):
         tracker.log(step, {"loss": 1.0})
-        time.sleep(0.01)
+        wait_until(lambda: "vorox-wandb" not in {thread.name for thread in threading.enumerate()})
     tracker.close()
     assert sum("the server is gone" in text for text in said) == 1
     assert (tmp_path / "metrics.jsonl").read_text().count('"loss"') == 19
 
 
 def test_a_client_that_hangs_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client(monkeypatch, lambda values, step: time.sleep(60))
+    taken, goes_on = threading.Event(), threading.Event()
+    client(monkeypatch, lambda values, step: taken.set() or goes_on.wait())
     monkeypatch.setattr("vorox.experiments.wandb_sink.CLOSE_SECONDS", 0.2)
     monkeypatch.setattr("vorox.experiments.wandb_sink.QUEUE_STEPS", 3)
     sink = WandbSink(tmp_path, project="tests", settings={})
-    time.sleep(0.1)  # it has taken one by then, if it takes any
     sink.write(0, {"loss": 1.0})
-    time.sleep(0.1)
+    assert taken.wait(PATIENCE_SECONDS)
     for step in range(1, 4):
         sink.write(step, {"loss": 1.0})
     with pytest.raises(RuntimeError, match="steps were dropped"):
         sink.write(4, {"loss": 1.0})
     with pytest.raises(TimeoutError):
         sink.close()
+    goes_on.set()
+    sink._queue.put(None)
+    sink._thread.join()
 
 
 @pytest.mark.parametrize(

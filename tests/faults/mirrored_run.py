@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from eventually import wait_until
 from numpy_engine import NumpyEngine
-from servers.shelves import wait_until
 from tiny_runs import run, use_numpy_engine
 from vorox.core.config import load_config
 from vorox.training.mirror import contents_of

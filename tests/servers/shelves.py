@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,11 +88,3 @@ def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
                 path.write_bytes(data)
 
             yield Shelf(kind, put, web.url, lambda url: f"{url}/text", lambda _: {})
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from eventually import wait_until
 from numpy_engine import NumpyEngine
 from servers import Fault, FaultProxy, Request
 from servers.s3 import SECRET
-from servers.shelves import Shelf, shelf, wait_until
+from servers.shelves import Shelf, shelf
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.cli import main
 from vorox.core.atomic import MANIFEST_NAME

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo.utils
-from torch._dynamo.exc import BackendCompilerFailed
 
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, engine_of, make, random_rows, train
 from vorox.core.errors import ConfigError
@@ -53,6 +51,8 @@ def test_equal_within_tolerance(
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_compiles_again_after_the_first_step() -> None:
     """Not for the next block, another step, or a micro-batch whose rows happen to hold one document each."""
+    import torch._dynamo.utils  # takes seconds, and only these tests need it
+
     torch._dynamo.reset()
     engine, compiled = make(LLAMA | {"num_layers": 3}, runtime__compile=True), torch._dynamo.utils.counters["stats"]
     before = compiled["unique_graphs"]
@@ -81,6 +81,8 @@ def test_taps_and_compiling_exclude_each_other() -> None:
 
 def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> Any:
+        from torch._dynamo.exc import BackendCompilerFailed
+
         raise BackendCompilerFailed(lambda: None, RuntimeError("No working C++ compiler found"), None)
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, small_corpus, work_of
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache import ray_workers
 from vorox.data.cache.background import BackgroundBuild
@@ -34,11 +35,14 @@ class SlowCorpus(Corpus):
 
     seconds: float = 0.05
     deadly: int = -1
+    started: Path | None = None
     marks: Path | None = None
     deadly_to_take: Any = None
     ballast: bytes = b""
 
     def read_unit(self, unit: Unit) -> Iterator[Record]:
+        if self.started is not None:
+            self.started.touch()
         time.sleep(self.seconds)
         if unit.unit_id == self.deadly:
             assert self.marks is not None
@@ -145,7 +149,7 @@ def test_a_build_in_the_background_fills_what_is_read(tmp_path: Path, digest: st
     reader = CacheReader.open(tmp_path, complete=False)
     assert reader.manifest.units["unit"].tolist() == [0, 1]
     reader.background = BackgroundBuild(tmp_path, work, corpus.units, bad_record_fraction=0.001)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(reader.missing_units(0, len(corpus.units))):
         assert time.monotonic() < deadline
         reader = reader.refreshed(awaited_units=len(corpus.units))
@@ -161,22 +165,21 @@ def test_what_ends_a_build_in_the_background_is_raised_where_its_units_are_await
     prepare_directory(tmp_path, work, CORPUS.units)
     reader = CacheReader.open(tmp_path, complete=False)
     reader.background = BackgroundBuild(tmp_path, work, CORPUS.units, bad_record_fraction=0.001)
-    deadline = time.monotonic() + 60
-    while reader.background.is_running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    background = reader.background
+    wait_until(lambda: not background.is_running)
     with pytest.raises(DataError, match="no token for that"):
         reader.refreshed(awaited_units=len(CORPUS.units))
     reader.background.close()
 
 
 def test_a_build_in_the_background_ends_at_once(tmp_path: Path) -> None:
-    corpus = slow(seconds=20.0)
-    prepare_directory(tmp_path, work_of(corpus), corpus.units)
-    background = BackgroundBuild(tmp_path, work_of(corpus), corpus.units, bad_record_fraction=0.001)
-    time.sleep(0.3)
-    started = time.monotonic()
+    """Whoever waited for the unit that is being built would wait for a day."""
+    started = tmp_path / "started"
+    corpus = slow(seconds=86_400.0, started=started)
+    prepare_directory(tmp_path / "cache", work_of(corpus), corpus.units)
+    background = BackgroundBuild(tmp_path / "cache", work_of(corpus), corpus.units, bad_record_fraction=0.001)
+    wait_until(started.exists)
     background.close()
-    assert time.monotonic() - started < 10
     assert children() == []
 
 
@@ -208,9 +211,9 @@ def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest
         with pytest.raises(DataError, match="no token for that") as caught:
             build_corpus(tmp_path / "faulty", CORPUS, tokenizer=FaultyTokenizer(), executor="ray", workers=2)
         assert ", record " in caught.value.where
-        stopped = threading.Event()
-        threading.Timer(3.0, stopped.set).start()
-        build_corpus(tmp_path / "stopped", slow(seconds=0.5), executor="ray", workers=1, stop=stopped.is_set)
+        started = tmp_path / "started"
+        corpus = slow(seconds=0.5, started=started)
+        build_corpus(tmp_path / "stopped", corpus, executor="ray", workers=1, stop=started.exists)
         missing = Manifest.open(tmp_path / "stopped").missing_units()
         assert len(missing)
         assert build_corpus(tmp_path / "stopped", CORPUS).digest == digest

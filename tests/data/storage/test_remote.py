@@ -6,7 +6,6 @@ import asyncio
 import io
 import random
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.shelves import wait_until
+from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoredFile, in_one_budget, retry_budget, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoredFile, in_one_budget, retry_budget, transport, waiting_for_data
 from vorox.data.storage import remote as remote_module
 from vorox.data.storage.remote import Asker, Keep, list_remote, open_remote_range, open_remote_seekable
 from vorox.data.storage.retry import TransientError
@@ -146,13 +145,22 @@ def test_a_store_that_sends_a_wrong_length_is_a_fault_of_ours() -> None:
 
 
 def test_a_reader_that_is_left_stops_fetching() -> None:
-    store = FakeStore(failing_fraction=1.0)
+    """Of a store from which nothing comes, so that there is always something to fetch."""
+
+    class Mute(FakeStore):
+        async def send(
+            self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
+        ) -> None:
+            self.sent.append((start_byte, end_byte))
+            raise TransientError("it broke")
+
+    store = Mute()
+    others = asyncio.all_tasks(transport.event_loop())
     with open_remote_range(store, FILE, 0, None):
         wait_until(lambda: len(store.sent) > 3)
+        assert asyncio.all_tasks(transport.event_loop()) - others
     wait_until(lambda: waiting_for_data() is None)
-    settled = len(store.sent)
-    time.sleep(0.05)
-    assert len(store.sent) == settled
+    wait_until(lambda: asyncio.all_tasks(transport.event_loop()) <= others)
 
 
 NAMES = ["a.txt", "b/a.txt", "b/.h/a.txt", ".a.txt", "b/c/d.md", "b.txt/x.txt"]

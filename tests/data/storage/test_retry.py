@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from servers.shelves import wait_until
+from eventually import wait_until
 from vorox.core.errors import DataError
 from vorox.data.storage import RetryPolicy, in_one_budget, retry_budget, waiting, waiting_for_data
 from vorox.data.storage.retry import (

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from eventually import wait_until
 from servers import Fault, FaultProxy, Request
-from servers.shelves import KINDS, Shelf, shelf, wait_until
+from servers.shelves import KINDS, Shelf, shelf
 from vorox.core.errors import DataError
 from vorox.data.storage import (
     RetryPolicy,
