@@ -7,13 +7,7 @@ from collections import Counter
 import pytest
 
 from vorox.core.errors import NumericalError
-from vorox.runtime.ceiling import (
-    Arithmetic,
-    MatmulShape,
-    measure_ceiling,
-    peak_flops_per_second,
-    training_shapes,
-)
+from vorox.runtime.ceiling import MatmulShape, measure_ceiling, training_shapes
 
 
 def test_a_weighted_harmonic_mean() -> None:
@@ -56,26 +50,3 @@ def test_shapes_of_a_step_do_six_flops_per_weight_and_position() -> None:
     flops = sum(shape.flops * count for shape, count in shapes.items())
     assert flops == 6 * sum(a * b for a, b in weights) * 100
     assert shapes[MatmulShape(100, 256, 256)] == 4, "two layers of the same shape, forward and gradient of the input"
-
-
-@pytest.mark.parametrize(
-    ("name", "arithmetic", "peak"),
-    [
-        ("NVIDIA H200", "bf16", 989.4e12),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA A100-SXM4-40GB", "tf32", 156e12),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("NVIDIA GeForce RTX 3070 Ti", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA A10G", "bf16", None),
-        ("Intel(R) Xeon(R) CPU", "fp32", None),
-    ],
-)
-def test_peaks_are_those_of_this_very_card_or_unknown(name: str, arithmetic: Arithmetic, peak: float | None) -> None:
-    assert peak_flops_per_second(name, arithmetic) == peak

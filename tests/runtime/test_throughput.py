@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import NumericalError
 from vorox.experiments.metrics import metric
-from vorox.runtime.throughput import Limits, Reading, Throughput, check_possible, eta_seconds
+from vorox.runtime.throughput import Limits, Reading, Throughput, Work, check_possible, eta_seconds
+
+
+def work(num_tokens: int, flops_per_token: float = 0.0, least_flops_per_token: float | None = None) -> Work:
+    least = flops_per_token if least_flops_per_token is None else least_flops_per_token
+    return Work(num_tokens, num_tokens * flops_per_token, num_tokens * least)
 
 
 class Clock:
@@ -21,14 +26,14 @@ class Clock:
 
 def test_one_window_by_hand() -> None:
     clock = Clock()
-    meter = Throughput(Limits(flops_per_token=1e6, peak_flops_per_second=4e9), clock=clock)
+    meter = Throughput(Limits(peak_flops_per_second=4e9), clock=clock)
     clock.now += 60  # compiling
-    meter.count(1000, waited_seconds=5.0)  # the first step only starts the clock
+    meter.count(work(1000, 1e6), waited_seconds=5.0)  # the first step only starts the clock
     waited = 5.0
     for _ in range(10):
         clock.now += 2.0
         waited += 0.5
-        meter.count(1000, waited_seconds=waited)
+        meter.count(work(1000, 1e6), waited_seconds=waited)
     with meter.pause("save"):
         clock.now += 3.0
     with meter.pause("eval"):
@@ -51,11 +56,11 @@ def test_one_window_by_hand() -> None:
 def test_windows_are_separate_and_the_total_is_all_of_them() -> None:
     clock = Clock()
     meter = Throughput(clock=clock)
-    meter.count(100, waited_seconds=0.0)
+    meter.count(work(100), waited_seconds=0.0)
     speeds = []
     for seconds in (1.0, 2.0, 4.0):
         clock.now += seconds
-        meter.count(100, waited_seconds=0.0)
+        meter.count(work(100), waited_seconds=0.0)
         with meter.pause("save"):
             clock.now += 1.0
         speeds.append(meter.read().tokens_per_second)
@@ -78,16 +83,16 @@ def test_before_the_first_step_nothing_is_known() -> None:
 def test_waiting_is_never_more_than_the_time_that_passed() -> None:
     clock = Clock()
     meter = Throughput(clock=clock)
-    meter.count(1, waited_seconds=0.0)
+    meter.count(work(1), waited_seconds=0.0)
     clock.now += 1.0
-    meter.count(1, waited_seconds=5.0)
+    meter.count(work(1), waited_seconds=5.0)
     assert meter.read().seconds == {"compute": 0.0, "data": 1.0, "save": 0.0, "eval": 0.0}
 
 
 def test_a_failing_save_is_counted_too() -> None:
     clock = Clock()
     meter = Throughput(clock=clock)
-    meter.count(1, waited_seconds=0.0)
+    meter.count(work(1), waited_seconds=0.0)
 
     def save() -> None:
         with meter.pause("save"):
@@ -115,7 +120,7 @@ def test_fractions_always_sum_to_one(events: list[tuple[str, float, float]]) -> 
         if kind == "step":
             clock.now += seconds
             waited += wait
-            meter.count(7, waited_seconds=waited)
+            meter.count(work(7), waited_seconds=waited)
         elif kind == "read":
             meter.read()
         else:
@@ -130,10 +135,10 @@ def test_fractions_always_sum_to_one(events: list[tuple[str, float, float]]) -> 
 
 def test_every_number_is_registered() -> None:
     clock = Clock()
-    meter = Throughput(Limits(1e6, None, 1e12, 1e12), clock=clock)
-    meter.count(1, waited_seconds=0.0)
+    meter = Throughput(Limits(1e12, 1e12), clock=clock)
+    meter.count(work(1), waited_seconds=0.0)
     clock.now += 1.0
-    meter.count(1, waited_seconds=0.0)
+    meter.count(work(1), waited_seconds=0.0)
     names = meter.read().metrics()
     assert {"tokens_per_second", "mfu_fraction", "ceiling_fraction", "time/compute_fraction"} <= set(names)
     for name in names:
@@ -147,47 +152,61 @@ CLAIM_FLOPS = 6 * 415e6 + 12 * 24 * 1536 * 512
 
 def test_the_impossible_claim_is_refused_with_its_numbers() -> None:
     with pytest.raises(NumericalError) as caught:
-        check_possible(106_212, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+        check_possible(work(106_212, CLAIM_FLOPS), 1.0, Limits(165.2e12))
     for number in ("106,212 tokens/s is impossible", "288.5 TFLOP/s", "174.7% of the data-sheet peak", "165.2 TFLOP/s"):
         assert number in caught.value.what
     assert caught.value.exit_code == 7
 
 
 def test_the_honest_speed_of_that_card_is_not() -> None:
-    check_possible(36_500, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+    check_possible(work(73_000, CLAIM_FLOPS), 2.0, Limits(165.2e12))
 
 
 @pytest.mark.parametrize(
-    ("rate", "limits", "refused"),
+    ("least_flops", "limits", "refused"),
     [
-        (1.0, Limits(10, peak_flops_per_second=10), False),
-        (1.0001, Limits(10, peak_flops_per_second=10), True),
-        (1.15, Limits(10, ceiling_flops_per_second=10), False),
-        (1.16, Limits(10, ceiling_flops_per_second=10), True),
-        (1.16, Limits(10, least_flops_per_token=8, ceiling_flops_per_second=10), False),
-        (1e30, Limits(peak_flops_per_second=10), False),
-        (1e30, Limits(10), False),
+        (10.0, Limits(peak_flops_per_second=10), False),
+        (10.001, Limits(peak_flops_per_second=10), True),
+        (11.5, Limits(ceiling_flops_per_second=10), False),
+        (11.6, Limits(ceiling_flops_per_second=10), True),
+        (1e30, Limits(), False),
     ],
 )
-def test_bounds(rate: float, limits: Limits, refused: bool) -> None:
+def test_bounds(least_flops: float, limits: Limits, refused: bool) -> None:
+    done = Work(num_tokens=1, flops=1e30, least_flops=least_flops)
     if refused:
         with pytest.raises(NumericalError, match="impossible"):
-            check_possible(rate, limits)
+            check_possible(done, 1.0, limits)
     else:
-        check_possible(rate, limits)
+        check_possible(done, 1.0, limits)
 
 
-def read_at(tokens_per_second: float, limits: Limits) -> Reading:
+def test_flops_are_summed_over_the_steps_of_a_window() -> None:
+    """Rows may be longer in one step than in another; one constant would be right in neither window."""
+    clock = Clock()
+    meter = Throughput(Limits(peak_flops_per_second=1e6), clock=clock)
+    meter.count(work(100, 5.0), waited_seconds=0.0)
+    rates = []
+    for per_token in ((10.0, 10.0), (10.0, 40.0), (40.0, 40.0)):
+        for flops in per_token:
+            clock.now += 1.0
+            meter.count(work(100, flops), waited_seconds=0.0)
+        rates.append(meter.read().model_flops_per_second)
+    assert rates == [1000.0, 2500.0, 4000.0]
+    assert meter.total().mfu_fraction == 2500.0 / 1e6
+
+
+def read_once(done: Work, limits: Limits) -> Reading:
     clock = Clock()
     meter = Throughput(limits, clock=clock)
-    meter.count(0, waited_seconds=0.0)
+    meter.count(Work(), waited_seconds=0.0)
     clock.now += 1.0
-    meter.count(int(tokens_per_second), waited_seconds=0.0)
+    meter.count(done, waited_seconds=0.0)
     return meter.read()
 
 
 def test_an_impossible_speed_is_not_shown() -> None:
-    reading = read_at(106_212, Limits(CLAIM_FLOPS, peak_flops_per_second=165.2e12))
+    reading = read_once(work(106_212, CLAIM_FLOPS), Limits(peak_flops_per_second=165.2e12))
     assert reading.tokens_per_second is None
     assert reading.mfu_fraction is None
     assert "106,212 tokens/s is impossible" in reading.impossible
@@ -196,7 +215,7 @@ def test_an_impossible_speed_is_not_shown() -> None:
 
 
 def test_a_convention_that_counts_masked_attention_hides_mfu_but_not_the_speed() -> None:
-    reading = read_at(100, Limits(10e9, least_flops_per_token=6e9, peak_flops_per_second=0.9e12))
+    reading = read_once(work(100, 10e9, 6e9), Limits(peak_flops_per_second=0.9e12))
     assert reading.tokens_per_second == 100
     assert reading.mfu_fraction is None
     assert reading.model_flops_per_second is None
@@ -206,17 +225,17 @@ def test_a_convention_that_counts_masked_attention_hides_mfu_but_not_the_speed()
 def test_eta_includes_pauses() -> None:
     clock = Clock()
     meter = Throughput(clock=clock)
-    meter.count(1, waited_seconds=0.0)
+    meter.count(work(1), waited_seconds=0.0)
     for _ in range(10):
         clock.now += 1.0
-        meter.count(1, waited_seconds=0.0)
+        meter.count(work(1), waited_seconds=0.0)
     with meter.pause("save"):
         clock.now += 5.0
     assert eta_seconds(meter.total(), 100) == 150.0
 
 
 def test_a_ceiling_measured_in_a_busy_moment_can_only_rise() -> None:
-    meter = Throughput(Limits(flops_per_token=10.0, ceiling_flops_per_second=100.0))
+    meter = Throughput(Limits(ceiling_flops_per_second=100.0))
     meter.raise_ceiling(150.0)
     assert meter.limits.ceiling_flops_per_second == 150.0
     meter.raise_ceiling(120.0)

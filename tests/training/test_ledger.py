@@ -50,7 +50,7 @@ class Steps:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = Result(step + 1, StepValues(loss, grad_norm, finite, extra), self.fetched)
         self.progress = self.progress.after(batch)
-        self.ledger.follow(StartedStep(self.progress, batch.digest(), result, 0.1, 0.0))
+        self.ledger.follow(StartedStep(self.progress, batch.digest(), result, 0.1, 0.0, 4))
 
 
 def test_settles_one_step_late_and_catches_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,6 +22,8 @@ from vorox.core.lock import FileLock
 from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
+from vorox.models.flops import flops_per_token
+from vorox.models.spec import model_spec
 from vorox.train import Outcome
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import checkpoint_path, latest_valid, request_save, step_directories
@@ -80,6 +83,22 @@ def test_the_straight_run_does_what_was_asked(straight: dict[str, Any]) -> None:
     assert straight["losses"][1] == pytest.approx(np.log(257), abs=0.05)
     assert straight["losses"][12] < straight["losses"][1]
     assert len(straight["chain"]) == STEPS
+
+
+def test_flops_of_a_logged_interval_are_those_of_the_rows_trained(tmp_path: Path) -> None:
+    """Rows of 4 positions for 7 steps, then of 16: attention costs more per token from then on."""
+    stages = [{"start_tokens": 0, "sequence_length_tokens": 4}, {"start_tokens": 7 * 64, "sequence_length_tokens": 16}]
+    config = configuration(tmp_path, [f"data.stages={json.dumps(stages)}", "log.matmul_ceiling=false"])
+    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    short, long = flops_per_token(spec, 4), flops_per_token(spec, 16)
+    found = {
+        step: values["model_flops_per_second"] / values["tokens_per_second"]
+        for step, values in read_metrics(run(config).run_directory).items()
+        if "tokens_per_second" in values
+    }
+    assert [found[2], found[4], found[6]] == pytest.approx([short] * 3)
+    assert found[8] == pytest.approx((short + long) / 2), "steps 7 and 8"
+    assert [found[10], found[12]] == pytest.approx([long] * 2)
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))

@@ -108,6 +108,11 @@ class Batch:
         """Positions processed, trained on or not."""
         return int(self.tokens_ABT.size)
 
+    @property
+    def row_tokens(self) -> int:
+        """Positions of a row."""
+        return int(self.tokens_ABT.shape[-1])
+
     def digest(self) -> str:
         """128-bit hash of the rows in slot order, as hex: what the replay chain records of the data."""
         return rows_digest(self.row_digests_AB)

@@ -95,7 +95,13 @@ _METRICS = (
     Metric(
         "time/eval_fraction", "fraction", "mean", "Share of all time that went into validation and samples.", "lower"
     ),
-    Metric("model_flops_per_second", "FLOP/s", "mean", "tokens_per_second x FLOPs per token (6N + 12LDT).", "higher"),
+    Metric(
+        "model_flops_per_second",
+        "FLOP/s",
+        "mean",
+        "FLOPs of the steps (6N + 12LDT per token) / training seconds.",
+        "higher",
+    ),
     Metric(
         "mfu_fraction", "fraction", "mean", "model_flops_per_second / the data-sheet peak of the devices.", "higher"
     ),

@@ -1,4 +1,4 @@
-"""What bounds the speed of a device: its data-sheet peak, and the matmul ceiling that it really reaches.
+"""Matmul ceiling: the rate that a device really reaches on the matrices of a model.
 
 The ceiling is how many FLOP/s this machine does on the matrices of this model. In: shapes and a function that times one
 multiplication in the engine's framework and arithmetic (an engine's matter: numpy's product says nothing about
@@ -8,57 +8,15 @@ however it is written. Fairer between machines than a data-sheet, and it sees a 
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from vorox.core.errors import NumericalError
 
 MIN_REPEATS = 20
-
-Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
-"""Number format of the products; sums are fp32."""
-
-_PEAKS: tuple[tuple[str, Mapping[Arithmetic, float]], ...] = (
-    (r"\bGB200\b", {"bf16": 2500e12, "fp16": 2500e12, "tf32": 1250e12, "fp32": 80e12}),
-    (r"\bB200\b", {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
-    (r"\bH100 PCIe\b", {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51.2e12}),
-    (r"\bH100 NVL\b", {"bf16": 835.5e12, "fp16": 835.5e12, "tf32": 417.7e12, "fp32": 60e12}),
-    (r"\b(?:GH200|H200|H100|H800)\b", {"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
-    (r"\b(?:A100|A800)\b", {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
-    (r"\bL40S\b", {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
-    (r"\bL4\b", {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12}),
-    (r"\bRTX A6000\b", {"bf16": 154.8e12, "fp16": 154.8e12, "tf32": 77.4e12, "fp32": 38.7e12}),
-    (r"\bA10\b", {"bf16": 125e12, "fp16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
-    (r"\bRTX 5090\b", {"bf16": 209.5e12, "fp16": 209.5e12, "tf32": 104.8e12, "fp32": 104.8e12}),
-    (r"\bRTX 4090\b", {"bf16": 165.2e12, "fp16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12}),
-    (r"\bRTX 3090\b", {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12}),
-    (r"\bRTX 3080\b", {"bf16": 59.5e12, "fp16": 59.5e12, "tf32": 29.8e12, "fp32": 29.8e12}),
-    (r"\bRTX 3070\b", {"bf16": 40.6e12, "fp16": 40.6e12, "tf32": 20.3e12, "fp32": 20.3e12}),
-    (r"\bV100\b", {"fp16": 125e12, "fp32": 15.7e12}),
-    (r"\bT4\b", {"fp16": 65e12, "fp32": 8.1e12}),
-)
-"""Dense peaks from the makers' data sheets, FLOP/s; consumer cards with fp32 sums, as PyTorch uses them. A name that
-could mean several cards (laptop and Ti variants) is in no row."""
-
-
-def peak_flops_per_second(device_name: str, arithmetic: Arithmetic) -> float | None:
-    """Data-sheet peak of one device; ``None`` if we do not know it, which no guess replaces.
-
-    Args:
-        device_name: As the driver says it, for example ``NVIDIA H200``.
-        arithmetic: Number format of the products.
-    """
-    if re.search(r"\b(?:Laptop|Max-Q|Ti|SUPER|D)\b", device_name):
-        return None
-    for pattern, peaks in _PEAKS:
-        if re.search(pattern, device_name):
-            return peaks.get(arithmetic)
-    return None
 
 
 @dataclass(frozen=True, slots=True, order=True)

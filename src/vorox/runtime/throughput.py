@@ -1,17 +1,18 @@
 """How fast a run is and where its time goes, each number with one definition.
 
-In: the tokens of every step, how long the loop waited for data, and pauses for saves and validation. Out: a ``Reading``
-per window and for the whole process. The clock starts with the end of the first step, so compilation and warm-up are
-in no number.
+In: the work of every step (tokens and FLOPs), how long the loop waited for data, and pauses for saves and validation.
+Out: a ``Reading`` per window and for the whole process. The clock starts with the end of the first step, so compilation
+and warm-up are in no number.
 
     training seconds   = wall seconds - save seconds - eval seconds
     tokens_per_second  = positions processed / training seconds
     time fractions     = compute + data + save + eval = 1, of wall seconds
-    mfu_fraction       = tokens_per_second x FLOPs per token / data-sheet peak
-    ceiling_fraction   = tokens_per_second x FLOPs per token / measured matmul rate
+    mfu_fraction       = FLOPs of the steps / training seconds / data-sheet peak
+    ceiling_fraction   = FLOPs of the steps / training seconds / measured matmul rate
 
-A speed that the hardware cannot have is never shown: ``check_possible`` refuses it, and a ``Reading`` leaves it out and
-says which number was impossible.
+FLOPs are summed over the steps of a window, because the rows of one step may be longer than those of another. A speed
+that the hardware cannot have is never shown: ``check_possible`` refuses it, and a ``Reading`` leaves it out and says
+which number was impossible.
 """
 
 from __future__ import annotations
@@ -29,18 +30,32 @@ CEILING_TOLERANCE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a speed is held against.
+class Work:
+    """Arithmetic of one or more steps, over all processes.
 
     Attributes:
-        flops_per_token: Of a training step by the usual convention (6N + 12LDT); what MFU is made of.
-        least_flops_per_token: What no implementation gets around (masked attention skipped). ``None``: the same.
-        peak_flops_per_second: Data-sheet peak of all devices of the run in this arithmetic.
+        num_tokens: Positions processed.
+        flops: By the usual convention (6N + 12LDT per position), which MFU is made of.
+        least_flops: What no implementation avoids (masked attention skipped).
+    """
+
+    num_tokens: int = 0
+    flops: float = 0.0
+    least_flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.num_tokens + other.num_tokens, self.flops + other.flops, self.least_flops + other.least_flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a speed is held against, over all devices of the run; ``None`` where it is unknown.
+
+    Attributes:
+        peak_flops_per_second: Data-sheet peak in this arithmetic.
         ceiling_flops_per_second: Measured matmul rate for the shapes of the model (``runtime.ceiling``).
     """
 
-    flops_per_token: float | None = None
-    least_flops_per_token: float | None = None
     peak_flops_per_second: float | None = None
     ceiling_flops_per_second: float | None = None
 
@@ -54,7 +69,7 @@ class Reading:
         num_tokens: Positions that they processed.
         seconds: Wall seconds by use: compute, data, save, eval.
         tokens_per_second: See the module.
-        model_flops_per_second: ``tokens_per_second`` x FLOPs per token.
+        model_flops_per_second: FLOPs of the steps / training seconds.
         mfu_fraction: Of the data-sheet peak.
         ceiling_fraction: Of the measured matmul rate.
         impossible: Why a number is missing, if one was refused.
@@ -105,7 +120,7 @@ class _Window:
     started_at: float
     waited_before: float
     num_steps: int = 0
-    num_tokens: int = 0
+    work: Work = Work()
     paused: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0})
 
 
@@ -124,11 +139,11 @@ class Throughput:
         self._whole: _Window | None = None
         self._waited = 0.0
 
-    def count(self, num_tokens: int, *, waited_seconds: float) -> None:
+    def count(self, work: Work, *, waited_seconds: float) -> None:
         """Take note of a step, at the same point of every step. The first one only starts the clock.
 
         Args:
-            num_tokens: Positions of the step, over all processes.
+            work: Arithmetic of the step.
             waited_seconds: How long the loop has waited for data in all so far (``BatchStream.wait_seconds``).
         """
         self._waited = waited_seconds
@@ -138,7 +153,7 @@ class Throughput:
             return
         for window in (self._window, self._whole):
             window.num_steps += 1
-            window.num_tokens += num_tokens
+            window.work += work
 
     @contextlib.contextmanager
     def pause(self, use: Literal["save", "eval"]) -> Generator[None]:
@@ -177,53 +192,54 @@ class Throughput:
         training = max(0.0, now - window.started_at - sum(window.paused.values()))
         waited = min(training, max(0.0, self._waited - window.waited_before))
         seconds = {"compute": training - waited, "data": waited, **window.paused}
-        reading = Reading(window.num_steps, window.num_tokens, seconds)
+        reading = Reading(window.num_steps, window.work.num_tokens, seconds)
         if not window.num_steps or training <= 0:
             return reading
-        return _with_rates(reading, window.num_tokens / training, self.limits)
+        return _with_rates(reading, window.work, self.limits)
 
 
-def _with_rates(reading: Reading, tokens_per_second: float, limits: Limits) -> Reading:
-    base = (reading.num_steps, reading.num_tokens, reading.seconds)
+def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
+    seconds = reading.training_seconds
     try:
-        check_possible(tokens_per_second, limits)
+        check_possible(work, seconds, limits)
     except NumericalError as error:
-        return Reading(*base, impossible=error.what)
-    if limits.flops_per_token is None:
-        return Reading(*base, tokens_per_second=tokens_per_second)
-    rate = tokens_per_second * limits.flops_per_token
+        return replace(reading, impossible=error.what)
+    tokens_per_second, rate = work.num_tokens / seconds, work.flops / seconds
     peak, ceiling = limits.peak_flops_per_second, limits.ceiling_flops_per_second
     mfu = rate / peak if peak else None
     of_ceiling = rate / ceiling if ceiling else None
-    impossible = ""
     if (mfu or 0) > 1 or (of_ceiling or 0) > CEILING_TOLERANCE:
         impossible = (
             f"MFU is not shown: the convention 6N + 12LDT counts attention that is masked, and comes to "
             f"{rate / 1e12:,.3g} TFLOP/s, more than the hardware has"
         )
-        rate = mfu = of_ceiling = None
-    return Reading(*base, tokens_per_second, rate, mfu, of_ceiling, impossible)
+        return replace(reading, tokens_per_second=tokens_per_second, impossible=impossible)
+    return replace(
+        reading,
+        tokens_per_second=tokens_per_second,
+        model_flops_per_second=rate,
+        mfu_fraction=mfu,
+        ceiling_fraction=of_ceiling,
+    )
 
 
-def check_possible(tokens_per_second: float, limits: Limits) -> None:
+def check_possible(work: Work, seconds: float, limits: Limits) -> None:
     """Refuse a speed that the hardware cannot have.
 
     Raises:
         NumericalError: It is above the data-sheet peak, or well above the measured matmul rate.
     """
-    flops = limits.least_flops_per_token or limits.flops_per_token
-    if flops is None:
-        return
-    rate = tokens_per_second * flops
+    rate = work.least_flops / seconds
     bounds = (
         ("the data-sheet peak", limits.peak_flops_per_second, 1.0),
         ("the measured matmul rate", limits.ceiling_flops_per_second, CEILING_TOLERANCE),
     )
     for name, bound, tolerance in bounds:
         if bound is not None and rate > bound * tolerance:
+            per_token = work.least_flops / work.num_tokens
             raise NumericalError(
-                f"{tokens_per_second:,.0f} tokens/s is impossible: at {flops / 1e9:,.4g} GFLOP per token it is "
-                f"{rate / 1e12:,.4g} TFLOP/s, {rate / bound:.1%} of {name} ({bound / 1e12:,.4g} TFLOP/s)",
+                f"{work.num_tokens / seconds:,.0f} tokens/s is impossible: at {per_token / 1e9:,.4g} GFLOP per token "
+                f"it is {rate / 1e12:,.4g} TFLOP/s, {rate / bound:.1%} of {name} ({bound / 1e12:,.4g} TFLOP/s)",
                 where="runtime/throughput.py",
                 hint="the number of tokens, the clock, the FLOPs per token or the bound is wrong; nothing was printed",
             )

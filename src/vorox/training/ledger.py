@@ -26,6 +26,7 @@ class StartedStep:
         result: Its numbers, once fetched.
         lr: Its learning rate.
         weight_decay: Its weight decay.
+        row_tokens: Positions of each of its rows.
     """
 
     progress: Progress
@@ -33,6 +34,7 @@ class StartedStep:
     result: StepResult
     lr: float
     weight_decay: float
+    row_tokens: int
 
 
 class Ledger:

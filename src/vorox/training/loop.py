@@ -57,7 +57,7 @@ def train(run: Run, progress: Progress) -> Progress:
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.after(batch, engine.data_shard)
         orders = run.agreement.after(progress, batch)
-        run.ledger.follow(StartedStep(progress, orders.batch_digest, result, lr, weight_decay))
+        run.ledger.follow(StartedStep(progress, orders.batch_digest, result, lr, weight_decay, batch.row_tokens))
         if orders.save:
             progress = _save(run, progress)
         if run.evaluations.due(progress) and not stop.requested:

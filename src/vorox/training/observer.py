@@ -18,7 +18,7 @@ from vorox.core.log import RunLog
 from vorox.core.records import Progress, StepValues
 from vorox.experiments.tracking import Tracker
 from vorox.runtime.memory import HostMemory
-from vorox.runtime.throughput import Reading, Throughput, eta_seconds
+from vorox.runtime.throughput import Reading, Throughput, Work, eta_seconds
 from vorox.training.display import Display, StepView
 from vorox.training.evaluate import Evaluation
 from vorox.training.ledger import StartedStep
@@ -58,6 +58,7 @@ class Observer:
         tracker: Takes metrics.
         display: Shows steps and samples.
         throughput: Measures.
+        work: Gives the arithmetic of a step from its positions and the positions of its rows.
         provenance: Takes note of which steps were done.
         horizon: Length of the run.
         every_steps: Steps between two logged ones; the first and the last are logged too.
@@ -79,6 +80,7 @@ class Observer:
         tracker: Tracker,
         display: Display,
         throughput: Throughput,
+        work: Callable[[int, int], Work],
         provenance: Provenance,
         horizon: Horizon,
         every_steps: int,
@@ -94,7 +96,8 @@ class Observer:
     ) -> None:
         self._log, self._tracker, self._display = log, tracker, display
         self._throughput, self._horizon, self._every_steps = throughput, horizon, every_steps
-        self._provenance = provenance
+        self._provenance, self._work = provenance, work
+        self._num_tokens = 0  # after the last step; the first one of a process only starts the clock
         self._rows_per_epoch, self._vocab_size = rows_per_epoch, vocab_size
         self._engine, self._queue, self._complete = engine, queue, complete
         self._memory, self._mirror = HostMemory(), mirror
@@ -104,7 +107,9 @@ class Observer:
     def started(self, step: StartedStep) -> None:
         """A step was started. Counted here and not when it is settled, one step later but for saves."""
         self._provenance.started(step.progress)
-        self._throughput.count(self._horizon.tokens_per_step, waited_seconds=self._queue.wait_seconds())
+        work = self._work(step.progress.num_tokens - self._num_tokens, step.row_tokens)
+        self._num_tokens = step.progress.num_tokens
+        self._throughput.count(work, waited_seconds=self._queue.wait_seconds())
 
     def step(self, step: StartedStep, values: StepValues) -> None:
         """A settled step."""

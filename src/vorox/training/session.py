@@ -7,6 +7,7 @@ main process writes; the others of a run take the same steps and keep what they 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -23,8 +24,10 @@ from vorox.data.storage.waiting import told_of_waits
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops, memory
 from vorox.models.huggingface import huggingface_files
-from vorox.runtime.ceiling import measure_ceiling, peak_flops_per_second, training_shapes
-from vorox.runtime.throughput import Limits, Throughput
+from vorox.models.spec import ModelSpec
+from vorox.runtime.ceiling import measure_ceiling, training_shapes
+from vorox.runtime.device_peaks import peak_flops_per_second
+from vorox.runtime.throughput import Limits, Throughput, Work
 from vorox.training import feed, resume, sampling
 from vorox.training.agreement import Agreement
 from vorox.training.beginning import tell_plan
@@ -189,6 +192,7 @@ def _observer(
         tracker=tracker,
         display=display,
         throughput=Throughput(_limits(setting)),
+        work=functools.cache(functools.partial(_work, setting.spec, setting.config.data.document_mask)),
         provenance=provenance,
         horizon=length,
         every_steps=config.log.every_steps,
@@ -211,17 +215,21 @@ def _observer(
     )
 
 
+def _work(spec: ModelSpec, document_mask: bool, num_tokens: int, row_tokens: int) -> Work:
+    """Return the arithmetic of a step of ``num_tokens`` positions in rows of ``row_tokens``."""
+    # Where documents are kept apart, most of the attention may be skipped; the matrices never.
+    least = 6.0 * flops.num_matmul_weights(spec) if document_mask else flops.causal_flops_per_token(spec, row_tokens)
+    return Work(num_tokens, num_tokens * flops.flops_per_token(spec, row_tokens), num_tokens * least)
+
+
 def _limits(setting: Setting) -> Limits:
-    """What the speed is held against: the model's arithmetic and the data sheet of the device."""
-    config, spec, length = setting.config, setting.spec, setting.config.data.sequence_length_tokens
+    """Return what the speed is held against, over all devices: the data sheet and the measured matmul rate."""
+    config, facts = setting.config, setting.engine.environment()
     dtype = config.precision.dtype
     arithmetic = "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
-    # Where documents are kept apart, most of the attention may be skipped; the matrices never.
-    least = 6.0 * flops.num_matmul_weights(spec)
+    peak = peak_flops_per_second(str(facts.get("device", "")), arithmetic)
     return Limits(
-        flops_per_token=flops.flops_per_token(spec, length),
-        least_flops_per_token=least if config.data.document_mask else flops.causal_flops_per_token(spec, length),
-        peak_flops_per_second=peak_flops_per_second(str(setting.engine.environment().get("device", "")), arithmetic),
+        peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
         ceiling_flops_per_second=_matmul_ceiling(setting) if _measures_ceiling(setting) else None,
     )
 
@@ -231,11 +239,13 @@ def _measures_ceiling(setting: Setting) -> bool:
 
 
 def _matmul_ceiling(setting: Setting) -> float:
-    """What this machine reaches on the matrices of this model, measured in a moment before step 1."""
+    """Measure, in a moment before step 1, the matmul rate of all devices of the run on the matrices of this model."""
     config, spec = setting.config, setting.spec
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
     positions = config.train.micro_batch_sequences * config.data.sequence_length_tokens
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
     measured = measure_ceiling(shapes, setting.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     setting.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
-    return measured.flops_per_second
+    # One device was measured. The devices of one process on the CPU share its cores.
+    on_cpu = setting.engine.environment().get("device_kind") == "cpu"
+    return measured.flops_per_second * (setting.distributed.process_count if on_cpu else config.parallel.num_devices)
