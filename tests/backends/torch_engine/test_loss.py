@@ -131,16 +131,24 @@ def test_evaluation_counts_and_sums() -> None:
     assert not given.head.grad.any()
 
 
-def test_positions_that_are_not_trained_on_may_hold_anything() -> None:
-    given = case()
-    labels = given.labels.copy()
-    labels[0, 10] = IGNORED_LABEL
-    clean, dirty = Case(given.hidden, given.head, labels), Case(given.hidden.clone(), given.head, labels)
-    dirty.hidden[10] = float("inf")
-    first, d_clean = head_loss(clean).train(clean.hidden, clean.targets, 1.0)
-    second, d_dirty = head_loss(dirty).train(dirty.hidden, dirty.targets, 1.0)
-    assert float(first.cross_entropy) == float(second.cross_entropy)
-    assert torch.equal(d_clean, d_dirty)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", [{}, {"z_loss_weight": 0.01, "label_smoothing_fraction": 0.2}], ids=str)
+def test_positions_that_are_not_trained_on_contribute_nothing(
+    value: float, dtype: torch.dtype, terms: dict[str, float]
+) -> None:
+    config, given = LossConfig(**terms), case()
+    given.labels[0, 10] = IGNORED_LABEL
+    found = []
+    for held in (0.5, value):
+        given.hidden[10] = held
+        given.head.grad.zero_()
+        sums, d_hidden = head_loss(given, config, dtype=dtype).train(given.hidden, given.targets, 0.01)
+        found.append((sums.cross_entropy, sums.squared_log_partition, d_hidden, given.head.grad.clone()))
+    for clean, dirty in zip(*found, strict=True):
+        assert torch.isfinite(clean).all()
+        assert torch.equal(clean, dirty)
+    assert not found[1][2][10].any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -13,6 +13,9 @@ from torch import Tensor
 from backends.torch_engine.small_models import GPT2, batch_of, configuration, engine_of, make, random_rows, train
 from vorox.backends.torch_engine import optim
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.core.config import load_config
+from vorox.core.errors import ConfigError
+from vorox.core.schema.runtime import LARGEST_LOSS_SCALE
 
 pytestmark = pytest.mark.torch
 LOSS = torch.tensor(1.0)
@@ -145,20 +148,36 @@ class TestLossScale:
             scales.append(float(engine.optimizer.loss_scale))
         assert scales == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]
 
-    def test_never_falls_below_one(self) -> None:
+    @pytest.mark.parametrize("before", [2.0**32, 2.0**20, 3.0, 2.0, 1.5, 1.0])
+    def test_a_step_that_is_not_finite_never_raises_it_nor_takes_it_below_one(self, before: float) -> None:
         engine = self.engine()
-        for _ in range(30):
-            next(iter(engine.store.gradients.values()))[0] = float("inf")
+        engine.optimizer.loss_scale.fill_(before)
+        next(iter(engine.store.gradients.values()))[0] = float("inf")
+        engine.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
+        assert float(engine.optimizer.loss_scale) == max(before / 2, 1.0)
+
+    def test_never_grows_above_its_bound(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(optim, "GROWTH_INTERVAL_STEPS", 1)
+        engine, scales = self.engine(), []
+        engine.optimizer.loss_scale.fill_(LARGEST_LOSS_SCALE / 4)
+        for _ in range(4):
+            set_gradients(engine, 0)
             engine.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
-        assert float(engine.optimizer.loss_scale) == 1.0
+            scales.append(float(engine.optimizer.loss_scale) / LARGEST_LOSS_SCALE)
+        assert scales == [0.5, 1.0, 1.0, 1.0]
+
+    @pytest.mark.parametrize("value", [0.25, 2.0**33])
+    def test_a_first_scale_outside_the_bounds_is_refused(self, value: float) -> None:
+        with pytest.raises(ConfigError, match="initial_loss_scale"):
+            load_config("quickstart", ["precision.dtype=fp16", f"precision.initial_loss_scale={value}"])
 
     def test_an_overflow_is_reported_and_the_next_scale_is_lower(self) -> None:
-        engine = engine_of(configuration(precision__dtype="fp16", precision__initial_loss_scale=2.0**60))
+        engine = engine_of(configuration(precision__dtype="fp16", precision__initial_loss_scale=2.0**32))
         before = copy.deepcopy(values_of(engine))
         values = engine.train_step(batch_of(random_rows(8)), lr=0.01, weight_decay=0.1).fetch()
         assert not values.finite
         assert np.isfinite(values.loss)
-        assert values.extra["loss_scale"] == 2.0**59
+        assert values.extra["loss_scale"] == 2.0**31
         assert all(torch.equal(value, before[name]) for name, value in values_of(engine).items())
 
 

@@ -77,11 +77,11 @@ def _chunks(hidden_BTD: Array, labels_BT: Array, chunk_tokens: int) -> tuple[Arr
 def _objective(hidden_BcD: Array, labels_Bc: Array, head_VD: Array, config: LossConfig) -> tuple[Array, LossSums]:
     """What is minimised, summed, and what is reported."""
     kept_Bc = labels_Bc != IGNORED_LABEL
+    # What is not trained on must not matter even if it is not finite, in the gradient of the head either.
+    hidden_BcD = jnp.where(kept_Bc[..., None], hidden_BcD, 0.0)
     logits_BcV = jnp.einsum(
         "bcd,vd->bcv", hidden_BcD, head_VD.astype(hidden_BcD.dtype), preferred_element_type=jnp.float32
     )
-    # What is not trained on must not matter even if it is not finite, in the gradient either.
-    logits_BcV = jnp.where(kept_Bc[..., None], logits_BcV, 0.0)
     target_Bc1 = jnp.where(kept_Bc, labels_Bc, 0)[..., None]
     target_Bc = jnp.take_along_axis(logits_BcV, target_Bc1, axis=-1)[..., 0]
     log_partition_Bc = jax.nn.logsumexp(logits_BcV, axis=-1)

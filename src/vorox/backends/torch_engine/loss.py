@@ -96,6 +96,9 @@ class HeadLoss:
         start = 0
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)
+            if chunk_labels.kept_M is not None:
+                # Not only its gradient: what is not finite is not even after a product with zero.
+                input_CD = input_CD.masked_fill(~chunk_labels.kept_M[:, None], 0.0)
             logits_CV = self._products(input_CD, head_VD).float()
             d_logits_CV = self._gradient(logits_CV, chunk_labels, sums)
             if is_half:
@@ -128,7 +131,6 @@ class HeadLoss:
         at_target_C1 = probabilities_CV.gather(1, target_C1)
         probabilities_CV.scatter_(1, target_C1, at_target_C1.sub_(1 - self._smoothing))
         if labels.kept_M is not None:
-            # Not a product with zero: what is not trained on must not matter even if it is not finite.
             probabilities_CV.masked_fill_(~labels.kept_M[:, None], 0.0)
         return probabilities_CV
 

@@ -18,10 +18,10 @@ from vorox.backends.torch_engine import muon
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.parameters import DECAYED, ORTHOGONAL, PLAIN, ParameterStore
 from vorox.core.schema import RunConfig
+from vorox.core.schema.runtime import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 
 GROWTH_INTERVAL_STEPS = 2000
 """fp16: after so many finite steps in a row the loss scale doubles; a step that is not finite halves it."""
-SMALLEST_LOSS_SCALE = 1.0
 NORM_PIECE_ELEMENTS = 1 << 14
 
 
@@ -119,8 +119,8 @@ class Optimizer:
     def _adapt_loss_scale(self, finite: Tensor) -> None:
         age = torch.where(finite, self.scale_age + 1, torch.zeros_like(self.scale_age))
         grown = age >= GROWTH_INTERVAL_STEPS
-        halved = (self.loss_scale / 2).clamp(min=SMALLEST_LOSS_SCALE)
-        self.loss_scale.copy_(torch.where(finite, torch.where(grown, self.loss_scale * 2, self.loss_scale), halved))
+        factor = torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5)
+        self.loss_scale.mul_(factor).clamp_(SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE)
         self.scale_age.copy_(torch.where(grown, torch.zeros_like(age), age))
 
 

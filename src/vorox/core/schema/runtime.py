@@ -8,6 +8,8 @@ from pydantic import Field
 
 from vorox.core.schema.section import Section
 
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**32
+
 
 class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
@@ -17,7 +19,10 @@ class PrecisionConfig(Section):
         default="ieee", description="fp32 products on GPUs that have TensorFloat-32."
     )
     initial_loss_scale: float = Field(
-        default=65536.0, gt=0, description="fp16: first loss scale; it adapts from there."
+        default=65536.0,
+        ge=SMALLEST_LOSS_SCALE,
+        le=LARGEST_LOSS_SCALE,
+        description="fp16: first loss scale; it adapts from there, within the same bounds.",
     )
 
 
