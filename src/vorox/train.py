@@ -19,7 +19,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
-from vorox.core.run_context import RunContext
+from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.preparation import HowToBuild
@@ -28,11 +28,13 @@ from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
 from vorox.training.beginning import begin, join
+from vorox.training.checkpointing import step_directories
 from vorox.training.display import Display, NoDisplay
 from vorox.training.mirror import mirrored
 from vorox.training.session import open_log, open_session
 from vorox.training.setting import Setting
 from vorox.training.stop import StopRequest
+from vorox.training.weights_source import check_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ def train(
     with dist.failing_together(), StopRequest() as stop:
         if dist.process_count > 1:
             _check_for_several(config, minutes)
+        if dist.is_main and _is_fresh(config, resume_from):
+            check_weights(config)
         if minutes is not None:
             config = _fit(config, budget.check_minutes(minutes), display, on_progress)
         with (
@@ -162,6 +166,12 @@ def _open_as_main(
         return RunContext.open(directory, config, argv=argv, distributed=dist)
     enter = RunContext.create if resume_from == "never" else RunContext.open_or_create
     return enter(config, argv=argv, distributed=dist)
+
+
+def _is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
+    """Whether the run starts with step 1, as far as this machine knows."""
+    directory, exists = expected_directory(config, resume_from)
+    return config.checkpoint.mirror is None and not (exists and step_directories(directory))
 
 
 def _checkpoint(resume_from: str | Path) -> Path | None:

@@ -79,6 +79,17 @@ def greedy(engine: Engine, prompt_BT: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
+def check_padded_batch(model: Any, tokenizer: Any) -> None:
+    """Rows of different lengths in one batch have the logits that each has alone."""
+    texts = ["a", "a longer text"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert batch["attention_mask"].sum(-1).tolist() == [1, 13]
+    logits = model(**batch).logits
+    for row, text in enumerate(texts):
+        alone = model(**tokenizer(text, return_tensors="pt")).logits[0]
+        assert (logits[row, : len(alone)] - alone).abs().max() <= TOLERANCE
+
+
 @BACKENDS
 def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[str, Any], tmp_path: Path) -> None:
     import torch
@@ -89,8 +100,8 @@ def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[
     weights = randomised(engine, seed=11)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
         engine.snapshot(detached=False).write(directory)
-        files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id) | tokenizer.files()
-        for name, data in files.items():
+        files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id)
+        for name, data in (files | tokenizer.files(spec.max_positions_tokens)).items():
             directory.write(name, data)
         path = directory.commit({})
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -98,6 +109,8 @@ def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[
     theirs_tokenizer = AutoTokenizer.from_pretrained(path)
     assert theirs_tokenizer(TEXT)["input_ids"] == tokenizer.encode(TEXT).tolist()
     assert theirs_tokenizer.eos_token_id == model.config.eos_token_id == tokenizer.end_of_text_id
+    check_padded_batch(model, theirs_tokenizer)
+    assert theirs_tokenizer.model_max_length == spec.max_positions_tokens
 
     generator = np.random.default_rng(12)
     tokens = generator.integers(0, 260, size=(3, 47)).astype(np.int32)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 from servers.environment import pointed_at
 from servers.recorded import Handler, Log, Request, serving
 
@@ -67,7 +69,7 @@ class HubServer:
         if path.startswith("/cdn/"):
             self._send_large(handler, request, path.removeprefix("/cdn/"), parse_qs(address.query))
             return
-        match = re.fullmatch(r"/(?P<api>api/)?datasets/(?P<name>[^/]+/[^/]+)(?P<rest>/.*)?", path)
+        match = re.fullmatch(r"/(?P<api>api/)?(?:(?:datasets|models)/)?(?P<name>[^/]+/[^/]+)(?P<rest>/.*)?", path)
         allowed = self.token is None or request.headers.get("Authorization") == f"Bearer {self.token}"
         if match is None or match["name"] not in self.commits or not allowed:
             handler.send(request, 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}, b"")
@@ -197,3 +199,16 @@ def hub_server(root: Path | None = None) -> Iterator[HubServer]:
             server.commit(name, {path.relative_to(repository).as_posix(): path.read_bytes() for path in files})
         with pointed_at(server.environment()):
             yield server
+
+
+@contextmanager
+def model_hub(cache: Path) -> Iterator[HubServer]:
+    """Start a hub, point this process at it, and keep what ``huggingface_hub`` fetches in a folder."""
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patch, hub_server() as hub:
+        patch.setenv("HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        hub.url = hub.url.replace("127.0.0.1", "localhost")  # large files lie on another host, as the client expects
+        yield hub

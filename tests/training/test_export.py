@@ -117,6 +117,10 @@ def test_holds_what_transformers_needs_and_nothing_else(tmp_path: Path) -> None:
     weights = dict(from_huggingface(spec, WeightsFile(result.path / "model.safetensors")))
     assert all(np.array_equal(weights[name], array) for name, array in random_weights(spec, 20).items())
     assert json.loads((result.path / "config.json").read_text())["dtype"] == "float32"
+    described = json.loads((result.path / "tokenizer_config.json").read_text())
+    end = described["eos_token"]
+    assert [described[f"{kind}_token"] for kind in ("bos", "pad", "unk")] == [end] * 3
+    assert described["model_max_length"] == spec.max_positions_tokens
 
 
 def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:

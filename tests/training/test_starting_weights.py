@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     begun, muon = train(config_of(tmp_path, "torch", "run.name=begun")).run_directory, ["optimizer.name=muon"]
     with pytest.raises(ConfigError, match="there are no weights at 'nowhere'"):
         train(config_of(tmp_path, "torch", "train.from_weights=nowhere"))
-    with pytest.raises(CheckpointError, match=r"num_layers = 1 \(here 2\)"):
+    with pytest.raises(ConfigError, match=r"num_layers = 1 \(here 2\)"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "model.num_layers=2"))
     with pytest.raises(CheckpointError, match="the optimizer state holds exp_avg, exp_avg_sq and updates"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "train.from_optimizer=true", *muon))

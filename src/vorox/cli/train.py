@@ -39,7 +39,10 @@ def train(
     ] = "auto",
     from_weights: Annotated[
         str | None,
-        typer.Option(metavar="RUN|CHECKPOINT|DIRECTORY|gs://...", help="Start from these weights (from_weights)."),
+        typer.Option(
+            metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|gs://...",
+            help="Start from these weights, with their architecture and tokenizer (from_weights).",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
     minutes: Annotated[float | None, typer.Option(help="Train as many steps as fit into this time.")] = None,
@@ -107,7 +110,9 @@ def _choose(
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
             typer.echo(f"No configuration named: the preset {DEFAULT_PRESET}.")
             source = DEFAULT_PRESET
-        return load_config(source, settings), resume
+        from vorox.training.weights_source import load_config_with_weights
+
+        return load_config_with_weights(source, settings), resume
     if name is not None:
         raise ConfigError("a run that goes on keeps its name", where="--name", hint="leave --name out")
     path = _resumed_path(resume, source, settings)

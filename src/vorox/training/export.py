@@ -43,7 +43,7 @@ _STORED: Mapping[Dtype, tuple[str, str]] = {
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
 }
-_COPIED = (GENERATION_CONFIG_NAME, tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
+_COPIED = (GENERATION_CONFIG_NAME, tokenizers.TOKENIZER_NAME)
 _SAMPLE_TEXTS = (
     "The order of the data is arithmetic, and a resumed run is bit for bit the run it would have been.\n",
     "def total(values):\n    return sum(value for value in values if value > 0)\n",
@@ -153,10 +153,11 @@ def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
         name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
     }
     hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # stored as parts, in files of any name
-    missing = [name for name in (WEIGHTS_NAME, *_COPIED) if hashes.get(name) is None]
+    named = (WEIGHTS_NAME, *_COPIED, tokenizers.CONFIG_NAME)
+    missing = [name for name in named if hashes.get(name) is None]
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(checkpoint.path))
-    sources = {name: hashes[name] for name in (WEIGHTS_NAME, CONFIG_NAME, *_COPIED)}
+    sources = {name: hashes[name] for name in (CONFIG_NAME, *named)}
     return {"format": FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
 
 
@@ -185,6 +186,8 @@ def _write(
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
     for name in _COPIED:
         directory.write(name, (checkpoint / name).read_bytes())
+    tokenizer = tokenizers.load(checkpoint)  # a checkpoint of an earlier version says less of it
+    directory.write(tokenizers.CONFIG_NAME, tokenizer.files(spec.max_positions_tokens)[tokenizers.CONFIG_NAME])
     entries, arrays = _weights(checkpoint, spec)
     with directory.open(WEIGHTS_NAME) as writer:
         write_weights(writer, [replace(entry, dtype=stored) for entry in entries], arrays)

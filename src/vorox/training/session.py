@@ -142,7 +142,7 @@ def _checkpointer(
         describe=_description(setting),
         companions={
             **huggingface_files(setting.spec, end_of_text_id=tokenizer.end_of_text_id),
-            **tokenizer.files(),
+            **tokenizer.files(setting.spec.max_positions_tokens),
         },
         eval_losses=evaluations.losses,
         saved_step=step if checkpoint_path(run.directory, step).exists() else None,

@@ -1,4 +1,4 @@
-"""Where a run's weights come from when it does not draw them: a run, a checkpoint, a transformers directory, a store.
+"""Where a run's weights come from when it does not draw them: a run, a checkpoint, a transformers model, a store.
 
 In: ``train.from_weights`` and a fresh engine. Out: the engine with those weights, and what is to be recorded of them.
 Files speak canonical or Hugging Face names, so it does not matter which engine wrote them; a model of other dimensions
@@ -18,17 +18,17 @@ from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
 from vorox.data.cache_places import cache_root
 from vorox.data.storage import scheme_of
-from vorox.models.engine_state import FREE_TO_CHANGE, read_weights
+from vorox.models.engine_state import read_weights
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpointing import Checkpoint, latest_valid, verify
 from vorox.training.mirror import download
+from vorox.training.weights_source import download_weights, find_weights, require_equal_models
 
 
 def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
@@ -74,7 +74,10 @@ def _here(config: RunConfig) -> Generator[Path]:
     """The place on this machine; what is in a store is brought to the disk of the caches for as long as it is read."""
     name = str(config.train.from_weights)
     if scheme_of(name) is None:
-        yield _place(config)
+        yield find_weights(name, config.run.directory)
+        return
+    if scheme_of(name) == "hf":
+        yield download_weights(name)
         return
     root = cache_root(config.data)
     root.mkdir(parents=True, exist_ok=True)
@@ -85,20 +88,6 @@ def _here(config: RunConfig) -> Generator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _place(config: RunConfig) -> Path:
-    name = str(config.train.from_weights)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.absolute()
-    try:
-        return find_run(config.run.directory, name).absolute()
-    except ConfigError as error:
-        raise ConfigError(
-            f"there are no weights at {name!r}: {error.what}", where="train.from_weights",
-            hint="give a run, a checkpoint directory, or a directory with config.json and model.safetensors",
-        ) from error  # fmt: skip
 
 
 def _checkpoint(place: Path) -> Checkpoint | None:
@@ -123,15 +112,5 @@ def _take_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
     theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1).to_json()
-    ours = spec.to_json()
-    differing = [
-        f"{key} = {theirs[key]} (here {ours[key]})"
-        for key in ours
-        if key not in FREE_TO_CHANGE and theirs[key] != ours[key]
-    ]
-    if differing:
-        raise ConfigError(
-            f"the weights are of another model: {', '.join(differing)}", where="train.from_weights",
-            hint="set the model's keys, and the tokenizer, to those of the weights",
-        )  # fmt: skip
+    require_equal_models(theirs, spec.to_json(), str(place))
     engine.import_weights(from_huggingface(spec, (pair for file in open_directory(place) for pair in file)))

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.hub import HubServer, hub_server
-from servers.recorded import Handler, Request, serving
+from servers.hub import HubServer, model_hub
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig, TokenizerConfig
@@ -200,22 +199,9 @@ class TestTiktoken:
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that has models: the one of datasets, asked by other addresses."""
-    with hub_server() as hub:
-
-        def respond(handler: Handler, request: Request) -> None:
-            request.path = request.path.replace("/api/models/", "/api/datasets/")
-            if "/resolve/" in request.path and not request.path.startswith("/datasets/"):
-                request.path = "/datasets" + request.path
-            hub.respond(handler, request)
-
-        with serving(respond) as (url, _):
-            monkeypatch.setenv("HF_ENDPOINT", url)
-            monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-            yield hub
+def models(tmp_path: Path) -> Iterator[HubServer]:
+    with model_hub(tmp_path / "hub") as hub:
+        yield hub
 
 
 class TestHuggingFace:

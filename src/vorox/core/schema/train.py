@@ -41,7 +41,8 @@ class TrainConfig(Section):
     from_weights: str | None = Field(
         default=None,
         description="Start from these weights instead of random ones: a run, a checkpoint (of either engine) or a "
-        "directory of transformers, here or under gs:// or s3://. The optimizer starts afresh.",
+        "directory of transformers, here or under gs:// or s3://, or hf://OWNER/NAME@REVISION. The optimizer starts "
+        "afresh.",
     )
     from_optimizer: bool = Field(
         default=False, description="Take over the optimizer's state of that checkpoint as well."

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
                 "a directory has no revisions", where="tokenizer.revision", hint="leave it out, or name a repository"
             )
     elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
-        directory = _downloaded(config.path, config.revision)
+        directory, _ = download_repository(config.path, config.revision, _WANTED, key="tokenizer.path")
     else:
         raise ConfigError(
             f"{config.path!r} is neither a directory nor the name of a repository", where="tokenizer.path",
@@ -67,33 +68,50 @@ def _end_of_text(directory: Path) -> str:
     return END_OF_TEXT
 
 
-def _downloaded(name: str, revision: str | None) -> Path:
+def download_repository(name: str, revision: str | None, patterns: Sequence[str], *, key: str) -> tuple[Path, str]:
+    """Fetch files of a model of the hub at one commit; those that are in the hub's own cache are not fetched again.
+
+    Args:
+        name: ``OWNER/NAME``.
+        revision: Commit, tag or branch; ``None`` for the newest commit.
+        patterns: Names of files, with ``*``.
+        key: The setting that names the repository.
+
+    Returns:
+        The directory, and the commit.
+
+    Raises:
+        ConfigError: ``huggingface_hub`` is not installed.
+        DataError: There is no such repository or revision, or it cannot be reached.
+    """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
         raise ConfigError(
-            f"the repository {name} needs huggingface_hub, which is not installed", where="tokenizer.path",
+            f"the repository {name} needs huggingface_hub, which is not installed", where=key,
             hint="pip install 'vorox[hf]'; and note that no directory has this name",
         ) from error  # fmt: skip
     endpoint = os.environ.get("HF_ENDPOINT")
     place = f"{name}{f' at {revision}' if revision else ''}"
     try:
         if revision is None or not _COMMIT.fullmatch(revision):
-            revision = hub.HfApi(endpoint=endpoint).model_info(name, revision=revision).sha
-        folder = hub.snapshot_download(name, revision=revision, allow_patterns=list(_WANTED), endpoint=endpoint)
+            commit = str(hub.HfApi(endpoint=endpoint).model_info(name, revision=revision).sha)
+        else:
+            commit = revision
+        folder = hub.snapshot_download(name, revision=commit, allow_patterns=list(patterns), endpoint=endpoint)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise DataError(
             f"there is no such repository or revision on the hub, or no access to it: {_line(error)}", where=place,
-            hint="check tokenizer.path and tokenizer.revision; a private repository needs HF_TOKEN in the environment",
+            hint=f"check {key} and the revision; a private repository needs HF_TOKEN in the environment",
         ) from error  # fmt: skip
     except Exception as error:  # which library it asks through, with errors of its own, differs between versions
         raise DataError(
-            f"the tokenizer cannot be fetched from the hub: {_line(error)}", where=place,
-            hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision, a copy fetched once is used "
-            "without the network",
+            f"{key} cannot be fetched from the hub: {_line(error)}", where=place,
+            hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision or @REVISION, a copy "
+            "fetched once is used without the network",
         ) from error  # fmt: skip
-    return Path(folder)
+    return Path(folder), commit
 
 
 def _line(error: BaseException) -> str:

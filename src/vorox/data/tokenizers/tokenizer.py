@@ -164,13 +164,28 @@ class Tokenizer:
         """The bytes of every id; not every use of a tokenizer asks for them, and they take a while."""
         return token_bytes(self._value, self._library.get_vocab(with_added_tokens=True), self.vocab_size)
 
-    def files(self) -> dict[str, bytes]:
-        """The files that make this tokenizer, by name: for transformers, for checkpoints and for ``load``."""
-        config = {
+    def files(self, max_positions_tokens: int | None = None) -> dict[str, bytes]:
+        """Return the files that make this tokenizer, by name: for transformers, for checkpoints and for ``load``.
+
+        The end of text also begins and pads, as in GPT-2. It stands for unknown text where the vocabulary has nothing
+        else for it, because converters such as CTranslate2's ask for that token too. Rows are padded on the right,
+        where positions count from the first token whether or not the model is told of the mask.
+
+        Args:
+            max_positions_tokens: Longest row of the model that this tokenizer belongs to.
+        """
+        unknown: str | None = self._value["model"].get("unk_token")
+        config: dict[str, str | bool | int] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.end_of_text,
             "eos_token": self.end_of_text,
+            "pad_token": self.end_of_text,
+            "unk_token": self.end_of_text if unknown is None else unknown,
+            "padding_side": "right",
             "clean_up_tokenization_spaces": False,
         }
+        if max_positions_tokens is not None:
+            config["model_max_length"] = max_positions_tokens
         text = json.dumps(self._value, ensure_ascii=False, separators=(",", ":"))
         return {TOKENIZER_NAME: text.encode("utf-8"), CONFIG_NAME: pretty_json(config)}
 

@@ -1,0 +1,248 @@
+"""Where starting weights lie, and which model and tokenizer they are of, read before anything is built.
+
+In: ``train.from_weights``, a run, a checkpoint, a directory of transformers or ``hf://OWNER/NAME@REVISION``. Out: its
+architecture and tokenizer, from manifests, ``config.json`` and the headers of safetensors files alone. A configuration
+adopts both where it does not set them; what it does set is held against them. What lies under ``gs://`` or ``s3://`` is
+only known once it is fetched, when the run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.config import ResolvedConfig, resolve_config
+from vorox.core.config.yaml_writer import write_inline
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.run_lookup import find_run
+from vorox.core.schema import RunConfig
+from vorox.core.schema.model import ModelConfig
+from vorox.core.staged_directory import read_manifest
+from vorox.data.storage import scheme_of
+from vorox.data.tokenizers.huggingface import download_repository
+from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME
+from vorox.models.engine_state import FREE_TO_CHANGE
+from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
+from vorox.models.names import huggingface_family
+from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weights_file import open_directory
+from vorox.training.checkpointing import step_directories
+
+_KEY = "train.from_weights"
+_HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsDescription:
+    """What is known of weights without reading them.
+
+    Attributes:
+        location: Where they are; a repository of the hub at its commit.
+        spec: The model.
+        tokenizer: Settings of the section ``tokenizer`` that load theirs; empty where they have none.
+    """
+
+    location: str
+    spec: ModelSpec
+    tokenizer: dict[str, str]
+
+
+def load_config_with_weights(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load a configuration that takes architecture and tokenizer from the weights it starts from.
+
+    Args:
+        source: As for ``load_config``.
+        overrides: As for ``load_config``.
+
+    Raises:
+        ConfigError: A key that the file or the overrides set is not that of the weights, or there are no weights.
+        CheckpointError: What is there is damaged.
+    """
+    resolved = resolve_config(source, overrides)
+    weights = describe_weights(resolved.config)
+    if weights is None:
+        return resolved.config
+    adopted = [f"{key}={write_inline(value)}" for key, value in _adopted_settings(resolved, weights).items()]
+    return resolve_config(source, [*adopted, *overrides, f"{_KEY}={write_inline(weights.location)}"]).config
+
+
+def check_weights(config: RunConfig, *, tokenizer_vocab_size: int | None = None) -> None:
+    """Refuse a configuration whose model is not that of the weights it starts from.
+
+    Args:
+        config: The run.
+        tokenizer_vocab_size: Of its tokenizer, where there is one already.
+
+    Raises:
+        ConfigError: The models differ, or there are no weights at that place.
+        CheckpointError: What is there is damaged.
+    """
+    weights = describe_weights(config)
+    if weights is None:
+        return
+    theirs = weights.spec.to_json()
+    ours = model_spec(
+        config.model,
+        tokenizer_vocab_size=tokenizer_vocab_size or 1,
+        sequence_length_tokens=config.data.sequence_length_tokens,
+    ).to_json()
+    unknown = {"vocab_size"} if config.model.vocab_size is None and tokenizer_vocab_size is None else set[str]()
+    if theirs["positions"] == "rope" and config.model.max_positions_tokens is None:
+        unknown.add("max_positions_tokens")  # no parameter has a row per position
+    require_equal_models(theirs, ours, weights.location, ignored=unknown)
+
+
+def require_equal_models(
+    theirs: dict[str, Any], ours: dict[str, Any], location: str, *, ignored: set[str] | None = None
+) -> None:
+    """Refuse weights whose numbers mean something else in our model.
+
+    Raises:
+        ConfigError: Naming every key that differs.
+    """
+    free = FREE_TO_CHANGE | (ignored or set[str]())
+    differing = [key for key in ours if key not in free and theirs[key] != ours[key]]
+    if differing:
+        listed = ", ".join(f"{key} = {theirs[key]} (here {ours[key]})" for key in differing)
+        wanted = " ".join(f"model.{key}={write_inline(theirs[key])}" for key in differing)
+        raise ConfigError(f"the weights at {location} are of another model: {listed}", where=_KEY, hint=f"set {wanted}")
+
+
+def describe_weights(config: RunConfig) -> WeightsDescription | None:
+    """Describe the weights that a configuration starts from; ``None`` without any, or where they lie in a store.
+
+    Raises:
+        ConfigError: There are no weights at that place.
+        CheckpointError: What is there is damaged.
+    """
+    name = config.train.from_weights
+    if name is None:
+        return None
+    if scheme_of(name) == "hf":
+        repository, revision = _hub_place(name)
+        folder, commit = download_repository(repository, revision, (CONFIG_NAME,), key=_KEY)
+        tokenizer = {"kind": "huggingface", "path": repository, "revision": commit}
+        return WeightsDescription(f"hf://{repository}@{commit}", _huggingface_spec(folder), tokenizer)
+    if scheme_of(name) is not None:
+        return None
+    place = find_weights(name, config.run.directory)
+    return _describe_directory(place, name)
+
+
+def download_weights(location: str) -> Path:
+    """Fetch a model of the hub; one that was fetched at the same commit is only looked up."""
+    repository, revision = _hub_place(location)
+    patterns = (CONFIG_NAME, "model*.safetensors", "model.safetensors.index.json")
+    return download_repository(repository, revision, patterns, key=_KEY)[0]
+
+
+def find_weights(name: str, runs_directory: str) -> Path:
+    """Return the directory of this machine that a name means: a path, or a run below ``runs_directory``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    try:
+        return find_run(runs_directory, name).absolute()
+    except ConfigError as error:
+        raise ConfigError(
+            f"there are no weights at {name!r}: {error.what}", where=_KEY,
+            hint="give a run, a checkpoint directory, a directory with config.json and model.safetensors, or "
+            "hf://OWNER/NAME",
+        ) from error  # fmt: skip
+
+
+def _hub_place(location: str) -> tuple[str, str | None]:
+    match = _HUB.fullmatch(location)
+    if match is None:
+        raise ConfigError(f"{location} names no model of the hub", where=_KEY, hint="write hf://OWNER/NAME@REVISION")
+    return match["name"], match["revision"]
+
+
+def _describe_directory(place: Path, name: str) -> WeightsDescription:
+    if not (place / MANIFEST_NAME).exists() and not (place / CONFIG_NAME).exists():
+        steps = step_directories(place)
+        if not steps:
+            raise ConfigError(
+                "neither a run with a checkpoint, a checkpoint, nor a directory of transformers",
+                where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
+            )  # fmt: skip
+        # The tokenizer that the run keeps outlives its checkpoints.
+        kept = place / "tokenizer"
+        return WeightsDescription(name, _checkpoint_spec(steps[max(steps)]), _tokenizer_settings(kept))
+    spec = _checkpoint_spec(place) if (place / MANIFEST_NAME).exists() else None
+    return WeightsDescription(name, spec or _huggingface_spec(place, with_weights=True), _tokenizer_settings(place))
+
+
+def _checkpoint_spec(checkpoint: Path) -> ModelSpec:
+    """The model of a checkpoint, or of an export, which has a manifest as well."""
+    stored = read_manifest(checkpoint)["metadata"].get("spec")
+    return _huggingface_spec(checkpoint, with_weights=True) if stored is None else ModelSpec(**stored)
+
+
+def _huggingface_spec(place: Path, *, with_weights: bool = False) -> ModelSpec:
+    try:
+        values = json.loads((place / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
+    if with_weights:
+        open_directory(place)  # headers and lengths of all files
+    return model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
+
+
+def _tokenizer_settings(directory: Path) -> dict[str, str]:
+    if not (directory / TOKENIZER_NAME).is_file():
+        return {}
+    return {"kind": "huggingface", "path": str(directory)}
+
+
+def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> dict[str, Any]:
+    """Settings of the weights that the configuration does not give itself.
+
+    Raises:
+        ConfigError: It gives others.
+    """
+    theirs = {key: value for key, value in weights.spec.to_json().items() if key in ModelConfig.model_fields}
+    adopted: dict[str, Any] = {}
+    for key, value in theirs.items():
+        given = getattr(resolved.config.model, key)
+        if given == value:
+            continue
+        if not _is_explicit(resolved, f"model.{key}"):
+            adopted[f"model.{key}"] = value
+        elif given is not None and key not in FREE_TO_CHANGE:
+            raise ConfigError(
+                f"model.{key}={write_inline(given)}, and the weights at {weights.location} have {write_inline(value)}",
+                where=resolved.origin(f"model.{key}"),
+                hint=f"leave model.{key} out: architecture and tokenizer are taken from the weights",
+            )
+    if adopted and resolved.config.model.preset is not None:
+        adopted["model.preset"] = None
+    if (family := huggingface_family(weights.spec)) is not None and not _is_explicit(resolved, "model.family"):
+        adopted["model.family"] = family
+    section = [
+        key for key in type(resolved.config.tokenizer).model_fields if _is_explicit(resolved, f"tokenizer.{key}")
+    ]
+    if not section:
+        adopted |= {f"tokenizer.{key}": value for key, value in weights.tokenizer.items()}
+    longest, length = weights.spec.max_positions_tokens, "data.sequence_length_tokens"
+    if resolved.config.data.sequence_length_tokens > longest and not _is_explicit(resolved, length):
+        adopted[length] = longest
+    return adopted
+
+
+def _is_explicit(resolved: ResolvedConfig, key: str) -> bool:
+    """Whether the user's file or command line gives a key, not a preset or default."""
+    origin = resolved.origin(key)
+    for filler in ("model.preset", "model.family"):
+        if origin.startswith(f"{filler}="):
+            return _is_explicit(resolved, filler)
+    return not origin.startswith(("default", "preset "))

@@ -1,0 +1,156 @@
+"""Starting weights by their files alone: adopted where the configuration is silent, refused where it differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servers.hub import model_hub
+from tiny_runs import configuration, use_numpy_engine, write_text
+from vorox.cli import main
+from vorox.core.config import load_config
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.model import ModelConfig
+from vorox.core.staged_directory import StagedDirectory
+from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.models.huggingface import huggingface_files
+from vorox.models.names import huggingface_entries, to_huggingface
+from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weights_file import write_weights
+from vorox.train import train
+from vorox.training.weights_source import check_weights, load_config_with_weights
+
+BYTE = tokenizers.train(TokenizerConfig(kind="byte"), [])
+MODEL = ModelConfig(
+    family="gpt2", num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=4, positions="learned", norm="layer_norm",
+    norm_bias=True, activation="gelu_tanh", attention_bias=True, mlp_bias=True, max_positions_tokens=128,
+)  # fmt: skip
+SPEC = model_spec(MODEL, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
+
+
+def companions(spec: ModelSpec) -> dict[str, bytes]:
+    return huggingface_files(spec, end_of_text_id=BYTE.end_of_text_id) | BYTE.files(spec.max_positions_tokens)
+
+
+def write_model(directory: Path) -> Path:
+    """A directory of transformers with zeros for weights."""
+    directory.mkdir(parents=True)
+    for name, data in companions(SPEC).items():
+        (directory / name).write_bytes(data)
+    weights = to_huggingface(SPEC, ((part.name, np.zeros(part.shape, np.float32)) for part in SPEC.parameters))
+    with (directory / "model.safetensors").open("wb") as file:
+        write_weights(file, huggingface_entries(SPEC), weights)
+    return directory
+
+
+def write_checkpoint(directory: Path) -> Path:
+    with StagedDirectory(directory) as staged:
+        for name, data in companions(SPEC).items():
+            staged.write(name, data)
+        return staged.commit({"step": 4, "spec": SPEC.to_json()})
+
+
+def write_run(directory: Path) -> Path:
+    """A run that has saved once."""
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "config.yaml").write_text("{}")
+    (directory / "run.json").write_text("{}")
+    write_checkpoint(directory / "checkpoints" / "step-00000004")
+    BYTE.save(directory / "tokenizer")
+    return directory
+
+
+@pytest.mark.parametrize("write", [write_model, write_checkpoint, write_run])
+def test_a_silent_configuration_adopts_architecture_and_tokenizer(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    place = write(tmp_path / "weights")
+    config = load_config_with_weights("quickstart", [f"train.from_weights={place}"])
+    found = model_spec(config.model, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
+    assert found == SPEC
+    assert config.model.family == "gpt2"
+    assert config.tokenizer.kind == "huggingface"
+    assert tokenizers.load(str(config.tokenizer.path)).fingerprint == BYTE.fingerprint
+    assert config.data.sequence_length_tokens == 128, "no row is longer than the model's positions"
+    check_weights(config, tokenizer_vocab_size=BYTE.vocab_size)
+
+
+def test_what_the_user_sets_is_kept_where_it_agrees_and_refused_where_not(tmp_path: Path) -> None:
+    place = f"train.from_weights={write_model(tmp_path / 'weights')}"
+    kept = load_config_with_weights(
+        "quickstart", [place, "model.num_layers=3", "model.dropout_fraction=0.1", "tokenizer.kind=byte"]
+    )
+    assert (kept.model.dropout_fraction, kept.tokenizer.kind, kept.tokenizer.path) == (0.1, "byte", None)
+    for setting in ("model.num_layers=4", "model.preset=gpt2-124m"):
+        with pytest.raises(ConfigError) as caught:
+            load_config_with_weights("quickstart", [place, setting])
+        assert caught.value.exit_code == 2
+        assert "model.num_layers" in caught.value.what + caught.value.hint
+        assert setting in caught.value.where
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"preset: quickstart\ntrain: {{from_weights: {tmp_path / 'weights'}}}\nmodel: {{hidden_size: 48}}\n"
+    )
+    with pytest.raises(ConfigError, match="hidden_size") as caught:
+        load_config_with_weights(file)
+    assert caught.value.where.startswith(str(file))
+
+
+def test_another_model_is_refused_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+    config = configuration(tmp_path, [f"train.from_weights={write_run(tmp_path / 'runs' / 'begun')}"])
+    with pytest.raises(ConfigError) as caught:
+        train(config)
+    assert caught.value.where == "train.from_weights"
+    assert "model.num_layers=3" in caught.value.hint
+    assert not (tmp_path / "cache").exists()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["begun"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda place: (place / "model.safetensors").write_bytes(b"1234567890"), CheckpointError),
+        (lambda place: (place / "model.safetensors").unlink(), CheckpointError),
+        (lambda place: (place / "config.json").write_text("{"), CheckpointError),
+        (lambda place: (place / "config.json").write_text(json.dumps({"model_type": "mamba"})), ConfigError),
+    ],
+    ids=["header", "no weights", "no JSON", "other family"],
+)
+def test_damage_is_seen_in_the_headers(damage: Callable[[Path], Any], error: type[Exception], tmp_path: Path) -> None:
+    place = write_model(tmp_path / "weights")
+    damage(place)
+    with pytest.raises(error):
+        check_weights(load_config("quickstart", [f"train.from_weights={place}"]))
+
+
+def test_a_dry_run_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = write_model(tmp_path / "weights")
+    text = write_text(tmp_path / "text")
+    source = f"data.sources=[{{name: text, format: jsonl, paths: [{text}]}}]"
+    words = ["train", "--dry-run", "--from-weights", str(place), source, f"data.cache.directory={tmp_path / 'cache'}"]
+    assert main([*words, "model.num_layers=4"]) == 2
+    assert "model.num_layers" in capsys.readouterr().err
+    main(words)  # with or without a framework
+    assert "3 layers x 32" in capsys.readouterr().out
+
+
+@pytest.mark.hf
+def test_a_model_of_the_hub_is_pinned_to_its_commit(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in write_model(tmp_path / "weights").iterdir()}
+    with model_hub(tmp_path / "hub") as hub:
+        first = hub.commit("owner/model", files)
+        hub.commit("owner/model", {"config.json": b"{}"})
+        config = load_config_with_weights("quickstart", [f"train.from_weights=hf://owner/model@{first}"])
+        assert config.train.from_weights == f"hf://owner/model@{first}"
+        assert (config.tokenizer.path, config.tokenizer.revision) == ("owner/model", first)
+        assert config.model.num_layers == 3
+        assert not any("safetensors" in request.path for request in hub.log.requests), "the description suffices"
+        with pytest.raises(ConfigError, match="model_type"):
+            load_config_with_weights("quickstart", ["train.from_weights=hf://owner/model"])
