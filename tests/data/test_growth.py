@@ -21,9 +21,9 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.records import DataShard
 from vorox.core.schema.data import GrowthConfig
-from vorox.data.growth import PlanGrower, Starved
+from vorox.data.growth import PlanGrower, Starved, await_planned
 from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import Plan, segment_of
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
 from vorox.data.storage.waiting import waiting_for_data
 
@@ -398,6 +398,41 @@ def test_a_process_that_follows_reads_what_the_first_has_decided(tmp_path: Path)
     assert isinstance(seen, GrowingRows)
     assert seen.seen == {0, 1, 2}
     assert follows.num_events == len(HashChainedLog(path).read()[0])
+
+
+class EndedBuild(GrowingRows):
+    """A cache whose background build ends between two looks, having built everything: looked at last before that."""
+
+    looks_before_end = 1
+
+    @property
+    def is_building(self) -> bool:
+        self.looks_before_end -= 1
+        return self.looks_before_end >= 0
+
+    def missing_units(self, unit_start: int, unit_end: int, /) -> Any:
+        everything = np.arange(unit_start, unit_end)
+        return everything[:0] if self.has_looked_again else everything[1:]
+
+    has_looked_again = False
+
+    def refreshed(self, *, awaited_units: int = 0) -> Any:
+        self.has_looked_again = self.looks_before_end < 0
+        return self
+
+
+@pytest.mark.parametrize("looks_before_end", [0, 1, 2])
+def test_units_of_a_build_that_has_ended_are_seen(tmp_path: Path, looks_before_end: int) -> None:
+    rows = EndedBuild("code", [2] * 4, set(range(4)))
+    rows.looks_before_end = looks_before_end
+    plan = Plan.create(tmp_path / "plan.jsonl", start_of([rows], GrowthRule("elastic")), [rows])
+    complete = GrowingRows("code", [2] * 4, set(range(4)))
+    segment = segment_of(complete, 0, 0, 0, 1, [(0, 4)])
+    assert segment is not None
+    plan.add([segment])
+    (seen,) = await_planned(plan, [rows])
+    assert seen is not None
+    assert len(seen.missing_units(0, 4)) == 0
 
 
 def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:

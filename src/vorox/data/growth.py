@@ -312,25 +312,32 @@ def await_planned(
     seen, told = list(readers), False
     for index, (reader, group) in enumerate(zip(readers, plan.segments, strict=True)):
         last = max((part.end for segment in group for part in segment.ranges), default=0)
-        while reader is not None and reader.is_building:
-            num_units = len(reader.unit_row_starts) - 1
-            missing = len(reader.missing_units(0, min(last, num_units)))
-            if not reader.is_cut:
-                missing += max(0, last - num_units)
-            if not missing:
+        while reader is not None:
+            is_building = reader.is_building  # asked before looking: what ends meanwhile has left all its units
+            num_missing = _missing_before(reader, last)
+            if not num_missing:
                 break
-            if not told and tell is not None:
+            if is_building and not told and tell is not None:
                 told = True
                 tell(
                     "waiting_for_data",
-                    f"The run has read {last:,} units of source {plan.sources[index].name!r}, {missing:,} of them are "
-                    "not recorded here: building them again",
+                    f"The run has read {last:,} units of source {plan.sources[index].name!r}, {num_missing:,} of them "
+                    "are not recorded here: building them again",
                 )
-            if stop():
+            if is_building and stop():
                 raise Starved("stopped while units that the run has read were built again", where=str(plan.path))
             reader = seen[index] = reader.refreshed(awaited_units=last)
+            if not is_building:
+                break
             time.sleep(_POLL_SECONDS)
     return seen
+
+
+def _missing_before(reader: GrowingReader, unit: int) -> int:
+    """How many units below ``unit`` a reader does not see."""
+    num_units = len(reader.unit_row_starts) - 1
+    missing = len(reader.missing_units(0, min(unit, num_units)))
+    return missing if reader.is_cut else missing + max(0, unit - num_units)
 
 
 def _ranges(chosen: np.ndarray) -> UnitRanges:
