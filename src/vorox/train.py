@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,6 +68,7 @@ def train(
     display: Display | None = None,
     on_progress: PrepareProgress | None = None,
     argv: Sequence[str] | None = None,
+    named_keys: Collection[str] = (),
 ) -> Outcome:
     """Train to the end of the schedule, from wherever the run stands.
 
@@ -77,6 +78,8 @@ def train(
         minutes: Replaces the length of the run by what fits into this time.
         display: Shows the run; ``on_progress`` is told how the preparation of the data goes.
         argv: The command, for the record.
+        named_keys: Settings and sections that are given on purpose: a run that goes on takes them over even where
+            somebody edited its recorded configuration to say the same.
 
     Raises:
         VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
@@ -98,7 +101,9 @@ def train(
                 make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)
             ) as setting,
         ):
-            state, plan = begin(setting, run, _checkpoint(resume_from)) if dist.is_main else join(setting, run)
+            state, plan = (
+                begin(setting, run, _checkpoint(resume_from), named_keys) if dist.is_main else join(setting, run)
+            )
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
                 caches={source.name: str(source.train.directory) for source in setting.corpus.sources},

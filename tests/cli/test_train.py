@@ -325,3 +325,16 @@ def test_a_model_that_does_not_fit_leaves_with_3(vorox: Run, monkeypatch: pytest
     code, _, err = vorox("train", "tiny.yaml", "--dry-run")
     assert code == 3
     assert "train.micro_batch_sequences=1 or train.activation_checkpointing=block" in err
+
+
+def test_an_edited_configuration_counts_only_where_the_command_says_it(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (directory,) = runs()
+    path = directory / "config.yaml"
+    path.write_text(path.read_text().replace("  lr: 0.01", "  lr: 0.03"))
+    code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14")
+    assert code == 2
+    assert f"vorox train --resume {directory.name} optimizer.lr=0.03" in err
+    code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14", "optimizer.lr=0.03")
+    assert code == 0, err
+    assert max(chain_heads(directory)) == 14

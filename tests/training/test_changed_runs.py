@@ -231,6 +231,76 @@ def test_a_run_may_be_ended_where_it_stands(tmp_path: Path) -> None:
     assert recorded_config(directory) == shorter
 
 
+# An edited config.yaml
+
+
+def edit_config(directory: Path, old: str, new: str) -> None:
+    path = directory / "config.yaml"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_an_edited_configuration_is_refused_until_it_is_said(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path, [KEEP]), 10)
+    (directory,) = (tmp_path / "runs").iterdir()
+    edit_config(directory, "  lr: 0.01", "  lr: 0.03")
+    before = files(directory)
+    with pytest.raises(ConfigError) as refused:
+        run(recorded_config(directory), resume_from=directory)
+    assert refused.value.exit_code == 2
+    assert refused.value.where == str(directory / "config.yaml")
+    assert "  optimizer.lr: 0.01 -> 0.03" in refused.value.what
+    for value in ("0.01", "0.03"):
+        assert f"vorox train --resume {directory.name} optimizer.lr={value}" in refused.value.hint
+    assert files(directory) == before
+    run(recorded_config(directory, ["optimizer.lr=0.03"]), resume_from=directory, named_keys=["optimizer.lr"])
+    assert replayed(directory, 8).is_exact
+    assert replayed(directory, 0, 8).is_exact, "the first steps are known to have had the other rate"
+    assert recorded_config(directory).optimizer.lr == 0.03
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_the_configuration_of_the_checkpoint_takes_an_edit_back(tmp_path: Path, by_file: bool) -> None:
+    straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
+    killed_at(configuration(tmp_path, [KEEP]), 10)
+    (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
+    edit_config(directory, "  lr: 0.01", "  lr: 0.03")
+    if by_file:
+        run(configuration(tmp_path, [KEEP]))
+    else:
+        run(recorded_config(directory, ["optimizer.lr=0.01"]), resume_from=directory)
+    assert heads(directory) == heads(straight.run_directory)
+    assert recorded_config(directory) == configuration(tmp_path, [KEEP])
+    assert replayed(directory).is_exact
+
+
+def test_an_edit_of_what_cannot_change_offers_no_command_that_fails(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    edit_config(directory, "held_out_fraction: 0.1", "held_out_fraction: 0.2")
+    with pytest.raises(ConfigError) as refused:
+        run(recorded_config(directory), resume_from=directory)
+    assert "data.validation.held_out_fraction=0.1" in refused.value.hint
+    assert "data.validation.held_out_fraction=0.2" not in refused.value.hint
+    run(recorded_config(directory, ["data.validation.held_out_fraction=0.1"]), resume_from=directory)
+
+
+def test_what_decides_no_bit_may_be_edited(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    edit_config(directory, "keep_last: 2", "keep_last: 7")
+    assert run(recorded_config(directory), resume_from=directory).progress.step == 12
+
+
+def test_a_change_at_a_resume_is_no_edit(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path, [KEEP]), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    killed_at(recorded_config(directory, ["optimizer.lr=0.03"]), 6, directory)  # before its first checkpoint
+    killed_at(recorded_config(directory), 10, directory)
+    assert run(recorded_config(directory), resume_from=directory).progress.step == 12
+    assert replayed(directory, 4).is_exact
+
+
 # A chain that was damaged
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vorox.cli.arguments import sort_words
+from vorox.cli.arguments import Words, sort_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,18 @@ def train(
         raise typer.Exit(launch(nproc, command[1:]))
     if minutes is not None and resume_from == "auto":
         config, resume_from, minutes = _begun_before(config, minutes)
-    _run(config, resume_from, minutes, command)
+    _run(config, resume_from, minutes, command, _named_keys(sorted_words, config))
+
+
+def _named_keys(words: Words, config: RunConfig) -> list[str]:
+    """The settings that the command gives, itself or by the configuration that it names."""
+    from vorox.core.config import flat_values
+    from vorox.core.config.overrides import parse_override
+    from vorox.core.config.synonyms import key_of
+
+    if words.positional:
+        return list(flat_values(config))
+    return [key_of(".".join(map(str, parse_override(word).path))) for word in words.overrides]
 
 
 def _choose(
@@ -181,7 +192,11 @@ def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal
 
 
 def _run(
-    config: RunConfig, resume_from: Literal["auto", "never"] | Path, minutes: float | None, command: Sequence[str]
+    config: RunConfig,
+    resume_from: Literal["auto", "never"] | Path,
+    minutes: float | None,
+    command: Sequence[str],
+    named_keys: Sequence[str],
 ) -> None:
     from vorox.cli.last_screen import last_screen
     from vorox.cli.preparation import PreparationDisplay
@@ -192,7 +207,7 @@ def _run(
 
     place = membership()
     if place is not None and place.process_index:  # the first process of the run speaks
-        train_run(config, resume_from=resume_from, minutes=minutes, argv=command)
+        train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
     preparation = PreparationDisplay()
     display = _Screen(open_display(), preparation)
@@ -202,7 +217,13 @@ def _run(
         typer.echo(f"{'Going on' if exists else 'Writing'} in {directory}")
     try:
         outcome = train_run(
-            config, resume_from=resume_from, minutes=minutes, display=display, on_progress=preparation, argv=command
+            config,
+            resume_from=resume_from,
+            minutes=minutes,
+            display=display,
+            on_progress=preparation,
+            argv=command,
+            named_keys=named_keys,
         )
     finally:
         display.close()

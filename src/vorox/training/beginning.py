@@ -7,7 +7,7 @@ engine there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +36,16 @@ _LENGTH_KEYS = (
 )  # fmt: skip
 
 
-def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[RunState, Plan]:
+def begin(
+    setting: Setting, run: RunContext, checkpoint: Path | None, named_keys: Collection[str] = ()
+) -> tuple[RunState, Plan]:
     """Where the run stands, with the engine standing there too, and the plan of its data; in the main process.
 
     Args:
         setting: What the run is made from.
         run: The open run; its recorded configuration is replaced once everything agrees.
         checkpoint: Start from this one instead of the newest.
+        named_keys: Settings and sections that were given with the command.
 
     Raises:
         ConfigError: The configuration asks for another run than the recorded one.
@@ -51,8 +54,10 @@ def begin(setting: Setting, run: RunContext, checkpoint: Path | None) -> tuple[R
     """
     directory, config, corpus, log = run.directory, setting.config, setting.corpus, setting.log
     recorded = recorded_config(directory)
-    changes = resume.check_config(recorded, config)
     found = resume.choose(directory, log, checkpoint)
+    if found is not None:
+        recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
+    changes = resume.check_config(recorded, config)
     setting.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
     state, length, position = None, _length(setting), 0
     if found is not None:
@@ -105,6 +110,7 @@ def _commit(
     if changes:
         text = f"The configuration differs from the recorded one: {_listed(changes)}"
         log.event("config_changed", text, level="warning")
+    if recorded_config(run.directory) != config:
         run.record_config()
 
 

@@ -132,8 +132,8 @@ def replay(
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is of the configuration in force at its step, or of the one that it ended."""
-    step, digest = checkpoint.step, checkpoint.metadata["config_digest"]
-    return any(config_digest(resume.config_in_force(run_directory, at)[0]) == digest for at in (step, step - 1))
+    in_force = (resume.config_in_force(run_directory, at)[0] for at in (checkpoint.step, checkpoint.step - 1))
+    return any(resume.is_made_with(checkpoint, config) for config in in_force)
 
 
 def _check_range(

@@ -8,17 +8,31 @@ configuration that was changed on the way stays readable: ``configs/step-N.yaml`
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from vorox.core import atomic
-from vorox.core.config import Difference, differences, dump_yaml, in_digest, load_config
+from vorox.core.config import (
+    Difference,
+    config_digest,
+    config_values,
+    differences,
+    dump_yaml,
+    flat_values,
+    in_digest,
+    load_config,
+)
+from vorox.core.config.yaml_writer import write_scalar
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import DataCursor
+from vorox.core.redaction import MARK, redact_value
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
 from vorox.training.checkpointing import (
@@ -58,16 +72,103 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
         ConfigError: Something differs that would make it another run; all such differences are named.
     """
     found = differences(recorded, current)
-    refused = [entry for entry in found if _within(entry.key, REFUSED) and not _within(entry.key, ALLOWED + RECORDED)]
+    refused = [entry for entry in found if _is_refused(entry.key)]
     refused += _refused_of_sources(recorded, current)
     if refused:
         raise ConfigError(
-            f"this run cannot be resumed with another configuration ({len(refused)} differences):\n"
-            + "\n".join(f"  {entry}" for entry in refused),
+            f"this run cannot be resumed with another configuration ({len(refused)} "
+            f"difference{'s' if len(refused) > 1 else ''}):\n" + "\n".join(f"  {entry}" for entry in refused),
             where=refused[0].key,
             hint="resume with the recorded configuration, or start a new run with --resume never",
         )
     return found
+
+
+def settings_for_manifest(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as a checkpoint records it, without secrets."""
+    return redact_value(config_values(config))
+
+
+def check_unedited(
+    run_directory: Path, found: Checkpoint, recorded: RunConfig, current: RunConfig, named_keys: Collection[str]
+) -> RunConfig:
+    """Compare ``config.yaml`` with the configuration that a checkpoint was made with.
+
+    Args:
+        run_directory: The run.
+        found: The checkpoint to go on from.
+        recorded: What ``config.yaml`` says.
+        current: What this process runs with.
+        named_keys: Settings and sections that were given with the command, which may differ on purpose.
+
+    Returns:
+        The recorded configuration, as it was before anybody edited the file.
+
+    Raises:
+        ConfigError: The file was edited, and the command would take over what it says by now.
+    """
+    made_with = _made_with(found.metadata)
+    if made_with is None:  # made by an earlier version, which recorded a digest alone
+        return recorded
+    newest = max(_config_files(run_directory).items(), default=None)
+    if newest is not None and newest[0] >= found.step and not _changed(_hidden(load_config(newest[1])), recorded):
+        return recorded  # changed by a resume that was killed before its first checkpoint
+    edited = _changed(made_with, recorded)
+    now = flat_values(_hidden(current))
+    taken_over = [
+        entry for entry in edited if now.get(entry.key) == entry.after and not _within(entry.key, tuple(named_keys))
+    ]
+    if taken_over:
+        command = f"vorox train --resume {run_directory.name}"
+        hint = f"to go on as before: {command} {_assigned(taken_over, 'before')}"
+        if not any(_is_refused(entry.key) for entry in taken_over):
+            hint += f"; to change it from here on: {command} {_assigned(taken_over, 'after')}"
+        raise ConfigError(
+            f"config.yaml was edited since the checkpoint of step {found.step:,} was made:\n"
+            + "\n".join(f"  {entry}" for entry in taken_over),
+            where=str(run_directory / "config.yaml"),
+            hint=hint,
+        )
+    return made_with if edited and MARK not in str(config_values(made_with)) else recorded
+
+
+def is_made_with(checkpoint: Checkpoint, config: RunConfig) -> bool:
+    """Whether a checkpoint was made with a configuration, as far as it decides bits."""
+    made_with = _made_with(checkpoint.metadata)
+    if made_with is None:
+        return checkpoint.metadata["config_digest"] == config_digest(config)
+    return not _changed(made_with, config)
+
+
+def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
+    """The configuration that a checkpoint was made with, if it says so in a form that this version reads."""
+    try:
+        return RunConfig.model_validate(metadata["settings"])
+    except (KeyError, ValidationError):
+        return None
+
+
+def _changed(before: RunConfig, after: RunConfig) -> list[Difference]:
+    """What differs between a configuration of a checkpoint and another one, among the settings that decide bits."""
+    return [entry for entry in differences(before, _hidden(after)) if in_digest(entry.key)]
+
+
+def _hidden(config: RunConfig) -> RunConfig:
+    """A configuration without its secrets, as checkpoints record it."""
+    return RunConfig.model_validate(settings_for_manifest(config))
+
+
+def _assigned(entries: Sequence[Difference], side: Literal["before", "after"]) -> str:
+    """Overrides that give settings the values of one side."""
+    values = {entry.key: getattr(entry, side) for entry in entries}
+    return " ".join(
+        f"{key}={json.dumps(value) if isinstance(value, list | dict) else write_scalar(value)}"
+        for key, value in values.items()
+    )
+
+
+def _is_refused(key: str) -> bool:
+    return _within(key, REFUSED) and not _within(key, ALLOWED + RECORDED)
 
 
 def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Difference]:

@@ -159,6 +159,7 @@ def _description(setting: Setting) -> dict[str, Any]:
         "backend": setting.config.backend,
         "spec": setting.spec.to_json(),
         "config_digest": config_digest(setting.config),
+        "settings": resume.settings_for_manifest(setting.config),
         "tokenizer": setting.corpus.tokenizer.fingerprint,
         "environment": resume.environment(setting.engine),
     }
