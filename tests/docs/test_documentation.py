@@ -1,0 +1,275 @@
+"""What the documentation says is so: its commands run, its settings load, its snippets execute, its names exist.
+
+A page's commands run one after the other in a folder with a small corpus, a configuration and a finished run called
+``demo``. Only names are replaced (``STANDS_FOR``): the presets' own full-size runs are what CI's `make train` shows. A
+command that needs a store, a hub, a cluster or several processes is in ``SHOWN_BY`` with the test that runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tiny_runs
+from vorox.cli import main
+from vorox.core.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+)
+PROSE_IS_GENERATED = {"architecture.md"}  # tests/contract compares it with the tree
+
+STANDS_FOR = {
+    "quickstart": "my.yaml", "quick": "my.yaml", "config.yaml": "my.yaml", "my_config.yaml": "my.yaml",
+    "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
+    "path/to/transformers-directory": "transformers-directory", "10000": "60",
+}  # fmt: skip
+"""Words of a command that are replaced by what is in the folder."""
+
+SHOWN_BY = {
+    r"vorox data build \S+ --executor ray": "tests/data/cache/test_workers.py::test_ray",
+    r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
+    r"vorox data download": "tests/data/transfer/test_download.py",
+    r"vorox .*--nproc 2": "tests/multiprocess/test_processes.py",
+    r"vorox .*(gs|s3)://|vorox (train CONFIG|checkpoints list RUN|runs remove RUN) ": "tests/training/test_mirror.py",
+    r"vorox train quickstart backend=jax parallel": "tests/backends/jax_engine/test_sharding.py",
+}
+"""Commands that need what this folder has not, and the tests that have it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    number: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.number}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for number, (language, text) in enumerate(fences, 1):
+        yield Block(page.relative_to(ROOT).as_posix(), number, language, text)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands_of(block: Block) -> list[str]:
+    """The command lines of a block; what it shows of their output is left out."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console" and any(line.startswith("$ ") for line in lines):
+        found: list[str] = []
+        for line in lines:
+            if line.startswith("$ "):
+                found.append(line[2:])
+            elif found and found[-1].count('"') % 2:  # a quoted word goes on
+                found[-1] += "\n" + line
+        return found
+    if block.language in ("console", "bash"):
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+    return []
+
+
+COMMANDS = [(block.page, command) for block in BLOCKS for command in commands_of(block)]
+PAGES_WITH_COMMANDS = sorted({page for page, command in COMMANDS if command.startswith("vorox ")})
+
+
+def shown_elsewhere(command: str) -> str | None:
+    return next((test for pattern, test in SHOWN_BY.items() if re.match(pattern, command)), None)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a corpus, ``my.yaml``, and a finished run of 160 steps that is called ``demo``."""
+    directory = tmp_path_factory.mktemp("stage")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(directory)
+        monkeypatch.setenv("VOROX_CACHE", "cache")
+        chooser = random.Random(1)
+        texts = ["".join(chooser.choices("abcdefghijk  ", k=900)) for _ in range(60)]  # they do not repeat themselves
+        tiny_runs.write_text(directory / "notes")
+        with (directory / "notes" / "text.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts[:20])
+        (directory / "code").mkdir()
+        for number, text in enumerate(texts[20:]):
+            (directory / "code" / f"{number}.txt").write_text(text, encoding="utf-8")
+        settings: dict[str, Any] = {
+            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2},
+            "data": {
+                "sources": [
+                    {"name": "notes", "format": "jsonl", "paths": ["notes/text.jsonl"], "weight": 2},
+                    {"name": "code", "format": "txt", "paths": ["code/"]},
+                ],
+                "sequence_length_tokens": 96,
+                "cache": {"chunk_rows": 16, "unit_bytes": 2000},
+                "validation": {"held_out_fraction": 0.1, "split": "tail"},
+            },
+            "tokenizer": {"kind": "byte"},
+            "train": {"num_steps": 160, "global_batch_sequences": 6, "micro_batch_sequences": 6},
+            "checkpoint": {"every_steps": 50},
+            "eval": {"every_steps": 80, "num_sequences": 4},
+            "log": {"matmul_ceiling": False},
+            "runtime": {"device": "cpu"},
+        }
+        Path("my.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        assert main(["train", "my.yaml", "--name", "demo"]) == 0
+        assert main(["export", "demo", "--to", "hf", "--output", "transformers-directory"]) == 0
+        yield directory
+
+
+@pytest.fixture
+def place(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, which a page's commands may change."""
+    copy = tmp_path / "place"
+    shutil.copytree(stage, copy)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("VOROX_CACHE", "cache")
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.jax
+@pytest.mark.hf
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
+def test_every_command_of_a_page_runs(page: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = 0
+    for command in (command for of_page, command in COMMANDS if of_page == page and command.startswith("vorox ")):
+        if shown_elsewhere(command):
+            continue
+        for part in command.split(" && "):
+            words = [STANDS_FOR.get(word, word) for word in shlex.split(part, comments=True)]
+            assert words[0] == "vorox", command
+            words = words[1 : words.index(">")] if ">" in words else words[1:]
+            capsys.readouterr()
+            code = main(words)
+            said = capsys.readouterr()
+            refused = page == "docs/provenance.md" and "DELETE" in command  # shown because it is refused
+            assert (code == 2) if refused else (code == 0), f"{part}\n{said.out}\n{said.err}"
+            ran += 1
+    assert ran or all(shown_elsewhere(command) for of_page, command in COMMANDS if of_page == page)
+
+
+@pytest.mark.parametrize("pattern", SHOWN_BY)
+def test_what_is_shown_elsewhere_is_in_the_docs_and_in_a_test(pattern: str) -> None:
+    assert any(re.match(pattern, command) for _, command in COMMANDS)
+    path, _, name = SHOWN_BY[pattern].partition("::")
+    assert (ROOT / path).exists()
+    assert not name or f"def {name}" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_other_commands_name_what_there_is() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for page, command in COMMANDS:
+        words = shlex.split(command, comments=True)
+        if words[:1] == ["make"]:
+            assert all(re.search(rf"^{re.escape(word)}:", makefile, re.M) for word in words[1:] if "=" not in word), (
+                command
+            )
+        elif words[0].startswith(".venv-bench"):
+            assert (ROOT / words[1]).is_file(), command
+        elif words[0].startswith("benchmarks/"):
+            assert (ROOT / words[0]).is_file(), command
+        elif words[0] not in ("vorox", "git", "export", ".venv/bin/pre-commit"):
+            extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
+            assert extras, f"{page}: who runs {command}?"
+            for extra in ",".join(filter(None, extras[0])).split(","):
+                assert re.search(rf"^{extra} = \[", project, re.M), command
+
+
+YAML_BLOCKS = [block for block in BLOCKS if block.language == "yaml" and not block.text.startswith("# yaml-language")]
+NEEDED = {
+    "num_steps": "train.num_steps=5",
+    "sources": "data.sources=[{name: web, format: txt, paths: [web/]}]",
+    "sequence_length_tokens": "data.sequence_length_tokens=64",
+}
+"""What every configuration says, by the word that shows that a block says it itself; a preset says all."""
+
+
+@pytest.mark.parametrize("block", YAML_BLOCKS, ids=str)
+def test_settings_of_the_docs_load(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a configuration is completed by what every configuration needs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    for snippet in (block for block in BLOCKS if block.text.startswith("# my_package/my_module.py")):
+        (tmp_path / "my_package" / "my_module.py").write_text(snippet.text, encoding="utf-8")
+    text = "data:\n  sources:\n" + block.text if block.text.lstrip().startswith("- ") else block.text
+    (tmp_path / "block.yaml").write_text(text, encoding="utf-8")
+    is_whole = re.search(r"^preset:", text, re.MULTILINE)
+    load_config(
+        tmp_path / "block.yaml", [] if is_whole else [NEEDED[word] for word in NEEDED if f"{word}:" not in text]
+    )
+
+
+INSTEAD = {
+    "docs/provenance.md": {
+        "runs/demo-1a2b3c4d": "{run}",
+        '"postgresql://user:password@host/database"': 'Path("{run}/metadata.sqlite")',
+    },
+    "docs/quickstart.md": {"runs/<run>/checkpoints/<step>": "{run}/checkpoints/step-00000160"},
+    "docs/storage.md": {"hf://HuggingFaceFW/fineweb-edu/sample/10BT": "code", ".parquet": ".txt"},
+    "docs/streaming.md": {
+        "s3://bucket/crawl/*.jsonl.zst": "notes/*.jsonl", "gs://bucket/books/*.parquet": "code/*.txt",
+        '"tokenizer.json"': '"{run}/tokenizer/tokenizer.json"', "num_workers=4": "num_workers=2",
+        "sequence_length_tokens=2048": "sequence_length_tokens=64",
+        'sample["metadata"]  #': 'sample["metadata"]; break  #', "num_batches_taken": "1",
+        "stream = dataset": "import torch; stream = dataset",
+    },
+}  # fmt: skip
+"""What the folder has in the place of what a page's snippets name."""
+PAGES_WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"})
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.hf
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
+def test_every_python_snippet_of_a_page_runs(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one namespace, in order."""
+    monkeypatch.syspath_prepend(place)
+    (place / "my_package").mkdir()
+    (place / "my_package" / "models.py").write_text("def load_translator(pair):\n    return str.upper, str.lower\n")
+    run = next((place / "runs").glob("demo-*")).relative_to(place)
+    names: dict[str, Any] = {}
+    for block in (block for block in BLOCKS if block.page == page and block.language == "python"):
+        text = block.text
+        for old, new in INSTEAD.get(page, {}).items():
+            text = text.replace(old, new.replace("{run}", run.as_posix()))
+        exec(compile(text, str(block), "exec"), names)
+    if page == "docs/transforms.md":
+        assert names["tidy"]("“so”") == '"so"'
+        assert names["back_translated"]("So") == ["So", "so"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in PROSE_IS_GENERATED], ids=lambda path: path.name
+)
+def test_files_and_names_in_the_prose_exist(page: Path) -> None:
+    """`training/loop.py` and `experiments/sinks.py: Sink` are looked up below src/vorox, the package and the root."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for path, _, name in re.findall(r"`([\w./]+\.py)(: (\w+))?`", prose):
+        places = [root / path for root in (ROOT, page.parent, ROOT / "benchmarks", ROOT / "src" / "vorox")]
+        found = next((place for place in places if place.is_file()), None)
+        assert found is not None, f"{page.name} names {path}"
+        defined = {getattr(node, "name", "") for node in ast.walk(ast.parse(found.read_text(encoding="utf-8")))}
+        assert not name or name in defined, f"{page.name} names {path}: {name}"
+    for path in re.findall(r"`((?:tests|configs|docs|benchmarks|examples)/[\w./]*\w)`", prose):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", prose):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
