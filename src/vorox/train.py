@@ -96,6 +96,7 @@ def train(
         with (
             mirrored(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
+            run.leaving_nothing_if_refused(),
             open_log(run, display, dist) as log,
             contextlib.closing(
                 make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)

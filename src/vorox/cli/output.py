@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id, the beginning of one, a path, or 'latest'.")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Id, the beginning of one, a path, or 'latest' (with a checkpoint).")
+]
 Root = Annotated[str, typer.Option("--root", help="Where run directories are (run.directory).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -23,22 +28,61 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(json.loads(encode({"value": value}))["value"], indent=2))
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> None:
-    """Print columns as wide as they need to be.
+def terminal_width() -> int | None:
+    """Columns of the terminal; ``None`` where output goes elsewhere and need not fit."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "", optional: str = "") -> None:
+    """Print columns as wide as they need to be, and on a terminal no wider than it is.
 
     Args:
         titles: Heads of the columns; those that stand in ``right``, separated by blanks, are aligned to the right.
         rows: Cells.
         right: See ``titles``.
+        optional: Heads of the columns that a narrow terminal leaves out, in this order; after them the first column
+            is cut in its middle.
     """
-    widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
-    aligned_right = [title in right.split() for title in titles]
-    for row in (titles, *rows):
-        cells = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, aligned_right, strict=True)
-        ]
-        typer.echo("  ".join(cells).rstrip())
+    width = terminal_width()
+    columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
+    for title in optional.split():
+        if width is not None and _table_width(columns) > width:
+            columns = [column for column in columns if column[0] != title]
+    if width is not None and (excess := _table_width(columns) - width) > 0:
+        longest = max(8, max(map(len, columns[0])) - excess)
+        columns[0] = [_cut_middle(cell, longest) for cell in columns[0]]
+    padded = [
+        [cell.rjust(size) if column[0] in right.split() else cell.ljust(size) for cell in column]
+        for column in columns
+        for size in [max(map(len, column))]
+    ]
+    for row in zip(*padded, strict=True):
+        typer.echo("  ".join(row).rstrip())
+
+
+def _table_width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in columns) + 2 * (len(columns) - 1)
+
+
+def _cut_middle(text: str, size: int) -> str:
+    if len(text) <= size:
+        return text
+    end = (size - 1) // 2
+    return f"{text[: size - 1 - end]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - end :]}"
+
+
+def print_wrapped(lines: Iterable[str]) -> None:
+    """Print lines; on a terminal, one that is too long goes on below its second column, broken between words."""
+    width = terminal_width()
+    for line in lines:
+        if width is None or len(line) <= width:
+            typer.echo(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        for part in textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ):
+            typer.echo(part)
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -48,8 +92,6 @@ def confirm(question: str, *, yes: bool) -> None:
         ConfigError: Nobody can be asked.
         typer.Exit: The answer was no.
     """
-    import sys
-
     from vorox.core.errors import ConfigError
 
     if yes:

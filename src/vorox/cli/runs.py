@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vorox.cli import quantities
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table, print_wrapped
 
 if TYPE_CHECKING:
     from vorox.experiments.artifacts import RunSummary
@@ -46,7 +47,7 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
         for run in runs
     ]
     titles = ["RUN", "STATE", "STEP", "LOSS", "EVAL", "SAVED", "SIZE", "CHANGED"]
-    print_table(titles, rows, right="STEP LOSS EVAL SAVED SIZE CHANGED")
+    print_table(titles, rows, right="STEP LOSS EVAL SAVED SIZE CHANGED", optional="SAVED SIZE LOSS CHANGED")
 
 
 @app.command()
@@ -69,16 +70,15 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
             }
         )
         return
-    typer.echo("\n".join(_head_lines(summary)))
+    print_wrapped(_head_lines(summary))
     typer.echo("\nattempts")
-    for attempt in attempts:
-        typer.echo(f"  {_attempt_line(attempt)}")
+    print_wrapped(line for attempt in attempts for line in _attempt_lines(attempt))
     if metrics:
         typer.echo("\ncurve")
         _print_curve(metrics)
     if checkpoints:
         kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "set aside")
-        typer.echo(f"\ncheckpoints  {kept}  (vorox checkpoints verify {summary.run_id})")
+        print_wrapped(["", f"checkpoints  {kept}", f"  verify     vorox checkpoints verify {summary.run_id}"])
 
 
 def _head_lines(run: RunSummary) -> list[str]:
@@ -100,15 +100,20 @@ def _head_lines(run: RunSummary) -> list[str]:
     return lines
 
 
-def _attempt_line(attempt: dict[str, Any]) -> str:
+def _attempt_lines(attempt: dict[str, Any]) -> list[str]:
     code = attempt.get("code") or attempt.get("git") or {}
     commit = str(code.get("commit", ""))[:10] or "no commit"
     dirty = " (changed)" if code.get("dirty") else ""
     command = " ".join(str(word) for word in attempt.get("argv", []))
-    return (
-        f"{attempt.get('attempt')}. {attempt.get('started_at')} to {attempt.get('ended_at') or 'now'}: "
-        f"{attempt.get('outcome')}, {commit}{dirty}, {command}"
-    )
+    began, ended = (_without_milliseconds(attempt.get(key)) for key in ("started_at", "ended_at"))
+    return [
+        f"  {attempt.get('attempt')}. {began} to {ended or 'now'}: {attempt.get('outcome')}, {commit}{dirty}",
+        f"     {command}",
+    ]
+
+
+def _without_milliseconds(time: object) -> str:
+    return "" if time is None else re.sub(r"\.\d+Z$", "Z", str(time))
 
 
 def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
@@ -130,7 +135,7 @@ def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
         for step in chosen
     ]
     titles = ["STEP", "LOSS", "EVAL", "BITS/BYTE", "LR", "GNORM", "TOK/S"]
-    print_table(titles, rows, right=" ".join(titles))
+    print_table(titles, rows, right=" ".join(titles), optional="GNORM LR")
 
 
 @app.command()
@@ -138,13 +143,14 @@ def compare(
     run: RunName,
     other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
     root: Root = DEFAULT_ROOT,
+    every: Annotated[bool, typer.Option("--all", help="Every metric, not only those that people compare.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs: settings, the steps they share bit for bit, and their metrics."""
     from vorox.core.config import differences
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import find_run
-    from vorox.experiments.comparison import compare_metrics
+    from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
     from vorox.experiments.tracking import read_metrics
 
     first, second = find_run(root, run), find_run(root, other)
@@ -163,15 +169,25 @@ def compare(
         return
     typer.echo(f"A  {first.name}\nB  {second.name}\n")
     typer.echo("settings that differ" if settings else "the settings are the same")
-    for item in settings:
-        typer.echo(f"  {item}")
-    typer.echo(f"\n{chain['verdict']}\n")
-    table = [[row.name, *(_value(value) for value in row.last), *(_value(value) for value in row.best)] for row in rows]
+    print_wrapped(f"  {item}" for item in settings)
+    print_wrapped(["", chain["verdict"], ""])
+    if not every:
+        by_name = {row.name: row for row in rows}
+        rows = [by_name[name] for name in COMMON_METRICS if name in by_name]
+    table = [[row.name, *(_last(value) for value in row.last), *(_best(value) for value in row.best)] for row in rows]
     print_table(["METRIC", "LAST-A", "LAST-B", "BEST-A", "BEST-B"], table, right="LAST-A LAST-B BEST-A BEST-B")
+    if not every:
+        typer.echo("\nEvery metric: --all")
 
 
-def _value(found: tuple[int, float] | None) -> str:
-    return quantities.UNKNOWN if found is None else f"{found[1]:.6g} @{found[0]:,}"
+def _last(found: tuple[int, float] | None) -> str:
+    if found is None:
+        return quantities.UNKNOWN
+    return quantities.count(found[1]) if 1e5 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
+
+
+def _best(found: tuple[int, float] | None) -> str:
+    return quantities.UNKNOWN if found is None else f"{_last(found)} @{found[0]:,}"
 
 
 def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
@@ -196,46 +212,76 @@ def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
 
 @app.command()
 def remove(
-    run: RunName,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN ...]", help="Ids, beginnings of one, paths, or 'latest'.")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Every run that ended without a checkpoint: refused, failed or killed.")
+    ] = False,
     root: Root = DEFAULT_ROOT,
     yes: Yes = False,
     keep_metadata: Annotated[
-        bool, typer.Option("--keep-metadata", help="Leave the run's rows in a metadata database that runs share.")
+        bool, typer.Option("--keep-metadata", help="Leave the runs' rows in a metadata database that runs share.")
     ] = False,
     mirror: Annotated[
-        bool, typer.Option("--mirror", help="Also remove what its mirror holds; without it the mirror stays.")
+        bool, typer.Option("--mirror", help="Also remove what their mirrors hold; without it mirrors stay.")
     ] = False,
 ) -> None:
-    """Remove a run with all its checkpoints, and its rows in a shared metadata database. A running one is refused."""
-    from vorox.core.errors import ConfigError
+    """Remove runs with all their checkpoints and their rows in a shared metadata database. Running ones are refused."""
+    from vorox.core.errors import ConfigError, VoroxError
     from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import inspect_run, remove_run
+    from vorox.experiments.artifacts import inspect_run, list_failed_runs
+    from vorox.training.mirror import mirror_of
+
+    if not names and not failed:
+        raise ConfigError("no run is named", where="vorox runs remove", hint="name runs, or add --failed")
+    chosen = {run.directory.resolve(): run for run in (inspect_run(find_run(root, name)) for name in names or ())}
+    if failed:
+        chosen |= {run.directory.resolve(): run for run in list_failed_runs(Path(root))}
+    if not chosen:
+        typer.echo(f"No run in {Path(root).resolve()} ended without a checkpoint.")
+        return
+    lines: list[str] = []
+    for run in chosen.values():
+        uri = mirror_of(run.directory) if mirror else None
+        if mirror and uri is None:
+            raise ConfigError(f"{run.run_id} has no mirror", where="--mirror", hint="leave --mirror out")
+        what = f"{run.run_id} (step {run.step:,}, {quantities.size(run.size_bytes)})"
+        lines.append(what + (f" and its mirror {uri}" if uri else ""))
+    if not any(run.state == "running" for run in chosen.values()):  # its holder refuses one, not a question
+        confirm(
+            f"Remove {lines[0]}?" if len(lines) == 1 else "\n".join([*lines, f"Remove these {len(lines)}?"]), yes=yes
+        )
+    removed: list[str] = []
+    for run in chosen.values():
+        try:
+            _remove_one(run, keep_metadata=keep_metadata, mirror=mirror)
+        except VoroxError as error:
+            error.saved = f"removed before: {', '.join(removed)}" if removed else error.saved or "nothing was removed"
+            raise
+        removed.append(run.run_id)
+
+
+def _remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
+    from vorox.experiments.artifacts import remove_run
     from vorox.training.metadata_database import forget_run
     from vorox.training.mirror import mirror_of, remove_mirror
 
-    directory = find_run(root, run)
-    uri = mirror_of(directory)
-    if mirror and uri is None:
-        raise ConfigError(f"{directory.name} has no mirror", where="--mirror", hint="leave --mirror out")
-    summary = inspect_run(directory)
-    what = f"{summary.run_id} (step {summary.step:,}, {quantities.size(summary.size_bytes)})"
-    what += f" and its mirror {uri}" if mirror else ""
-    if summary.state != "running":  # a running one is refused by whoever holds it, not by a question
-        confirm(f"Remove {what}?", yes=yes)
-    told: list[str] = []
+    notes: list[str] = []
 
     def first() -> None:
+        uri = mirror_of(run.directory)
         if uri is not None:
-            removed = f"Its mirror {uri} stays (--mirror removes it)."
+            held = f"Its mirror {uri} stays (--mirror removes it)."
             if mirror:
-                removed = f"Its mirror held {quantities.size(remove_mirror(uri))}, which are gone as well."
-            told.append(removed)
+                held = f"Its mirror held {quantities.size(remove_mirror(uri))}, which are gone as well."
+            notes.append(held)
         if not keep_metadata:
-            told.append(forget_run(directory))
+            notes.append(forget_run(run.directory))
 
-    size_bytes = remove_run(directory, first=first)
+    size_bytes = remove_run(run.directory, first=first)
     typer.echo(
-        f"Removed {summary.run_id}: {quantities.size(size_bytes)} are free. {' '.join(filter(None, told))}".rstrip()
+        f"Removed {run.run_id}: {quantities.size(size_bytes)} are free. {' '.join(filter(None, notes))}".rstrip()
     )
 
 

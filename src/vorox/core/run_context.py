@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +24,13 @@ from vorox.core.config import config_digest, dump_yaml, load_config, model_label
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import code_record, environment_record, git_record
 from vorox.core.errors import ConfigError, Preempted, VoroxError
+from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
-from vorox.core.redaction import redact, redact_arguments, redact_value
-from vorox.core.run_lookup import is_run, refuse_links, same_run_directories
+from vorox.core.redaction import redact_arguments, redact_value
+from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, same_run_directories
 from vorox.core.schema import RunConfig
 
 RUN_FORMAT = "vorox-run/1"
-FAILURE_FORMAT = "vorox-failure/1"
 
 
 def run_id(config: RunConfig) -> str:
@@ -84,6 +84,7 @@ class RunContext:
         self._lock = lock
         self._record: dict[str, Any] = {}
         self._closed = False
+        self._is_new = False
         if self._is_main:
             self._begin_attempt(argv)
 
@@ -167,29 +168,24 @@ class RunContext:
     ) -> RunContext:
         distributed = distributed or DistributedContext()
         lock: FileLock | None = None
+        is_new = distributed.is_main and not directory.exists()
         try:
             if distributed.is_main:
                 atomic.make_directory(directory)
                 refuse_links(directory)
                 lock = FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}").acquire()
-            return cls(
-                directory,
-                config,
-                argv=sys.argv if argv is None else argv,
-                distributed=distributed,
-                lock=lock,
-            )
+            run = cls(directory, config, argv=sys.argv if argv is None else argv, distributed=distributed, lock=lock)
+            run._is_new = is_new
+            return run
         except OSError as error:
-            if lock is not None:
-                lock.release()
+            _let_go(directory if is_new else None, lock)
             raise ConfigError(
                 f"the run directory cannot be written: {error.strerror or error}",
                 where=str(error.filename or directory),
                 hint="set run.directory to a folder that you may write to",
             ) from error
         except BaseException:
-            if lock is not None:
-                lock.release()
+            _let_go(None, lock)
             raise
 
     def _begin_attempt(self, argv: Sequence[str]) -> None:
@@ -321,20 +317,7 @@ class RunContext:
         """Write ``failure.json``. Never raises: the error at hand matters more than its record."""
         if not self._is_main:
             return
-        known = error if isinstance(error, VoroxError) else None
-        trace = "" if known else "".join(traceback.format_exception(error))
-        failure = {
-            "format": FAILURE_FORMAT,
-            "error": type(error).__name__,
-            "what": redact(known.what if known else f"{type(error).__name__}: {error}"),
-            "where": redact(known.where) if known else "",
-            "saved": redact(known.saved) if known else "",
-            "hint": redact(known.hint) if known else "",
-            "exit_code": known.exit_code if known else 1,
-            "attempt": self.attempt,
-            "at": _now(),
-            "traceback": redact(trace),
-        }
+        failure = {**failure_record(error), "attempt": self.attempt, "at": _now()}
         with contextlib.suppress(OSError):
             atomic.write_file(self.failure_path, atomic.pretty_json(failure), private=True)
 
@@ -350,6 +333,18 @@ class RunContext:
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+    @contextlib.contextmanager
+    def leaving_nothing_if_refused(self) -> Generator[None]:
+        """Remove a directory that this process made, if the run is refused or stopped before a step was finished."""
+        try:
+            yield
+        except (VoroxError, KeyboardInterrupt):
+            has_steps = self.chain_path.exists() and self.chain_path.stat().st_size
+            if self._is_new and not has_steps and not has_checkpoint(self.directory):
+                self._closed = True
+                _let_go(self.directory, self._lock)
+            raise
 
     def __enter__(self) -> RunContext:
         return self
@@ -378,6 +373,14 @@ def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig
         ConfigError: It is missing or not valid.
     """
     return load_config(directory / "config.yaml", overrides)
+
+
+def _let_go(directory: Path | None, lock: FileLock | None) -> None:
+    """Release a run, and before that remove its directory, if one is given; what a failing disk keeps stays."""
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+    if lock is not None:
+        lock.release()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config.fields import nearest
 from vorox.core.errors import ConfigError
 
@@ -42,7 +43,8 @@ def find_run(root: Path | str, name: str) -> Path:
 
     Args:
         root: Where run directories are (``run.directory``).
-        name: A path, a whole run id, the beginning of one, the hash in one, or ``latest`` (begun last).
+        name: A path, a whole run id, the beginning of one, the hash in one, or ``latest``: of the runs that have a
+            checkpoint, the one begun last; of all, as long as none has.
 
     Raises:
         ConfigError: There is no such run, or several; the candidates are named.
@@ -54,7 +56,7 @@ def find_run(root: Path | str, name: str) -> Path:
     if not runs:
         raise ConfigError(f"there is no run {name}: no run was ever started here", where=str(root))
     if name == "latest":
-        return max(runs, key=lambda path: (_last_start(path), path.name))
+        return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
     exact = [path for path in runs if path.name == name]
     if exact:
         return exact[0]
@@ -92,6 +94,12 @@ def refuse_links(run_directory: Path) -> None:
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run, finished or not."""
     return (path / "run.json").is_file() or (path / "config.yaml").is_file()
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run has a checkpoint to go on from. What it holds is not checked."""
+    manifests = directory.glob(f"checkpoints/step-*/{MANIFEST_NAME}")
+    return any(path.parent.name.removeprefix("step-").isdecimal() for path in manifests)
 
 
 def _last_start(path: Path) -> str:

@@ -7,7 +7,6 @@ what is half removed is never taken for whole (manifest first for checkpoints, a
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import shutil
@@ -21,33 +20,11 @@ from vorox.core.config.yaml_reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from vorox.core.json_lines import read_lines
 from vorox.core.lock import FileLock, lock_holder
+from vorox.core.run_files import foreign_files
 from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
 from vorox.experiments.tracking import last_values
 
 CHECKPOINTS_NAME = "checkpoints"
-RUN_FILES = (
-    "LOCK",
-    "attempts.bin",
-    "chain.jsonl",
-    "checkpoints",
-    "config.yaml",
-    "configs",
-    "control",
-    "evaluations.jsonl",
-    "events*.jsonl",
-    "export",
-    "failure.json",
-    "log*.txt",
-    "metadata.spool",
-    "metadata.sqlite*",
-    "metrics.jsonl",
-    "plan.jsonl",
-    "run.json",
-    "tensorboard",
-    "tokenizer",
-)
-"""Names that a run gives to what it writes into its directory."""
-
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<aside>corrupt|replaced)-\d+)?")
 
 RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
@@ -122,6 +99,12 @@ class RunSummary:
 def list_runs(root: Path) -> list[RunSummary]:
     """Every run below a root, by name."""
     return [inspect_run(directory) for directory in run_directories(root)]
+
+
+def list_failed_runs(root: Path) -> list[RunSummary]:
+    """Runs that ended without a checkpoint of any kind, so that nothing can be done with them, by name."""
+    ended = [run for run in list_runs(root) if run.state not in {"running", "finished"}]
+    return [run for run in ended if not _checkpoint_directories(run.directory)]
 
 
 def inspect_run(directory: Path) -> RunSummary:
@@ -327,11 +310,7 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
     if not str(record.get("format", "")).startswith("vorox-run/"):
         raise ConfigError("this directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
     with _locked(directory):
-        foreign = [
-            path.name
-            for path in sorted(directory.iterdir())
-            if not any(fnmatch.fnmatchcase(path.name, known) for known in (*RUN_FILES, f"{atomic.TEMPORARY_PREFIX}*"))
-        ]
+        foreign = foreign_files(directory)
         if foreign:
             raise ConfigError(
                 f"the directory holds what no run writes: {', '.join(foreign)}",

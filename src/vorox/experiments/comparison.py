@@ -8,6 +8,22 @@ from dataclasses import dataclass
 from vorox.core.errors import ConfigError
 from vorox.experiments.metrics import metric
 
+COMMON_METRICS = (
+    "loss",
+    "eval/loss",
+    "eval/bits_per_byte",
+    "eval/accuracy",
+    "grad_norm",
+    "learning_rate",
+    "tokens_total",
+    "tokens_per_second",
+    "mfu_fraction",
+    "data_wait_fraction",
+    "memory/host_peak_bytes",
+    "memory/device_peak_bytes",
+)
+"""What people compare first: quality, then speed, then memory."""
+
 Point = tuple[int, float]
 """A step and a value."""
 

@@ -24,6 +24,7 @@ from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, VoroxError
 from vorox.core.log import RunLog
 from vorox.core.redaction import redact
+from vorox.core.run_files import mirrored_files
 from vorox.data.storage import RetryPolicy, StoredFile, Waiter, put_bytes, put_file, remove_object, retry_budget, untold
 from vorox.data.storage.retry import jitter_of
 from vorox.training.mirror.contents import (
@@ -36,12 +37,6 @@ from vorox.training.mirror.contents import (
     record_bytes,
 )
 from vorox.training.mirror.owner import Ownership
-
-RECORD_FILES = (
-    "attempts.bin", "chain.jsonl", "config.yaml", "configs/*.yaml", "evaluations.jsonl", "events*.jsonl", "log*.txt",
-    "metrics.jsonl", "plan.jsonl", "run.json", "tokenizer/*",
-)  # fmt: skip
-"""What a run needs to go on elsewhere and to be asked about; what can be made of it again is left out."""
 
 FAILURES_UNTIL_WARNING = 3
 """Failed tries in a row after which a store counts as away; single ones are everyday."""
@@ -324,15 +319,12 @@ def put_record(
     """Put the files of a run, as they are at this moment, and then what they are."""
     entries: dict[str, dict[str, int | str]] = {}
     put: list[StoredFile] = []
-    for pattern in RECORD_FILES:
-        for path in sorted(run_directory.glob(pattern)):
-            if not path.is_file() or path.name.startswith(atomic.TEMPORARY_PREFIX):
-                continue
-            check()
-            data = path.read_bytes()
-            file = path.relative_to(run_directory).as_posix()
-            entries[file] = {"size_bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-            put.append(put_bytes(data, f"{uri}/{RECORDS}/{name}/{file}"))
+    for path in mirrored_files(run_directory):
+        check()
+        data = path.read_bytes()
+        file = path.relative_to(run_directory).as_posix()
+        entries[file] = {"size_bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+        put.append(put_bytes(data, f"{uri}/{RECORDS}/{name}/{file}"))
     check()
     put.append(put_bytes(record_bytes(metadata, entries), f"{uri}/{RECORDS}/{name}/{RECORD_NAME}"))
     return put

@@ -1,0 +1,26 @@
+"""An exception as ``failure.json`` holds it: what, where, what is saved, what to do, without secrets."""
+
+from __future__ import annotations
+
+import traceback
+
+from vorox.core.errors import VoroxError
+from vorox.core.redaction import redact
+
+FAILURE_FORMAT = "vorox-failure/1"
+
+
+def failure_record(error: BaseException) -> dict[str, str | int]:
+    """Return the fields of an error; one that we did not foresee brings its traceback."""
+    known = error if isinstance(error, VoroxError) else None
+    trace = "" if known else "".join(traceback.format_exception(error))
+    return {
+        "format": FAILURE_FORMAT,
+        "error": type(error).__name__,
+        "what": redact(known.what if known else f"{type(error).__name__}: {error}"),
+        "where": redact(known.where) if known else "",
+        "saved": redact(known.saved) if known else "",
+        "hint": redact(known.hint) if known else "",
+        "exit_code": known.exit_code if known else 1,
+        "traceback": redact(trace),
+    }
