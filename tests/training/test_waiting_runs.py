@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from servers.faults import Fault, fault_proxy
 from servers.web import http_server
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
+from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
-from vorox.data.storage import waiting
+from vorox.data.storage import RetryPolicy, waiting
 from vorox.training.chain import read_chain
 from vorox.training.display import NoDisplay
 
@@ -65,3 +67,20 @@ def test_a_run_shows_that_its_store_is_away(tmp_path: Path, monkeypatch: pytest.
     ]
     batches = [[entry.batch for entry in read_chain(done.run_directory).values()] for done in (outcome, straight)]
     assert batches[0] == batches[1], "the wait delayed steps and changed none"
+
+
+def test_without_a_network_a_run_ends_before_step_1_and_says_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr("vorox.data.text.sources.patience", lambda config: RetryPolicy(first_connection_seconds=0.5))
+    with socket.socket() as nobody:  # a port where nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}/text.jsonl"
+        config = configuration(tmp_path, [f"data.sources.0.paths=[{uri}]"])
+        with pytest.raises(DataError) as caught:
+            run(config)
+    assert caught.value.exit_code == 4
+    assert "not reached in 0.5 s" in caught.value.what
+    assert caught.value.where == uri
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,8 +18,9 @@ import pytest
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, in_one_budget, retry_budget, waiting, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoreUnreachable, in_one_budget, retry_budget, waiting, waiting_for_data
 from vorox.data.storage.retry import (
+    NoConnection,
     RetryBudget,
     TransientError,
     backoff_seconds,
@@ -286,3 +289,52 @@ class TestWaiting:
         with pytest.raises(KeyboardInterrupt):
             fail()
         wait_until(lambda: waiting_for_data() is None)
+
+
+# A store that was never reached
+
+
+def test_a_store_that_was_never_reached_is_given_up_after_a_stated_time() -> None:
+    """A wrong name or no network must not cost the whole budget before a run begins."""
+    policy = RetryPolicy(first_backoff_seconds=0.02, longest_backoff_seconds=0.05, first_connection_seconds=0.3)
+    told: list[str] = []
+
+    class Told(waiting.Wait):
+        def because(self, reason: str, *, failed: bool = True) -> None:
+            told.append(reason)
+
+    async def attempt() -> str:
+        raise NoConnection("no connection to huggingface.co:443 (Name or service not known)")
+
+    began = time.monotonic()
+    budget = RetryBudget(policy, lambda uri: contextlib.nullcontext(Told(uri)))
+    with pytest.raises(StoreUnreachable) as caught:
+        asyncio.run(with_retries(attempt, uri="hf://never-reached/x.txt", budget=budget))
+    assert time.monotonic() - began < 30
+    assert caught.value.exit_code == 4
+    assert "not reached in 0.3 s" in caught.value.what
+    assert "data.sources.N.paths" in caught.value.hint
+    assert all(re.search(r"\(gives up at \d\d:\d\d:\d\d UTC\)$", reason) for reason in told), told
+    assert len(told) < policy.retries_per_unit
+
+
+@pytest.mark.parametrize("answer", ["HTTP 503", "success"])
+def test_a_store_that_was_reached_has_the_whole_budget(answer: str) -> None:
+    policy = RetryPolicy(retries_per_unit=5, first_connection_seconds=0.0)
+    uri = f"s3://reached-{answer[:4].lower()}/file"
+    first = TransientError("HTTP 503") if answer == "HTTP 503" else "bytes"
+    outcomes = [first, *(NoConnection("no connection") for _ in range(4)), "bytes"]
+
+    async def attempt() -> str:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def sleep(_: float) -> None:
+        pass
+
+    budget = RetryBudget(policy)
+    while outcomes:
+        assert asyncio.run(with_retries(attempt, uri=uri, budget=budget, sleep=sleep)) == "bytes"
+    assert budget.left == (0 if answer == "HTTP 503" else 1)

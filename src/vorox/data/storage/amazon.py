@@ -20,7 +20,7 @@ from vorox.data.storage import transport
 from vorox.data.storage.google import no_bucket, split_bucket
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.remote import Asker, Keep
-from vorox.data.storage.retry import RetryPolicy, TransientError, retry_after_seconds
+from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError, retry_after_seconds
 from vorox.data.storage.transport import NotThere, Receive, content_range
 from vorox.data.storage.writing import PART_BYTES, Content, Over, RefusedByCondition, md5, received_other_bytes
 
@@ -286,11 +286,11 @@ async def _client(uri: str, policy: RetryPolicy) -> AsyncGenerator[Any]:
     except exceptions.ParamValidationError:
         raise ConfigError("S3 allows no such name", where=uri, hint="check the names of bucket and object") from None
     except (exceptions.ConnectTimeoutError, aiohttp.ConnectionTimeoutError):
-        raise TransientError(f"no connection within {policy.connect_seconds:g} s") from None
+        raise NoConnection(f"no connection within {policy.connect_seconds:g} s") from None
     except (exceptions.ReadTimeoutError, aiohttp.SocketTimeoutError, TimeoutError):
         raise TransientError(f"no byte for {policy.stall_seconds:g} s") from None
     except exceptions.ConnectionError:
-        raise TransientError("no connection to the endpoint of S3") from None
+        raise NoConnection("no connection to the endpoint of S3") from None
     except (exceptions.HTTPClientError, exceptions.IncompleteReadError, aiohttp.ClientPayloadError):
         raise TransientError("the body or the connection broke off") from None
     except (parsers.ResponseParserError, aiohttp.ClientError, OSError) as error:

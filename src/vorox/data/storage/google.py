@@ -22,7 +22,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import transport
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.remote import Asker, Keep
-from vorox.data.storage.retry import RetryPolicy, TransientError
+from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
 from vorox.data.storage.transport import NotThere, Receive, get_json, raise_for_status, receive_range, request
 from vorox.data.storage.writing import PART_BYTES, Content, Over, RefusedByCondition, received_other_bytes
 
@@ -296,7 +296,7 @@ async def _credentials(system: Any, uri: str) -> dict[str, str]:
     try:
         await asyncio.to_thread(system.credentials.apply, headers)
     except problems.TransportError as error:
-        raise TransientError(f"no credentials came ({type(error).__name__})") from None
+        raise NoConnection(f"no credentials came ({type(error).__name__})") from None
     except problems.GoogleAuthError as error:
         raise DataError(
             f"the credentials for Google Cloud do not work ({type(error).__name__})", where=uri, hint=_CREDENTIALS_HINT

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import email.utils
+import math
 import os
 import random
 import threading
@@ -46,6 +47,8 @@ class RetryPolicy:
         try_seconds: For one try in all.
         late_seconds: Without an answer until the reader counts as waiting for data.
         piece_bytes: Asked for at a time.
+        first_connection_seconds: Without a connection to a store that this process never reached, until it is given
+            up: a wrong name or a missing network is said before a run begins, not after the whole budget.
     """
 
     retries_per_unit: int = 60
@@ -56,6 +59,7 @@ class RetryPolicy:
     try_seconds: float = 300.0
     late_seconds: float = 5.0
     piece_bytes: int = 8 << 20
+    first_connection_seconds: float = 60.0
 
 
 class TransientError(Exception):
@@ -70,6 +74,10 @@ class TransientError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.retry_after_seconds = retry_after_seconds
+
+
+class NoConnection(TransientError):
+    """Nobody answered at the store's address: the network, the name or the store may be away."""
 
 
 class StoreUnreachable(DataError):
@@ -103,6 +111,52 @@ class RetryBudget:
             f"the store did not answer rightly in {self.policy.retries_per_unit + 1:,} tries; the last time: {reason}",
             where=uri, hint="check the network and the store, then run the same command again; nothing is lost",
         )  # fmt: skip
+
+
+_reached: set[str] = set()
+"""Stores that this process has had a connection to."""
+
+
+class FirstConnection:
+    """The time that a store which was never reached has left.
+
+    Args:
+        uri: Something in the store.
+        limit_seconds: From now until it is given up.
+    """
+
+    def __init__(self, uri: str, limit_seconds: float) -> None:
+        self._uri, self._limit_seconds = uri, limit_seconds
+        self._store = "/".join(uri.split("/", 3)[:3])
+        self._deadline = time.monotonic() + limit_seconds
+
+    def made(self) -> None:
+        """The store answered, whatever it said."""
+        _reached.add(self._store)
+
+    def deadline_text(self) -> str:
+        """When it is given up, for a person; empty for a store that was reached."""
+        if self._store in _reached:
+            return ""
+        left_seconds = max(0.0, self._deadline - time.monotonic())
+        return f" (gives up at {time.strftime('%H:%M:%S UTC', time.gmtime(time.time() + left_seconds))})"
+
+    def seconds_left(self, reason: str) -> float:
+        """How long another try may wait.
+
+        Raises:
+            StoreUnreachable: No longer.
+        """
+        if self._store in _reached:
+            return math.inf
+        left_seconds = self._deadline - time.monotonic()
+        if left_seconds <= 0:
+            raise StoreUnreachable(
+                f"the store was not reached in {self._limit_seconds:g} s; the last time: {reason}", where=self._uri,
+                hint="check the name and the network, or name files on this machine in data.sources.N.paths; then run "
+                "the same command again",
+            )  # fmt: skip
+        return left_seconds
 
 
 _current: contextvars.ContextVar[RetryBudget | None] = contextvars.ContextVar("retry_budget", default=None)
@@ -184,25 +238,31 @@ async def with_retries(
     """
     policy, jitter = budget.policy, jitter or jitter_of(uri)
     failures, before = 0, progress()
+    contact = FirstConnection(uri, policy.first_connection_seconds)
     with budget.waits(uri) as wait:
         while True:
             try:
                 async with asyncio.timeout(policy.try_seconds):
-                    return await attempt()
+                    result = await attempt()
+                contact.made()
+                return result
             except TimeoutError:
                 failure = TransientError(f"the try took longer than {policy.try_seconds:g} s")
             except TransientError as error:
                 failure = error
+                if not isinstance(error, NoConnection):
+                    contact.made()
             if (now := progress()) > before:
                 failures, before = 0, now
             failures += 1
             reason = redact(failure.reason)
-            wait.because(reason)
+            wait.because(reason + contact.deadline_text())
             budget.spend(uri, reason)
+            longest_seconds = contact.seconds_left(reason)
             asked = failure.retry_after_seconds or 0.0
             if asked > _LONGEST_RETRY_AFTER_SECONDS:
                 raise DataError(
                     f"the store asks to come back in {asked:,.0f} s ({reason})", where=uri,
                     hint="run the same command again then; nothing is lost",
                 )  # fmt: skip
-            await sleep(max(asked, backoff_seconds(policy, failures, jitter)))
+            await sleep(min(max(asked, backoff_seconds(policy, failures, jitter)), longest_seconds))

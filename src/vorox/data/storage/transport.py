@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
-from vorox.data.storage.retry import RetryBudget, RetryPolicy, TransientError, retry_after_seconds
+from vorox.data.storage.retry import NoConnection, RetryBudget, RetryPolicy, TransientError, retry_after_seconds
 
 if TYPE_CHECKING:
     import aiohttp
@@ -211,7 +211,7 @@ async def request(
         what = (
             f"no connection within {policy.connect_seconds:g} s" if late else f"no byte for {policy.stall_seconds:g} s"
         )
-        raise TransientError(what) from None
+        raise (NoConnection if late else TransientError)(what) from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise DataError(
             f"the certificate of the server is not trusted: {redact(str(error.certificate_error))}", where=uri,
@@ -220,9 +220,7 @@ async def request(
     except aiohttp.ClientPayloadError:
         raise TransientError("the body broke off") from None
     except aiohttp.ClientConnectorError as error:
-        raise TransientError(
-            f"no connection to {error.host}:{error.port} ({error.strerror or error.os_error})"
-        ) from None
+        raise NoConnection(f"no connection to {error.host}:{error.port} ({error.strerror or error.os_error})") from None
     except (aiohttp.ClientError, OSError) as error:
         raise TransientError(f"the connection broke ({type(error).__name__})") from None
 
