@@ -9,6 +9,7 @@ import pytest
 from tiny_runs import configuration
 from vorox import backends
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.train import train
 
 
@@ -32,7 +33,7 @@ def test_what_is_missing_names_the_extra(
     without(monkeypatch, *missing)
     with pytest.raises(ConfigError, match=f"needs {named}, not installed here") as caught:
         backends.load(name)
-    assert caught.value.hint == f"pip install 'vorox[{name}]'"
+    assert caught.value.hint == install_command(name)
 
 
 def test_a_broken_installation_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.core.schema import RunConfig
 from vorox.models.spec import ModelSpec
 
@@ -52,7 +53,7 @@ def check_installed(name: str) -> None:
     if missing:
         raise ConfigError(
             f"backend = {name!r} needs {' and '.join(missing)}, not installed here",
-            where="backend", hint=f"pip install 'vorox[{name}]'",
+            where="backend", hint=install_command(name),
         )  # fmt: skip
 
 

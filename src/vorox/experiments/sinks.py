@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.core.json_lines import LineFile, encode
 
 METRICS_NAME = "metrics.jsonl"
@@ -83,7 +84,7 @@ class TensorBoardSink:
             raise ConfigError(
                 f"log.tensorboard=true needs the tensorboard package ({error})",
                 where="log.tensorboard",
-                hint='pip install "vorox[tensorboard]"',
+                hint=install_command("tensorboard"),
             ) from error
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(run_directory / "tensorboard"))

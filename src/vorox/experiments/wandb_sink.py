@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 
 HOST = "api.wandb.ai"
 QUEUE_STEPS = 100_000
@@ -44,7 +45,7 @@ class WandbSink:
 
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(
-                "log.wandb=true needs the wandb package", where="log.wandb", hint='pip install "vorox[wandb]"'
+                "log.wandb=true needs the wandb package", where="log.wandb", hint=install_command("wandb")
             )
         self.mode = _mode()
         self._dropped = 0

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.core.installation import install_command
 from vorox.models.spec import ModelSpec
 from vorox.models.weights_file import TensorEntry
 
@@ -44,8 +45,8 @@ class OrbaxArrays:
                 "the arrays of this checkpoint are in the format of Orbax, and tensorstore, which reads it, is not "
                 "installed",
                 where=str(directory),
-                hint="pip install 'vorox[orbax]'; without it, only safetensors can be read: export the run where it is "
-                "installed (vorox export) and start from that directory (--from-weights)",
+                hint=f"{install_command('orbax')}; without it, only safetensors can be read: export the run where it "
+                "is installed (vorox export) and start from that directory (--from-weights)",
             ) from error
         self._tensorstore: Any = tensorstore
         self.path = directory / FOLDER

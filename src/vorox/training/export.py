@@ -22,6 +22,7 @@ from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.records import Int32Array
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import tokenizer as tokenizers
@@ -235,9 +236,7 @@ def compare(
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            "the check needs transformers", where="export --check", hint="pip install 'vorox[hf]'"
-        ) from error
+        raise ConfigError("the check needs transformers", where="export --check", hint=install_command("hf")) from error
     transformers.logging.disable_progress_bar()
     ids = _same_ids(transformers, directory, texts)
     rows = [*_random_rows(spec), *(np.array([row], np.int32) for row in _real_rows(spec, ids))]

@@ -24,6 +24,7 @@ from etils import epath
 from backends.jax_engine.test_sharding import DIVISIBLE, MESHES, losses, on
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.core.errors import CheckpointError
+from vorox.core.installation import install_command
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import MANIFEST_NAME, StagedDirectory, verify_directory
 from vorox.models.engine_state import read_weights
@@ -194,7 +195,7 @@ def test_without_tensorstore_it_says_what_to_install(
         read_weights(path, engine._spec)
     assert refused.value.exit_code == 5
     assert "Orbax" in refused.value.what
-    for remedy in ("pip install 'vorox[orbax]'", "vorox export", "--from-weights"):
+    for remedy in (install_command("orbax"), "vorox export", "--from-weights"):
         assert remedy in refused.value.hint
 
 

@@ -17,6 +17,7 @@ from servers.hub import SIGNATURE
 from servers.recorded import Handler, Request, serving
 from servers.s3 import SECRET
 from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.installation import install_command
 from vorox.data.storage import RetryPolicy, StoredFile, amazon, list_files, open_range, place_in, retry_budget
 from vorox.data.storage.hub import resolve_commit
 
@@ -320,7 +321,7 @@ def test_a_missing_extra_is_named(module: str, location: str, extra: str) -> Non
         "except ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert f"pip install 'vorox[{extra}]'" in done.stdout
+    assert install_command(extra) in done.stdout
 
 
 def test_a_child_process_reads_with_connections_of_its_own(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from postgres_server import Postgres
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.experiments.metadata import MetadataCache, Row
 from vorox.experiments.metadata import databases as databases_module
 from vorox.experiments.metadata.tables import CURRENT_VERSION, MIGRATIONS, TABLES
@@ -338,4 +339,4 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(ConfigError, match="not installed") as missing:
         MetadataCache("postgresql://localhost/x")
-    assert missing.value.hint == "pip install 'vorox[postgres]'"
+    assert missing.value.hint == install_command("postgres")

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from vorox.backends.jax_engine.layout import Layout, Tree
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.installation import install_command
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models import engine_state
 from vorox.models.engine_state import EngineState, Snapshot
@@ -43,7 +44,7 @@ def require_orbax() -> None:
     if importlib.util.find_spec("orbax") is None:
         raise ConfigError(
             "arrays = orbax needs orbax-checkpoint, which is not installed", where="checkpoint.arrays",
-            hint="pip install 'vorox[jax]', or set checkpoint.arrays=safetensors",
+            hint=f"{install_command('jax')}, or set checkpoint.arrays=safetensors",
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.installation import install_command
 from vorox.data.cache.builder import Builder, BuildOptions
 from vorox.data.cache.inventory import read_units
 from vorox.data.cache.recipe import RECIPE_NAME
@@ -80,7 +81,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "--executor ray needs Ray, which is not installed", where="executor", hint="pip install 'vorox[ray]'"
+            "--executor ray needs Ray, which is not installed", where="executor", hint=install_command("ray")
         ) from error
     return ray
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage import transport
 from vorox.data.storage.google import no_bucket, split_bucket
@@ -326,7 +327,7 @@ async def _make(policy: RetryPolicy) -> tuple[Any, Callable[[], Awaitable[None]]
     try:
         from s3fs import S3FileSystem  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
-        raise ConfigError("s3:// needs s3fs, which is not installed", hint="pip install 'vorox[s3]'") from error
+        raise ConfigError("s3:// needs s3fs, which is not installed", hint=install_command("s3")) from error
     system: Any = S3FileSystem(
         asynchronous=True,
         loop=transport.event_loop(),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote, urlencode
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.data.storage import transport
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.remote import Asker, Keep
@@ -270,7 +271,7 @@ async def _file_system(access: Literal["read_only", "read_write"] = "read_only")
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
-            raise ConfigError("gs:// needs gcsfs, which is not installed", hint="pip install 'vorox[gcs]'") from error
+            raise ConfigError("gs:// needs gcsfs, which is not installed", hint=install_command("gcs")) from error
 
         def create() -> Any:
             return GCSFileSystem(

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage.retry import NoConnection, RetryBudget, RetryPolicy, TransientError, retry_after_seconds
 
@@ -140,7 +141,7 @@ async def http_session() -> aiohttp.ClientSession:
         import aiohttp
     except ImportError as error:
         raise ConfigError(
-            "reading over http needs aiohttp, which is not installed", hint="pip install 'vorox[http]'"
+            "reading over http needs aiohttp, which is not installed", hint=install_command("http")
         ) from error
 
     async def make() -> tuple[aiohttp.ClientSession, Callable[[], Awaitable[None]]]:

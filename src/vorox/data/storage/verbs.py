@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.data.storage import local, writing
 from vorox.data.storage.fetched import held_range
 from vorox.data.storage.locations import StoredFile, scheme_of
@@ -154,14 +155,14 @@ def check_writable(location: str) -> None:
             scheme needs is not installed.
     """
     scheme = scheme_of(location)
-    needed = {"s3": ("s3fs", "vorox[s3]"), "gs": ("gcsfs", "vorox[gcs]")}.get(scheme or "")
+    needed = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}.get(scheme or "")
     if needed is None:
         raise cannot_be_written(location)
     if not location.partition("://")[2].strip("/"):
         raise ConfigError("the uri names no bucket", where=location, hint=f"write it as {scheme}://BUCKET/FOLDER")
     package, extra = needed
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{scheme}:// needs {package}, which is not installed", hint=f"pip install '{extra}'")
+        raise ConfigError(f"{scheme}:// needs {package}, which is not installed", hint=install_command(extra))
 
 
 def _writable(location: str) -> WritableStore:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.schema.data import TokenizerConfig
 from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 
@@ -90,7 +91,7 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
     except ImportError as error:
         raise ConfigError(
             f"the repository {name} needs huggingface_hub, which is not installed", where=key,
-            hint="pip install 'vorox[hf]'; and note that no directory has this name",
+            hint=f"{install_command('hf')}; and note that no directory has this name",
         ) from error  # fmt: skip
     endpoint = os.environ.get("HF_ENDPOINT")
     place = f"{name}{f' at {revision}' if revision else ''}"
@@ -125,7 +126,7 @@ def _converted(directory: Path, name: str) -> str:
     except ImportError as error:
         raise ConfigError(
             "there is no tokenizer.json, and converting what is there needs transformers, which is not installed",
-            where=name, hint="pip install 'vorox[hf]', or save the tokenizer with a tokenizer.json",
+            where=name, hint=f"{install_command('hf')}, or save the tokenizer with a tokenizer.json",
         ) from error  # fmt: skip
     try:
         loaded: Any = transformers.AutoTokenizer.from_pretrained(

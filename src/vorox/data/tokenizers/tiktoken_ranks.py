@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import Regex
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.schema.data import TokenizerConfig
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.fast_path import adversarial_texts
@@ -132,7 +133,7 @@ def _named(name: str) -> _Ranks:
     except ImportError as error:
         raise ConfigError(
             f"the encoding {name!r} needs tiktoken, which is not installed", where="tokenizer.path",
-            hint="pip install 'vorox[tiktoken]', or give a .tiktoken file as tokenizer.path",
+            hint=f"{install_command('tiktoken')}, or give a .tiktoken file as tokenizer.path",
         ) from error  # fmt: skip
     known = sorted(tiktoken.list_encoding_names())
     if name not in known:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from annotated_types import Ge, Le
 
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.data.transforms.identity import version
 
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -147,7 +148,7 @@ def _generate(path: str) -> Callable[[str, int], str]:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            "the transform local_model needs transformers", where="data.transforms", hint="pip install 'vorox[hf]'"
+            "the transform local_model needs transformers", where="data.transforms", hint=install_command("hf")
         ) from error
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()

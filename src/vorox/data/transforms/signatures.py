@@ -18,6 +18,7 @@ import xxhash
 from annotated_types import Ge, Gt, Le
 
 from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
 from vorox.data.transforms.identity import version
 
 Signature = npt.NDArray[Any]
@@ -135,5 +136,5 @@ def _datasketch() -> Any:
         return importlib.import_module("datasketch")
     except ImportError as error:
         raise ConfigError(
-            "near_duplicates needs datasketch", where="data.transforms", hint="pip install 'vorox[dedup]'"
+            "near_duplicates needs datasketch", where="data.transforms", hint=install_command("dedup")
         ) from error

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.experiments.metadata.tables import CURRENT_VERSION, MIGRATIONS, TABLES, VERSION_TABLE, Table
 
@@ -154,7 +155,7 @@ def require_psycopg() -> Any:
     except ImportError as error:
         raise ConfigError(
             "the metadata database is PostgreSQL, and its client is not installed", where="log.metadata",
-            hint="pip install 'vorox[postgres]'",
+            hint=install_command("postgres"),
         ) from error  # fmt: skip
     return psycopg
 
