@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "vorox"
 def test_every_extra_that_an_error_names_is_one() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
-    named = {name for text in texts.values() for name in re.findall(r'''install_command\(["'](\w+)''', text)}
+    named = {name for text in texts.values() for name in re.findall(r"""install_command\(["'](\w+)""", text)}
     assert named
     assert named <= set(extras)
     assert [path for path, text in texts.items() if "pip install 'vorox" in text or 'pip install "vorox' in text] == []

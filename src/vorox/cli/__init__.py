@@ -20,6 +20,7 @@ from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
 from vorox.cli.replay import replay
+from vorox.cli.streams import outliving_streams
 from vorox.cli.train import train
 
 app = typer.Typer(
@@ -77,14 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     _allow_open_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        app(args=words, prog_name="vorox")
-    except SystemExit as end:  # typer ends every command so
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        from vorox.cli.failure import report_failure
+    with outliving_streams(outlives_reader=words[:1] == ["train"]):
+        try:
+            app(args=words, prog_name="vorox")
+        except SystemExit as end:  # typer ends every command so
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        except KeyboardInterrupt:
+            return 130
+        except Exception as error:
+            from vorox.cli.failure import report_failure
 
-        return report_failure(error, words)
+            return report_failure(error, words)
     return 0

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vorox.core.atomic import make_directory, write_file
+from vorox.core.disk_errors import disk_error
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,
@@ -46,30 +47,42 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
         error: What ended the command.
         arguments: The command line, without the program's name.
     """
-    code = error.exit_code if isinstance(error, VoroxError) else 1
-    lines = failure_lines(error, arguments)
+    known = _known(error, arguments)
+    lines = _four_lines(known, arguments)
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
     sys.stderr.write(f"{red}{lines[0]}{reset}\n" + "\n".join(lines[1:]) + "\n")
-    return code
+    return known.exit_code
 
 
 def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
     """What, where, saved, do."""
+    return _four_lines(_known(error, arguments), arguments)
+
+
+def _known(error: BaseException, arguments: Sequence[str]) -> VoroxError:
+    """The error itself, what it means, or for a crash where its traceback is."""
     known = error if isinstance(error, VoroxError) else _foreseen(error)
-    command = " ".join(["vorox", *redact_arguments(arguments)])
-    if known is None:
-        path = _write_traceback(error, command)
-        known = VoroxError(
-            f"{type(error).__name__}: {error}",
-            where=_last_frame(error),
-            hint=f"the traceback is in {path}; please report it" if path else "please report this",
-        )
+    if known is not None:
+        return known
+    path = _write_traceback(error, _command(arguments))
+    return VoroxError(
+        f"{type(error).__name__}: {error}",
+        where=_last_frame(error),
+        hint=f"the traceback is in {path}; please report it" if path else "please report this",
+    )
+
+
+def _command(arguments: Sequence[str]) -> str:
+    return " ".join(["vorox", *redact_arguments(arguments)])
+
+
+def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
     kind = next((name for of, name in _KINDS if isinstance(known, of)), "crash")
     again = "correct it and run the same command again" if isinstance(known, ConfigError) else "-"
     mark = "-" if isinstance(known, Preempted) else "x"
     return [
         f"{mark} {kind}: {redact(known.what)}  [exit {known.exit_code}]",
-        f"  where   {redact(known.where) or command}",
+        f"  where   {redact(known.where) or _command(arguments)}",
         f"  saved   {redact(known.saved) or '-'}",
         f"  do      {redact(known.hint) or again}",
     ]
@@ -77,6 +90,8 @@ def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
 
 def _foreseen(error: BaseException) -> VoroxError | None:
     """Errors of the machine that need no traceback."""
+    if isinstance(error, OSError) and (explained := disk_error(error, "")) is not None:
+        return explained
     if (
         isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError)
         and error.filename

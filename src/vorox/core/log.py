@@ -35,6 +35,10 @@ def to_stderr(text: str, level: Level = "info") -> None:  # noqa: ARG001 - the s
     sys.stderr.flush()
 
 
+def _to_nobody(text: str, level: Level) -> None:
+    """The echo of a process whose own one has failed."""
+
+
 class RunLog:
     """The log of one process of a run.
 
@@ -137,7 +141,14 @@ class RunLog:
         self._write_text(redact(message), level)
         if self._distributed.is_main or level != "info":
             who = "" if self._distributed.is_main else f"process {self._distributed.process_index}: "
-            self.echo(who + redact(message), level)
+            self._show(who + redact(message), level)
+
+    def _show(self, text: str, level: Level) -> None:
+        """Show a message; whatever shows it may fail, and the run goes on without it."""
+        try:
+            self.echo(text, level)
+        except Exception:
+            self.echo = _to_nobody
 
     def _write_text(self, message: str, level: Level) -> None:
         text = f"{_now()} {level:7s} {redact(message)}"
@@ -150,7 +161,7 @@ class RunLog:
     def _complain(self, file: LineFile, error: OSError | None) -> None:
         if error is not None and not self._complained:
             self._complained = True
-            self.echo(
+            self._show(
                 f"{file.path.name} cannot be written, what it misses waits in memory: {error.strerror}", "warning"
             )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from vorox.core import atomic
+from vorox.core.disk_errors import room_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
@@ -311,10 +311,8 @@ class Checkpointer:
             what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"
             return CheckpointError(what, where=str(error.filename or path), hint="repair and resume", saved=saved)
         needed_bytes = snapshot.size_bytes + sum(map(len, self._companions.values()))
-        free_bytes = shutil.disk_usage(self._run_directory).free
         return CheckpointError(
-            f"no room for the checkpoint of step {step:,}: it needs at least {needed_bytes:,} bytes, "
-            f"{free_bytes:,} are free",
+            f"no room for the checkpoint of step {step:,}: {room_text(needed_bytes, path, error)}",
             where=str(path),
             hint="free some space (vorox checkpoints remove), then resume",
             saved=saved,

@@ -9,7 +9,6 @@ to the engine's on the very weights that are stored, so that bf16 and fp16 are c
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.disk_errors import room_text
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.installation import install_command
@@ -210,9 +210,8 @@ def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) 
             saved="the checkpoint is as it was",
         )  # fmt: skip
     needed_bytes = spec.num_parameters * (4 if dtype == "fp32" else 2)
-    parent = next(path for path in target.parents if path.exists())
     return CheckpointError(
-        f"no room for the export: it needs {needed_bytes:,} bytes, {shutil.disk_usage(parent).free:,} are free",
+        f"no room for the export: {room_text(needed_bytes, target, error)}",
         where=str(target), hint="free some space and export again", saved="the checkpoint is as it was",
     )  # fmt: skip
 

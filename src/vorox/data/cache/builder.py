@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.atomic import is_disk_full, make_directory, sweep_temporary
+from vorox.core.disk_errors import room_text
 from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
@@ -335,10 +335,8 @@ def refused_write(error: OSError, directory: Path, *, saved: str, needed_bytes: 
             f"the cache cannot be written: {os.strerror(error.errno) if error.errno else error}", where=where,
             saved=saved, hint="give write permission, or set data.cache.directory to a place that has it",
         )  # fmt: skip
-    existing = next(place for place in (directory, *directory.parents) if place.exists())
     return DataError(
-        f"the disk is full: the rest of the cache needs about {needed_bytes:,} bytes, "
-        f"{shutil.disk_usage(existing).free:,} are free",
+        f"no room for the rest of the cache: {room_text(needed_bytes, directory, error)}",
         where=where, saved=saved,
         hint="make room, or set data.cache.directory to another disk, and run the same command again",
     )  # fmt: skip

@@ -165,7 +165,8 @@ def _refuse_too_little_room(output: Path, files: Sequence[StoredFile], places: S
     free = shutil.disk_usage(output).free
     if missing and missing + _SPARE_BYTES > free:
         raise DoesNotFitError(
-            f"{missing / 1e9:.2f} GB are still to be fetched, the disk has {free / 1e9:.2f} GB free", where=str(output),
+            f"{missing:,} bytes are still to come, {_SPARE_BYTES:,} have to stay free, {free:,} are free",
+            where=str(output),
             hint="make room, name another --output, or take fewer with --shards",
         )  # fmt: skip
 

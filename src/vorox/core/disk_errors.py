@@ -1,0 +1,68 @@
+"""What a disk that is full, failing or read-only means to a person: an error with a remedy, never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+from vorox.core.atomic import is_disk_full
+from vorox.core.errors import CheckpointError
+
+_FAILING = {
+    errno.EIO: "the disk answers with errors: move the run to another disk",
+    errno.EROFS: "mount the file system so that it can be written, or use another one",
+}
+
+
+def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
+    """What was needed and what is free, in numbers that do not contradict each other.
+
+    More may be free now than was needed: the unfinished file is removed by then, and a quota or a limit on the size of
+    files refuses before the disk is full.
+    """
+    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        return f"{needed_bytes:,} bytes are needed, {free_bytes:,} are free"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return (
+        f"a write was refused ({reason}) with about {needed_bytes:,} bytes to go; {free_bytes:,} are free now that "
+        "what was unfinished is removed, so a quota, a limit or another program takes the rest"
+    )
+
+
+def disk_error(error: OSError, place: str) -> CheckpointError | None:
+    """The error to show for one of the disk; ``None`` for any other.
+
+    Args:
+        error: What the system said.
+        place: Where that was, if the error does not say.
+    """
+    where = str(error.filename or place)
+    if is_disk_full(error):
+        hint = f"make room on the file system of {where}, then run the same command again"
+    elif error.errno in _FAILING:
+        hint = f"{_FAILING[error.errno]}; then run the same command again"
+    else:
+        return None
+    return CheckpointError(f"the disk refuses: {os.strerror(error.errno or 0)}", where=where, hint=hint)
+
+
+@contextlib.contextmanager
+def explained_disk_errors(place: Path) -> Generator[None]:
+    """Turn errors of the disk that nothing inside has dealt with into errors for a person.
+
+    Raises:
+        CheckpointError: The disk is full, failing or read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        explained = disk_error(error, str(place))
+        if explained is None:
+            raise
+        raise explained from error
