@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from cache_corpus import corpus_of, recipe_for
+from tokenizer_patterns import ANY_TEXT, DEEPSEEK, FROM_THE_RIGHT, LLAMA3
+from tokenizer_patterns import PATTERNS as KNOWN_PATTERNS
 from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig, TokenizerConfig
@@ -26,25 +27,10 @@ from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, word_pattern
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEEPSEEK = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3, "o200k": O200K}
-AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!é中\u3000٣\u017f\u212a\u2028😀\u0300\x00\u01c5LlT"
+PATTERNS = {name: KNOWN_PATTERNS[name] for name in ("gpt2", "llama3", "o200k")}
 TEXTS = [local_path(f"stdlib:{name}").read_text() for name in ("json/decoder.py", "textwrap.py", "tokenize.py")]
-ANY_TEXT = st.text(st.characters(codec="utf-8")) | st.text(AWKWARD) | st.text("ab \n<|endoftext|>é😀\0's")
 
 
 def library_with(pattern: str, *, size: int = 600, special: bool = True, normalizer: Any = None) -> Any:
@@ -86,60 +72,6 @@ def library_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     library = LibraryTokenizer.from_str(tokenizer.files()["tokenizer.json"].decode())
     library.encode_special_tokens = True
     return library.encode(text, add_special_tokens=False).ids
-
-
-class TestPattern:
-    @pytest.mark.parametrize("name", PATTERNS)
-    def test_cuts_where_the_library_cuts(self, name: str) -> None:
-        words = word_pattern(PATTERNS[name])
-        assert words is not None
-        library = pre_tokenizers.Split(Regex(PATTERNS[name]), behavior="isolated")
-        refused = 0
-        for triple in itertools.product(AWKWARD, repeat=3):
-            text = "".join(triple)
-            found = words.words(text)
-            refused += found is None
-            assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(text)]
-        folded = sum("\u017f" in triple or "\u212a" in triple for triple in itertools.product(AWKWARD, repeat=3))
-        assert refused == (folded if name != "gpt2" else 0)
-
-    @settings(max_examples=200, deadline=None)
-    @given(text=ANY_TEXT)
-    def test_cuts_any_text_alike(self, text: str) -> None:
-        for pattern in PATTERNS.values():
-            words = word_pattern(pattern)
-            assert words is not None
-            library = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            plain = "It's 12 words,\n and   more; " * 6
-            for each in (text, text[:3] + plain + text[3:6] + plain):  # and few characters in a text of ASCII
-                found = words.words(each)
-                assert found is None or found == [piece for piece, _ in library.pre_tokenize_str(each)]
-
-    @pytest.mark.parametrize(
-        "pattern",
-        [
-            r"^a", r"a$", r".", r"(a)", r"(?<=a)b", r"[[:alpha:]]", r"[a-z&&[b]]", r"\X", r"\b", r"a{1,3}+", r"é",
-            r"\h", r"[a", r"(?x: a)", r"\p{Nonsense}", r"(?:a", r"\1", r"(?i:\p{Ll})", "(?i:[é-ü])",
-        ],
-    )  # fmt: skip
-    def test_what_python_might_read_otherwise_is_refused(self, pattern: str) -> None:
-        assert word_pattern(pattern) is None
-
-    @settings(max_examples=150, deadline=None)
-    @given(text=st.text("a一龥龦ぁゟ゠ヿ㐀 1.é"))
-    def test_classes_of_other_letters_are_asked_of_the_library(self, text: str) -> None:
-        for pattern in ("[一-龥぀-ゟ゠-ヿ]+", "[^一-龥]+|[一-龥]", "[é-ü ]?[一-龥a]"):
-            words = word_pattern(pattern)
-            assert words is not None
-            library = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            assert words.words(text) == [piece for piece, _ in library.pre_tokenize_str(text)]
-
-    def test_text_that_the_pattern_leaves_out_is_not_lost(self) -> None:
-        words = word_pattern(r"\p{L}+")
-        assert words is not None
-        library = pre_tokenizers.Split(Regex(r"\p{L}+"), behavior="isolated")
-        for text in ("ab1", "ab", "ä1", "12 ab, é!é", "1", ""):
-            assert words.words(text) == [piece for piece, _ in library.pre_tokenize_str(text)]
 
 
 class TestIds:
@@ -188,10 +120,11 @@ class TestIds:
 
     @pytest.mark.parametrize("window", [20, 57, 400])
     @pytest.mark.parametrize("name", ["trained", "llama3"])
-    def test_windows_never_show(
+    def test_batches_of_a_long_text_never_show(
         self, tokenizers: dict[str, Tokenizer], name: str, window: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "_WINDOW_CHARACTERS", window)
+        monkeypatch.setattr(module, "_LONG_CHARACTERS", window)
+        monkeypatch.setattr(module, "_BATCH_WORDS", window)
         tokenizer = tokenizers[name]
         text = TEXTS[1][:6000] + "\n\n   \n" * 50 + "é's ſ" * 20 + "a" * 500 + " " * 300
         assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
@@ -220,6 +153,26 @@ class TestIds:
         ):
             assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
             assert path.encode_words([text])[0] is not None
+        assert tokenizer.is_fast
+
+    def test_a_pattern_may_look_ahead_over_any_distance(self) -> None:
+        tokenizer = tokenizer_with(FROM_THE_RIGHT)
+        for digits in (600, 601, 602):
+            text = " a" * ((1 << 19) - 150) + " " + "7" * digits + " tail"
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+        assert tokenizer.is_fast
+
+    @pytest.mark.parametrize("normalized", [True, False])
+    @pytest.mark.parametrize("form", ["NFC", "NFKC"])
+    def test_added_tokens_are_found_where_the_library_finds_them(self, form: str, normalized: bool) -> None:
+        """It looks for a normalised token in normalised text."""
+        library = library_with(LLAMA3, normalizer=getattr(normalizers, form)())
+        library.add_tokens([AddedToken("\ufb01x", normalized=normalized, special=False)])
+        library.add_tokens([AddedToken("e\u0301!", normalized=normalized, special=False)])
+        tokenizer = Tokenizer(library.to_str(), "<|endoftext|>", where="test", fast=True)
+        assert tokenizer.is_fast
+        for text in ("a fix b", "a \ufb01x b", "\xe9! e\u0301!", "\ufb01 x", "fi", "plain"):
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
         assert tokenizer.is_fast
 
     @settings(max_examples=60, deadline=None)
@@ -299,9 +252,17 @@ class TestSeveralCuts:
             assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
             assert tokenizer.is_fast
 
-    def test_of_whole_files_in_windows(self, several: list[Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_digits_are_those_of_the_pre_tokenizer_and_not_of_the_patterns(self, several: list[Tokenizer]) -> None:
+        """Its table of Unicode is a newer one than that of the regular expressions."""
+        text = "".join(f" {chr(point)}{chr(point + 1)}a" for point in (0x11DE0, 0x16FF4, 0x0663, 0xBC, 0x2160))
+        for tokenizer in several:
+            assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
+            assert tokenizer.is_fast
+
+    def test_of_whole_files_in_batches(self, several: list[Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
         for window in (90, 1 << 20):
-            monkeypatch.setattr(module, "_WINDOW_CHARACTERS", window)
+            monkeypatch.setattr(module, "_LONG_CHARACTERS", window)
+            monkeypatch.setattr(module, "_BATCH_WORDS", window)
             for tokenizer in several:
                 for text in (*TEXTS, "12345 67\u0663 é" * 300):
                     assert tokenizer.encode(text).tolist() == library_ids(tokenizer, text)
@@ -318,7 +279,7 @@ class TestWhereThereIsNone:
             {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
             {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
             {"type": "Sequence", "pretokenizers": [
-                {"type": "Punctuation", "behavior": "Contiguous"},
+                {"type": "Punctuation", "behavior": "Isolated"},
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
             ]},
             {"type": "Sequence", "pretokenizers": [

@@ -22,14 +22,14 @@ from tokenizers import pre_tokenizers
 
 from vorox.data.records import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, word_patterns
+from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, digits_pattern, word_pattern
 
 _logger = logging.getLogger(__name__)
 
 _GROUP_CHARACTERS = 1 << 18
-_WINDOW_CHARACTERS = 1 << 20
-_OPEN_WORDS = 8
-"""Words at the end of a window that what follows might change."""
+_LONG_CHARACTERS = 1 << 20
+"""Longer texts are cut word by word, so that the words of a whole document never lie in memory at once."""
+_BATCH_WORDS = 1 << 16
 _MOST_WORDS = 1 << 19
 _LONGEST_WORD = 64
 _MOST_LITERALS = 64
@@ -55,25 +55,31 @@ def adversarial_texts() -> list[str]:
     ]
 
 
-def cutting_patterns(value: dict[str, Any]) -> list[str]:
-    """The regular expressions by which a parsed tokenizer.json cuts text into words that are encoded apart.
+def word_cuts(value: dict[str, Any]) -> WordPattern | WordPatterns | None:
+    """The cuts by which a parsed tokenizer.json makes words that are encoded apart.
 
-    Each cuts what the one before it left. Empty where the tokenizer cuts in another way, or not at all.
+    None where the tokenizer cuts in another way or not at all, or where Python's engine might cut otherwise.
     """
     pre_tokenizer: dict[str, Any] = value["pre_tokenizer"] or {}
     *steps, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
-        return []
-    patterns: list[str] = []
-    for step in steps:
-        isolated = step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]
-        if step["type"] == "Digits":
-            patterns.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
-        elif step["type"] == "Split" and isolated:
-            patterns.append(step["pattern"]["Regex"])
-        else:
-            return []
-    return [*patterns, GPT2_PATTERN] if last.get("use_regex", True) else patterns
+        return None
+    patterns = [_cut(step) for step in steps]
+    if last.get("use_regex", True):
+        patterns.append(word_pattern(GPT2_PATTERN))
+    known = [pattern for pattern in patterns if pattern is not None]
+    if not known or len(known) != len(patterns):
+        return None
+    return known[0] if len(known) == 1 else WordPatterns(known)
+
+
+def _cut(step: dict[str, Any]) -> WordPattern | None:
+    """The cuts of one pre-tokenizer of a sequence; None if they are not known."""
+    if step["type"] == "Digits":
+        return digits_pattern(individual=step["individual_digits"])
+    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"] or "Regex" not in step["pattern"]:
+        return None
+    return word_pattern(step["pattern"]["Regex"])
 
 
 class FastPath:
@@ -144,7 +150,7 @@ class FastPath:
         waiting: list[tuple[int, list[str]]] = []
         size = 0
         for index, text in enumerate(texts):
-            for words, characters in self._windows(text):
+            for words, characters in self._words(text):
                 if words is None:
                     results[index] = None
                     break
@@ -158,8 +164,11 @@ class FastPath:
             None if result is None else cast("TokenArray", np.frombuffer(result, self._dtype)) for result in results
         ]
 
-    def _windows(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
-        """The words of a text in lists of bounded size, and their characters; None if it is not for this path."""
+    def _words(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
+        """Yield the words of a text in lists of bounded size, and their characters; None if the reference must do it.
+
+        No text is cut before it is matched: a pattern that looks ahead may look as far as it likes.
+        """
         if not text.isascii():
             text_bytes(text)  # says where half a surrogate pair is
         if any(literal in text for literal in self._literals):
@@ -170,16 +179,15 @@ class FastPath:
             if any(literal in text for literal in self._literals):
                 yield None, 0
                 return
-        start = 0
-        while len(text) - start > _WINDOW_CHARACTERS:
-            words = self._pattern.words(text[start : start + _WINDOW_CHARACTERS])
-            if words is None or len(words) <= 2 * _OPEN_WORDS:
-                break
-            del words[-_OPEN_WORDS:]
-            characters = sum(map(len, words))
-            yield words, characters
-            start += characters
-        yield self._pattern.words(text[start:] if start else text), len(text) - start
+        if len(text) <= _LONG_CHARACTERS:
+            yield self._pattern.words(text), len(text)
+            return
+        words = self._pattern.iterate(text)
+        if words is None:
+            yield None, 0
+            return
+        while batch := list(itertools.islice(words, _BATCH_WORDS)):
+            yield batch, sum(map(len, batch))
 
     def _look_up(self, waiting: Sequence[tuple[int, list[str]]], results: list[bytearray | None]) -> None:
         known = self._known
@@ -226,13 +234,12 @@ def fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: 
         reference: The way that decides.
     """
     normalizer: dict[str, Any] = value["normalizer"] or {}
-    patterns = cutting_patterns(value)
     literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
+    if normalizer:  # the library looks for a normalised token in normalised text
+        literals += [library.normalizer.normalize_str(literal) for literal in literals]
     known_normalizer = not normalizer or normalizer.get("type") in _UNICODE_FORMS
-    if not patterns or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
-        return None
-    words = word_patterns(patterns)
-    if words is None:
+    words = word_cuts(value)
+    if words is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
         return None
     whole_words: Any = LibraryTokenizer(library.model)
     whole_words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
