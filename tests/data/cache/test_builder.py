@@ -237,6 +237,24 @@ def test_bad_records_are_put_aside_with_their_place(tmp_path):
     assert 4 in Chunk.open(chunk_path(tmp_path, 0, 0)).documents()["ordinal"]
 
 
+def test_records_that_were_put_aside_are_told_once(tmp_path, caplog):
+    for _ in range(2):  # the second build finds the cache complete
+        build_corpus(tmp_path, with_bad_lines({3, 4, 5, 20}), bad_record_fraction=0.1)
+    (told,) = [record for record in caplog.records if getattr(record, "event_kind", "") == "quarantine"]
+    assert told.event_fields["count"] == 4
+    for expected in ("4 records", "/corpus/0.txt:4: begins with", "1 more", str(tmp_path / "quarantine")):
+        assert expected in told.getMessage()
+
+
+def test_a_source_of_bad_records_alone_is_refused_with_the_first(tmp_path):
+    with pytest.raises(DataError) as caught:
+        build_corpus(tmp_path, with_bad_lines({0, 1, 2}, num_lines=3), bad_record_fraction=1.0)
+    assert caught.value.exit_code == 4
+    assert caught.value.where == "/corpus/0.txt:1"
+    assert "begins with an exclamation mark" in caught.value.what
+    assert str(tmp_path / "quarantine") in caught.value.hint
+
+
 @pytest.mark.parametrize(("num_bad", "fraction", "passes"), [(1, 0.001, True), (2, 0.001, False), (2, 0.05, True),
                                                              (3, 0.05, False), (1, 0.0, False)])  # fmt: skip
 def test_budget_is_the_fraction_rounded_up(tmp_path, num_bad, fraction, passes):
@@ -306,7 +324,7 @@ def test_no_text_is_an_error(tmp_path):
         build_corpus(tmp_path / "a", corpus_of([], 10))
     assert not (tmp_path / "a").exists()
     for _ in range(2):
-        with pytest.raises(DataError, match="no text"):
+        with pytest.raises(DataError, match="no record"):
             build_corpus(tmp_path / "b", corpus_of([["! bad"]], 10), bad_record_fraction=1.0)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +225,65 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, form: str, start: by
     error = refusal(source(tmp_path, form))
     assert f"not UTF-8 text but looks like {looks}" in error.what
     assert error.where == str(tmp_path / f"a.{form}")
+
+
+def tar_of(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def zip_of(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+ARCHIVES = {
+    "tar": (tar_of(a=b"some text\n"), "tar -xf"), "zip": (zip_of(a=b"some text\n"), "unzip"),
+    "warc": (b"WARC/1.0\r\nWARC-Type: warcinfo\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n", "jsonl"),
+    "xz": (lzma.compress(b"some text\n"), "xz -dc"), "bz2": (bz2.compress(b"some text\n", 1), "bzip2 -dc"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "7z x"), "rar": (b"Rar!\x1a\x07\x01\0", "unrar"),
+    "sqlite": (b"SQLite format 3\0", "sqlite3"), "arrow": (b"ARROW1\0\0", "jsonl"),
+    "lz4": (b"\x04\x22\x4d\x18dd", "lz4 -dc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv"])
+@pytest.mark.parametrize("outside", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_an_archive_is_refused_with_the_command_that_unpacks_it(
+    tmp_path: Path, kind: str, outside: str, form: str
+) -> None:
+    content, command = ARCHIVES[kind]
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[outside]
+    (tmp_path / f"a.{form}{outside}").write_bytes(compress(content))
+    (tmp_path / f"b.{form}").write_bytes(b"text\n")
+    error = refusal(source(tmp_path, form))
+    assert error.where == str(tmp_path / f"a.{form}{outside}")
+    assert command in error.hint
+
+
+@pytest.mark.parametrize(
+    "text", ["BZh is a prefix.\n", "WARC/1.0 is a format.\n", "GIF8 my lunch\n", "a" * 257 + "ustar"]
+)
+def test_words_of_a_signature_are_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    (document,) = records(source(tmp_path, "txt"))
+    assert isinstance(document, Document)
+    assert document.text == text
+
+
+def test_a_folder_with_no_file_says_so(tmp_path: Path) -> None:
+    error = refusal(source(tmp_path, "txt"))
+    assert "there is no file" in error.what
+    assert "data.sources.paths" in error.hint
 
 
 def test_nul_is_text_and_half_surrogates_are_not(tmp_path: Path) -> None:

@@ -129,6 +129,46 @@ class TestTiktoken:
         assert r"|(?>\p{N}{1,3})|" in library_pattern(CL100K)
         assert library_pattern(r"[a-z]{2}+\$|a{2}") == r"(?>[a-z]{2})\$|a{2}"
 
+    @pytest.mark.parametrize(
+        ("pattern", "library"),
+        [
+            (r"[$€]\p{N}+", r"[$€]\p{N}+"), (r"[^$]|\$|[\$]$", r"[^$]|\$|[\$]\z"),
+            (r"^a|[^a]|[\^^]", r"\Aa|[^a]|[\^^]"), (r"[a&&[^$]]", r"[a&&[^$]]"),
+            (r"(?:ab|c){2}+d", r"(?>(?:ab|c){2})d"), (r"[}{]{1,2}+", r"(?>[}{]{1,2})"), (r"\{{2}+", r"(?>\{{2})"),
+            (r"(?:a{2}+b){3}+", r"(?>(?:(?>a{2})b){3})"), (r"(?i:'s|'t)?$", r"(?i:'s|'t)?\z"),
+        ],
+    )  # fmt: skip
+    def test_every_construct_is_read_as_what_it_is(self, pattern: str, library: str) -> None:
+        assert library_pattern(pattern) == library
+
+    @pytest.mark.parametrize(
+        "pattern",
+        [r"\w+|\W", r"[\w]+|\s|.", r"(?i)a|.", r"(?m:^a)|.", r"\pL+|.", r"[[:alpha:]]+|.", r"[a--b]|.", r"\ba|.",
+         r"(?i:ss)|.", r"\p{L}+|\s+", r"a{2}?|."],
+    )  # fmt: skip
+    def test_what_the_two_read_differently_is_refused(self, rank_file: Path, pattern: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            make(kind="tiktoken", path=str(rank_file), pattern=pattern)
+        assert caught.value.where == "tokenizer.pattern"
+
+    @pytest.mark.parametrize("installed", [True, False])
+    def test_dollar_in_brackets_is_a_dollar(
+        self, tmp_path: Path, installed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        ranks |= {
+            token: 256 + index for index, token in enumerate((b"$1", b"$10", b"$100", b" z", b"10", b"00", b"z1"))
+        }
+        lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+        (tmp_path / "a.tiktoken").write_bytes(b"".join(lines))
+        pattern = r"[$€]\p{N}+|\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]"
+        oracle = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        if not installed:
+            monkeypatch.setitem(sys.modules, "tiktoken", None)
+        tokenizer = make(kind="tiktoken", path=str(tmp_path / "a.tiktoken"), pattern=pattern)
+        for text in ("$100", "az10", "cost $100 z10", "€10$"):
+            assert tokenizer.encode(text).tolist() == oracle.encode_ordinary(text)
+
     def test_merges_of_gpt2(self, tmp_path: Path) -> None:
         letters = {byte: letter for letter, byte in byte_alphabet().items()}
         merges = [(b"t", b"h"), (b"th", b"e"), (b" ", b"the"), (b"i", b"n"), (b"in", b"g"), (b"\xc3", b"\xa4")]
@@ -193,8 +233,8 @@ class TestTiktoken:
             make(kind="tiktoken", path="gpt-5")
         with pytest.raises(ConfigError, match="has a pattern of its own"):
             make(kind="tiktoken", path="gpt2", pattern=R50K)
-        with pytest.raises(ConfigError, match="not a regular expression") as caught:
-            make(kind="tiktoken", path=str(rank_file), pattern="(?<x")
+        with pytest.raises(ConfigError) as caught:
+            make(kind="tiktoken", path=str(rank_file), pattern=r"\p{Nonsense}|.")
         assert caught.value.where == "tokenizer.pattern"
 
 

@@ -17,6 +17,8 @@ from vorox.data.cache import inventory
 from vorox.data.cache.builder import Builder, BuildOptions, Mode, OnProgress, never, prepare_directory
 from vorox.data.cache.condition import Depth, damaged_units
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
+from vorox.data.cache.quarantine import first_quarantined, report_quarantine
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
 from vorox.data.cache.report import BuildReport, build_report, transform_counts
 from vorox.data.cache.unit_work import UnitWork
@@ -81,11 +83,8 @@ def build(
         manifest = _run(builder, executor, workers, num_units)
     manifest = manifest or Manifest.empty()
     if manifest.num_rows == 0 and len(manifest.units) == len(units):
-        raise DataError(
-            "there is no text to build a cache from", where=str(directory),
-            hint="check the source's paths; for a validation split, hold out a larger fraction",
-        )  # fmt: skip
-    return build_report(
+        raise _nothing_to_build(directory)
+    report = build_report(
         manifest,
         work.recipe.row_tokens,
         units_built=builder.units_built,
@@ -95,6 +94,25 @@ def build(
         stages=builder.progress.stages,
         transforms=transform_counts(directory) if work.transforms else {},
     )
+    if report.units_built or report.units_adopted:
+        report_quarantine(directory, report.quarantined)
+    return report
+
+
+def _nothing_to_build(directory: Path) -> DataError:
+    """The error for a source without a single document, and why it has none."""
+    first = first_quarantined(directory, 1)
+    if not first:
+        return DataError(
+            "there is no text to build a cache from", where=str(directory),
+            hint="check the source's paths; for a validation split, hold out a larger fraction",
+        )  # fmt: skip
+    place, reason = first[0]
+    return DataError(
+        f"no record of the source can be read; the first: {reason}", where=place,
+        hint="convert the file to UTF-8, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW" if "UTF-8" in reason
+        else f"mend the records; all are listed in {directory / QUARANTINE_NAME}",
+    )  # fmt: skip
 
 
 def _run(builder: Builder, executor: Executor, workers: int, num_units: int) -> Manifest:

@@ -85,6 +85,32 @@ def count_quarantined(directory: Path, unit: int) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def first_quarantined(directory: Path, most: int = 3) -> list[tuple[str, str]]:
+    """The first records of a cache that were put aside: the place and the reason of each."""
+    found: list[tuple[str, str]] = []
+    for path in sorted((directory / DIRECTORY_NAME).glob("u*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            if len(found) == most:
+                return found
+            entry = json.loads(line)
+            place = f":{entry['line']}" if entry["line"] is not None else f", byte {entry['byte_offset']:,}"
+            found.append((f"{entry['uri']}{place}", entry["reason"]))
+    return found
+
+
+def report_quarantine(directory: Path, count: int) -> None:
+    """Warn that a build put records aside: how many, the first of them, and where all are listed."""
+    if count == 0:
+        return
+    listed = directory / DIRECTORY_NAME
+    first = [f"{place}: {reason}" for place, reason in first_quarantined(directory)]
+    records = "1 record was" if count == 1 else f"{count:,} records were"
+    more = f"; and {count - len(first):,} more" if count > len(first) else ""
+    text = f"{records} left out because they cannot be read: {'; '.join(first)}{more}; all are listed in {listed}"
+    fields = {"count": count, "first": first, "list": str(listed)}
+    _log.warning("%s", text, extra={"event_kind": "quarantine", "event_fields": fields})
+
+
 def tell_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
     """Say aloud of which files only a part was taken."""
     for record in built.bad_records:

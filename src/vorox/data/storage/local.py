@@ -74,7 +74,8 @@ def list_files(
                 endings = sorted({path.suffix or "(none)" for path in found})[:8]
                 raise DataError(
                     f"the folder holds no {' or '.join(suffixes)} file; it holds {', '.join(endings)}",
-                    where=str(root), hint=f"name the files by a glob, such as {root}/**/*{endings[-1]}",
+                    where=str(root), hint=f"say what these files are (data.sources.0.format=txt, jsonl, csv, ...), "
+                    f"or name them by a glob, such as {root}/**/*{endings[-1]}",
                 )  # fmt: skip
         elif root.exists():
             chosen = [root]

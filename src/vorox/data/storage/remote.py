@@ -99,7 +99,8 @@ async def _list(
         some = sorted(endings)[:8]
         raise DataError(
             f"the folder holds no {' or '.join(suffixes)} file; it holds {', '.join(some)}",
-            where=location, hint=f"name the files by a glob, such as {folder}**/*{some[-1]}",
+            where=location, hint=f"say what these files are (data.sources.0.format=txt, jsonl, csv, ...), "
+            f"or name them by a glob, such as {folder}**/*{some[-1]}",
         )  # fmt: skip
     raise DataError(
         "there is no such object, and no folder of this name holds any", where=location,

@@ -6,36 +6,67 @@ from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import NAMES, looks_like
 
-_FOREIGN: dict[bytes, str] = {
-    b"PAR1": "Parquet",
-    b"PK\x03\x04": "a zip archive",
-    b"\x7fELF": "a program",
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
-    b"%PDF-": "a PDF document",
-    b"SQLite format 3\0": "a SQLite database",
-    b"\xfd7zXZ\0": "xz data",
-    b"BZh9": "bzip2 data",
-    b"7z\xbc\xaf": "a 7z archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
+SIGNATURE_BYTES = 512
+"""How much of the beginning of a file tells what it is."""
+
+_UNPACK = "unpack it and give the folder: {unpack}"
+_READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
+_LEAVE = "take it out of data.sources, or say its format"
+_SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"PAR1", "Parquet", "say format: parquet, and name the file ....parquet"),
+    (0, b"ARROW1", "an Arrow file", _READ.format(convert="datasets.load_dataset('arrow', ...).to_json(...)")),
+    (0, b"Obj\x01", "an Avro file", _READ.format(convert="fastavro --json-lines")),
+    (0, b"SQLite format 3\0", "a SQLite database", _READ.format(convert="sqlite3 FILE '.mode json' 'SELECT ...'")),
+    (0, b"\x89HDF", "an HDF5 file", _READ.format(convert="h5py")),
+    (257, b"ustar", "a tar archive", _UNPACK.format(unpack="mkdir DIR && tar -xf FILE -C DIR")),
+    (0, b"PK\x03\x04", "a zip archive", _UNPACK.format(unpack="unzip FILE -d DIR")),
+    (0, b"PK\x05\x06", "an empty zip archive", _LEAVE),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(unpack="7z x FILE -oDIR")),
+    (0, b"Rar!\x1a\x07", "a rar archive", _UNPACK.format(unpack="unrar x FILE DIR/")),
+    (0, b"!<arch>\n", "an ar archive", _UNPACK.format(unpack="ar x FILE")),
+    (0, b"\xfd7zXZ\0", "xz data", "decompress it, or compress it anew: xz -dc FILE | zstd > FILE.zst"),
+    (0, b"BZh", "bzip2 data", "decompress it, or compress it anew: bzip2 -dc FILE | zstd > FILE.zst"),
+    (0, b"\x04\x22\x4d\x18", "LZ4 data", "decompress it, or compress it anew: lz4 -dc FILE | zstd > FILE.zst"),
+    (0, b"\x1f\x9d", "data of compress", "decompress it: uncompress FILE"),
+    (0, b"WARC/", "a WARC or WET archive of web pages", _READ.format(convert="warcio, or trafilatura for WARC")),
+    (0, b"\x7fELF", "a program", _LEAVE),
+    (0, b"\x89PNG", "a PNG image", _LEAVE),
+    (0, b"GIF8", "a GIF image", _LEAVE),
+    (0, b"\xff\xd8\xff", "a JPEG image", _LEAVE),
+    (0, b"%PDF-", "a PDF document", "extract its text: pdftotext FILE"),
+    (0, b"\xd0\xcf\x11\xe0", "an Office document", "save it as text"),
+    (0, b"{\\rtf", "an RTF document", "save it as text"),
+    (0, b"\xff\xfe", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
+    (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
+)
+"""Where a signature lies, the signature, what it says the file is, and what to do."""
 
 
 def refuse_foreign(file: StoredFile, start: bytes) -> None:
     """Refuse content that begins like something other than text.
 
+    Args:
+        file: The file, for the message.
+        start: The first ``SIGNATURE_BYTES`` of its content, decompressed.
+
     Raises:
-        DataError: Naming what it looks like.
+        DataError: Naming what it looks like and what to do.
     """
     found = looks_like(start)
     if found is not None:
         what = f"{NAMES[found]} data, but its name does not end in .{found}"
         hint = f"name the file ....{found}, so that it is decompressed"
     else:
-        name = next((name for magic, name in _FOREIGN.items() if start.startswith(magic)), None)
-        if name is None:
+        known = [entry for entry in _SIGNATURES if start.startswith(entry[1], entry[0])]
+        if not known or not _is_certain(known[0][1], start):
             return
-        what = name
-        hint = "convert it to UTF-8" if name.startswith("UTF-16") else "take it out of data.sources, or say its format"
-    raise DataError(f"the file is not UTF-8 text but looks like {what}", where=file.uri, hint=hint)
+        _, _, what, hint = known[0]
+    raise DataError(
+        f"the file is not UTF-8 text but looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
+    )
+
+
+def _is_certain(signature: bytes, start: bytes) -> bool:
+    """Whether letters that a text could begin with are the signature: what follows them says."""
+    following = {b"BZh": b"1AY&SY", b"WARC/": b"\r\n", b"GIF8": b"a", b"ustar": b"\0"}.get(signature, b"")
+    return following in start[: 257 if signature == b"ustar" else 32]

@@ -136,7 +136,7 @@ def list_source(
             break
     versions.save()
     if not chosen:
-        raise _empty(config, key, candidates)
+        raise _empty(config, key, found, candidates)
     if config.format != "python_stdlib":
         empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
         notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
@@ -241,7 +241,7 @@ def _check(config: SourceConfig, key: str) -> None:
         )  # fmt: skip
 
 
-def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataError:
+def _empty(config: SourceConfig, key: str, found: list[FoundFile], candidates: list[FoundFile]) -> DataError:
     if config.max_bytes is not None and candidates:
         first = candidates[0].stored
         what = f"source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
@@ -249,6 +249,8 @@ def _empty(config: SourceConfig, key: str, candidates: list[FoundFile]) -> DataE
     elif config.format == "python_stdlib":
         what = f"source {config.name!r} is empty: this Python has no library sources on disk"
         hint = "use a Python that is installed as files, or another source"
+    elif not found:
+        what, hint = f"source {config.name!r} is empty: there is no file", f"put files there, or change {key}.paths"
     else:
         what, hint = f"source {config.name!r} is empty: every file has 0 bytes", f"check {key}.paths"
     return DataError(what, where=", ".join(config.paths) or key, hint=hint)

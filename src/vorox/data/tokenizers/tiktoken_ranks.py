@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex
+from tokenizers import Regex, pre_tokenizers
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
@@ -25,9 +25,16 @@ from vorox.core.schema.data import TokenizerConfig
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.fast_path import adversarial_texts
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN
+from vorox.data.tokenizers.word_pattern import FOLDED_PAIR, GPT2_PATTERN, RefusedPattern, bracket_expression
 
 _LARGEST_FILE_BYTES = 256 << 20
+_INTERVAL = re.compile(r"(\{\d+(?:,\d*)?\})(\+?)(?!\?)")
+_CONSTRUCT = re.compile(
+    r"\(\?(?:[:=!>]|<[=!]|i:(?=(?P<caseless>[^)]*)))|\((?!\?)|\\(?:[pP]\{\^?\w+\}|[sSdDz]|[rntfv]|[!-/:-@\[-`{-~ ])"
+    r"|[^\\\[\]{}(]"
+)
+_OTHER_IN_BRACKETS = re.compile(r"\\[wW]|\[:|--|~~")
+"""In brackets, tiktoken reads these otherwise: other letters, ASCII alone, differences of sets."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,34 @@ def load_tiktoken(config: TokenizerConfig) -> Tokenizer:
 
 
 def _check_pattern(pattern: str) -> None:
+    """Refuse what is no pattern, what the two libraries read differently, and what leaves text out.
+
+    tiktoken drops the text between two words, a tokenizer.json keeps it.
+    """
     try:
-        Regex(library_pattern(pattern))
+        removing: Any = pre_tokenizers.Split(Regex(library_pattern(pattern)), behavior="removed")
+    except RefusedPattern as error:
+        raise ConfigError(
+            f"a tokenizer.json might read {str(error) or pattern!r} otherwise than tiktoken", where="tokenizer.pattern",
+            hint="write it with \\p{..}, \\s, \\d, brackets and (?:..), or take tokenizer.kind=huggingface",
+        ) from error  # fmt: skip
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(
             f"not a regular expression: {error}", where="tokenizer.pattern", hint="give the pattern of the model's code"
         ) from error  # fmt: skip
+    left = [piece for text in _texts_for(pattern) for piece, _ in removing.pre_tokenize_str(text)]
+    if left:
+        raise ConfigError(
+            f"the pattern matches no word in {left[0][:20]!r}; tiktoken would drop that text",
+            where="tokenizer.pattern", hint="add an alternative for the rest, such as |[^\\p{L}]",
+        )  # fmt: skip
+
+
+def _texts_for(pattern: str) -> list[str]:
+    """Texts made to tell this pattern from others: every pair of ASCII characters and of what it names itself."""
+    letters = sorted({*map(chr, range(128)), *pattern})
+    pairs = ["".join(first + second for second in letters) for first in letters]
+    return [*adversarial_texts(), *pairs, *letters, *("".join(line[::-1]) for line in pairs)]
 
 
 def _read(file: Path, pattern: str) -> _Ranks:
@@ -154,12 +183,46 @@ def _named(name: str) -> _Ranks:
 def library_pattern(pattern: str) -> str:
     """A pattern of tiktoken as the library of tokenizer.json reads it.
 
-    There ``{1,3}+`` repeats what is repeated, where tiktoken means that it does not give back; and ``$`` is the end of
-    a line, where tiktoken means the end of the text.
+    There ``{1,3}+`` repeats what is repeated, where tiktoken means that it does not give back; and ``^`` and ``$`` are
+    the ends of a line, where tiktoken means those of the text.
+
+    Raises:
+        RefusedPattern: The two might read a part of it differently; the message is that part.
     """
-    unit = r"((?:\\[pP]\{\w+\}|\\.|\[[^\]]*\]|[^\\\[\](){}|+*?])\{\d+(?:,\d*)?\})\+"
-    atomic = re.sub(unit, r"(?>\1)", pattern)
-    return re.sub(r"(?<!\\)\$", r"\\z", atomic)
+    made: list[str] = []
+    starts, start, position = [0], 0, 0
+    while position < len(pattern):
+        rest = pattern[position:]
+        repeated = _INTERVAL.match(rest)
+        if repeated:
+            made[start:] = (
+                [f"(?>{''.join(made[start:])}{repeated[1]})"] if repeated[2] else [*made[start:], repeated[1]]
+            )
+            position += repeated.end()
+            continue
+        piece = _piece(rest)
+        if piece.startswith("("):
+            starts.append(len(made))
+        elif piece == ")" and len(starts) > 1:
+            start = starts.pop()
+        elif piece not in {"?", "*", "+", "|"}:
+            start = len(made)
+        made.append({"^": r"\A", "$": r"\z"}.get(piece, piece))
+        position += len(piece)
+    return "".join(made)
+
+
+def _piece(rest: str) -> str:
+    """The construct at the beginning of this text that both read alike, or that ``library_pattern`` translates."""
+    if rest[0] == "[":
+        expression = bracket_expression(rest)
+        if _OTHER_IN_BRACKETS.search(expression):
+            raise RefusedPattern(expression)
+        return expression
+    found = _CONSTRUCT.match(rest)
+    if found is None or (found["caseless"] and FOLDED_PAIR.search(found["caseless"])):
+        raise RefusedPattern(rest[:12])
+    return found[0]
 
 
 def _tokenizer_json(found: _Ranks, where: str) -> str:
@@ -221,7 +284,7 @@ def _refuse_difference(tokenizer: Tokenizer, found: _Ranks, where: str) -> None:
             where="tokenizer.pattern",
             hint="give that of tiktoken's code",
         ) from error
-    texts = adversarial_texts()
+    texts = _texts_for(found.pattern)
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if ids.tolist() != encoding.encode_ordinary(text):
             raise DataError(

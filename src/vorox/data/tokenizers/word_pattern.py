@@ -30,7 +30,7 @@ _POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
 _QUANTIFIER = re.compile(r"(?P<sign>[?*+])[?+]?|\{(?P<least>\d+)(?P<range>,(?P<most>\d*))?\}(?![?*+{])")
 _GROUP = re.compile(r"\(\?[:=!>]")
 _CASELESS = re.compile(r"\(\?i:((?:[a-zA-Z'|]|\[[a-zA-Z]+\])+)\)(?![*+{]|\?[?+])")
-_FOLDED_PAIR = re.compile(r"ss|st|f[fil]|\.[\w.]|\w\.", re.IGNORECASE)
+FOLDED_PAIR = re.compile(r"ss|st|f[fil]|\.[\w.]|\w\.", re.IGNORECASE)
 """Letters that the library takes for one character (``ß``, ``ﬁ``) where case does not matter; a dot may be any."""
 _NOT_LITERAL = frozenset("\\[](){}?*+|.^$")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -51,7 +51,7 @@ class _Part:
     expression: str = ""
 
 
-class _Refused(Exception):
+class RefusedPattern(Exception):
     """A pattern that the two engines might read differently."""
 
 
@@ -68,7 +68,7 @@ class _Parser:
 
     def parse(self) -> list[_Part]:
         if self._alternatives() == 0 or self._position != len(self._pattern):
-            raise _Refused
+            raise RefusedPattern
         return self.parts
 
     def _alternatives(self) -> int:
@@ -93,14 +93,14 @@ class _Parser:
         if quantifier is None:
             return width or 0
         if not width or (self._choices > choices and quantifier["sign"] != "?"):
-            raise _Refused  # a repeated assertion, a loop around nothing, or one around choices
+            raise RefusedPattern  # a repeated assertion, a loop around nothing, or one around choices
         self._take(quantifier[0])
         if quantifier["sign"]:
             self._choices += 1
             return width if quantifier["sign"] == "+" else 0
         least, most = int(quantifier["least"]), quantifier["most"]
         if (quantifier["range"] is None and least == 0) or (most and int(most) < max(least, 1)):
-            raise _Refused
+            raise RefusedPattern
         self._choices += quantifier["range"] is not None
         return width * least
 
@@ -108,7 +108,7 @@ class _Parser:
         """Parse one class, character or group; return the fewest characters that it matches, None if it asserts."""
         rest = self._pattern[self._position :]
         found = _CLASS.match(rest)
-        expression = found[0] if found else _bracket(rest) if rest[0] == "[" else ""
+        expression = found[0] if found else bracket_expression(rest) if rest[0] == "[" else ""
         if expression:
             self.parts.append(_Part(expression=expression))
             self._position += len(expression)
@@ -126,7 +126,7 @@ class _Parser:
             return None
         escape = _ESCAPE.match(rest)
         if escape is None and (rest[0] in _NOT_LITERAL or not rest[0].isascii()):
-            raise _Refused
+            raise RefusedPattern
         self._take(escape[0] if escape else rest[0])
         return 1
 
@@ -138,28 +138,28 @@ class _Parser:
         """
         found = _CASELESS.match(rest)
         if found is None:
-            raise _Refused
+            raise RefusedPattern
         letters = re.sub(r"\[\w+\]", ".", found[1])
         alternatives = letters.split("|")
         behind_apostrophe = self._pattern[: self._position].endswith("'")
         apart = behind_apostrophe or all(alternative.startswith("'") for alternative in alternatives)
-        if not apart or _FOLDED_PAIR.search(letters) or not all(alternatives):
-            raise _Refused
+        if not apart or FOLDED_PAIR.search(letters) or not all(alternatives):
+            raise RefusedPattern
         self._take(found[0])
         return min(map(len, alternatives))
 
     def _take(self, text: str, as_python: str | None = None) -> None:
         if not self._pattern.startswith(text, self._position):
-            raise _Refused
+            raise RefusedPattern
         self._position += len(text)
         self.parts.append(_Part(text if as_python is None else as_python))
 
 
-def _bracket(text: str) -> str:
+def bracket_expression(text: str) -> str:
     """Return the bracket expression at the beginning of a text.
 
     Raises:
-        _Refused: Its end is not beyond doubt.
+        RefusedPattern: Its end is not beyond doubt.
     """
     position, depth = 0, 0
     while position < len(text):
@@ -171,18 +171,18 @@ def _bracket(text: str) -> str:
             position += taken.end()
             continue
         if rest[0] == "\\" or (rest[0] == "[" and depth and not text[:position].endswith("&&")):
-            raise _Refused
+            raise RefusedPattern
         position += 1
         if rest[0] == "[":
             depth += 1
             position += rest.startswith("[^")
             if text.startswith("]", position):
-                raise _Refused
+                raise RefusedPattern
         elif rest[0] == "]":
             depth -= 1
             if depth == 0:
                 return text[:position]
-    raise _Refused
+    raise RefusedPattern
 
 
 class WordPattern:
@@ -333,7 +333,7 @@ def word_pattern(pattern: str) -> WordPattern | None:
     """A function that cuts by this pattern; None if Python's engine might cut otherwise."""
     try:
         return WordPattern(_Parser(pattern).parse(), _ask_regex)
-    except (_Refused, re.error, OverflowError, RecursionError):
+    except (RefusedPattern, re.error, OverflowError, RecursionError):
         return None
     except Exception as error:  # the library raises bare Exception for a class that it does not know
         if type(error) is not Exception:
