@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from processor_cost import cost
 from vorox.cli.progress import LineDisplay, LiveDisplay, headline, open_display
 from vorox.training.display import Display, StepView
 
@@ -240,7 +241,4 @@ def test_a_logged_step_costs_little() -> None:
     now = iter(range(10**9))
     display = LiveDisplay(Terminal(), clock=lambda: float(next(now)))
     display.step(VIEW)
-    started = time.process_time()
-    for _ in range(50):
-        display.step(VIEW)
-    assert (time.process_time() - started) / 50 < 0.02
+    assert cost(lambda: [display.step(VIEW) for _ in range(50)]) / 50 < 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vorox
+from processor_cost import cost
 from vorox.core.redaction import MARK, redact, redact_arguments, redact_value
 
 CANARY = "hunter2CANARY"
@@ -223,6 +223,4 @@ def test_separators_in_any_order(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["a", " ", "a ", "a=", "\\", "://", "a.", "-", "password=", '"', "@", "key:", "eyJ"])
 def test_long_texts_cost_linear_time(piece: str) -> None:
-    start = time.process_time()
-    redact(piece * 50_000)
-    assert time.process_time() - start < 2.0
+    assert cost(lambda: redact(piece * 50_000), repeats=1) < 400

@@ -287,9 +287,8 @@ def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
         micro_batch_sequences=4, document_mask=False, num_threads=2, grower=grower_of(plan, [reader], on_starve="wait"),
     )  # fmt: skip
     next(batches)
-    began = time.monotonic()
     batches.close()
-    assert time.monotonic() - began < 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
 
 
 def test_elastic_repeats_what_is_there_rather_than_wait(tmp_path: Path) -> None:

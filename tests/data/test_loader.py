@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows
+from processor_cost import cost
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard, Progress
@@ -110,7 +111,7 @@ class Stuck(FakeRows):
     def read_rows(self, rows: np.ndarray) -> RowBlock:
         if self.reads >= 1:
             self.waiting.set()
-            self.go.wait(30)
+            self.go.wait(PATIENCE_SECONDS)
         return super().read_rows(rows)
 
 
@@ -324,10 +325,8 @@ def test_closing_never_hangs(plan: Plan, readers: list[FakeRows]) -> None:
             batches = stream(plan, readers, num_threads=threads, prefetch_batches=2)
             for _ in range(consumed):
                 next(batches)
-            began = time.monotonic()
             batches.close()
             batches.close()
-            assert time.monotonic() - began < 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
 
 
@@ -337,9 +336,8 @@ def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path, monkeypatch
     batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
     next(batches)
     assert readers[0].waiting.wait(PATIENCE_SECONDS)
-    began = time.monotonic()
     batches.close()
-    assert time.monotonic() - began < 2
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")], "it hangs still"
     readers[0].go.set()
 
 
@@ -516,13 +514,14 @@ def test_first_batch_and_resume_do_not_depend_on_the_size(tmp_path: Path) -> Non
     middle = 2_345_678
     for step in (0, middle):
         cursor = replace(first_cursor(plan, 11), step=step, position=step * 64)
-        began = time.perf_counter()
+        found_first: list[Batch] = []
+
+        def open_and_read(cursor: DataCursor = cursor, found_first: list[Batch] = found_first) -> None:
+            found_first[:] = take(stream(Plan.open(plan.path), [reader], cursor), 1)
+
+        assert cost(open_and_read) < 100
+        (batch,) = found_first
         opened = Plan.open(plan.path)
-        batches = stream(opened, [reader], cursor, num_threads=1)
-        batch = next(batches)
-        seconds = time.perf_counter() - began
-        batches.close()
-        assert seconds < 0.5  # measured: 10 ms
         assert batch.step == step
         found = opened.locate(np.arange(step * 64, step * 64 + 64))
         rows = [reader.tokens(int(row))[:-1] for row in found.row]

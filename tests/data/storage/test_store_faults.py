@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eventually import wait_until
+from eventually import PATIENCE_SECONDS, wait_until
 from servers import Fault, FaultProxy, Request
 from servers.shelves import KINDS, Shelf, shelf
 from vorox.core.errors import DataError
@@ -100,7 +100,7 @@ def test_listing_is_tried_again_as_well(store: Shelf, name: str) -> None:
 
 def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> None:
     seen: list[WaitingForData] = []
-    with store.behind(stall_once_seconds=30) as (root, proxy):
+    with store.behind(stall_once_seconds=86_400) as (root, proxy):
         proxy.only = is_read
         result: list[bytes] = []
 
@@ -108,13 +108,11 @@ def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> 
             with retry_budget(POLICY):
                 result.append(read_all(root))
 
-        began = time.monotonic()
         thread = threading.Thread(target=read)
         thread.start()
         wait_until(lambda: (state := waiting_for_data()) is not None and not seen.append(state))
-        thread.join(20)
+        thread.join(PATIENCE_SECONDS)
         assert result == [BODY]
-        assert time.monotonic() - began < 15
         assert proxy.faults == {"stall": 1}
         proxy.stopping.set()
     assert "no answer for 0.1 s" in seen[0].reason or "no byte for 0.4 s" in seen[0].reason
