@@ -289,6 +289,21 @@ def test_a_dry_run_knows_what_is_missing(vorox: Run, tmp_path: Path) -> None:
     assert "vocabulary from the text: to be trained" in out
 
 
+def test_a_dry_run_knows_what_is_held_out(vorox: Run) -> None:
+    code, out, err = vorox("train", "tiny.yaml", "--dry-run")
+    assert code == 0, err
+    assert "validates on   10% of the documents of text" in out
+    code, out, err = vorox("train", "tiny.yaml", "--dry-run", "data.validation.split=file")
+    assert code == 2
+    assert "data.validation.held_out_fraction=0" in err
+    code, out, err = vorox(
+        "train", "tiny.yaml", "--dry-run", "data.validation.split=file", "data.validation.held_out_fraction=0"
+    )
+    assert code == 0, err
+    assert "validates on   nothing of text" in out
+    assert "validates never" in out
+
+
 def test_a_dry_run_is_one_process(vorox: Run) -> None:
     code, _, err = vorox("train", "tiny.yaml", "--dry-run", "--nproc", "2")
     assert code == 2

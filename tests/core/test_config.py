@@ -133,7 +133,7 @@ def test_the_result_is_frozen_and_explicit(small: str) -> None:
     config = load_config(small)
     with pytest.raises(ValidationError):
         config.optimizer.lr = 1.0  # type: ignore[misc]
-    empty = {"data.transforms", "data.stages"}  # a list without entries is a value
+    empty = {"data.transforms", "data.stages", "data.validation.sources"}  # a list without entries is a value
     inside = {key for key in leaf_keys() if key.startswith(tuple(f"{name}." for name in empty))}
     assert {key.replace(".0.", ".*.") for key in flat_values(config)} == set(leaf_keys()) - inside | empty
 
@@ -272,9 +272,22 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["model.num_kv_heads=4"], "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
         (["model.max_positions_tokens=64"], "data.sequence_length_tokens=256 is more than"),
         (["model.vocab_size=1000"], "less than the tokenizer's 4096"),
-        (["data.validation.held_out_fraction=0", "eval.every_steps=5"], "eval.every_steps asks for validations"),
-        (["data.validation.held_out_fraction=0", "eval.prompts=[x]"], "eval.prompts asks for validations"),
+        (
+            ["data.validation.held_out_fraction=0", "eval.every_steps=5"],
+            "eval.every_steps=5 has no effect with data.validation.held_out_fraction=0",
+        ),
+        (
+            ["data.validation.held_out_fraction=0", "eval.prompts=[x]"],
+            "has no effect with data.validation.held_out_fraction=0",
+        ),
         (["eval.prompts=[a]", "eval.at_end=false"], "completed at every validation"),
+        (
+            ["data.validation.sources=[{name: v, format: txt, paths: [v]}]", "data.validation.held_out_fraction=0.3"],
+            "data.validation.held_out_fraction=0.3 has no effect",
+        ),
+        (["data.validation.sources=[{name: v, format: txt, paths: [v], weight: 2}]"], "sources.0.weight has no effect"),
+        (["data.validation.sources=[{name: v, format: txt}]"], "set data.validation.sources.0.paths"),
+        (["data.validation.split=named", "data.validation.held_out_fraction=0.3"], "held_out_fraction=0.3 has no eff"),
         (["eval.prompts=['']"], "empty text"),
         (["eval.prompts=[a]", "eval.sample_tokens=256"], "leaves no room for a prompt in the model's 256 positions"),
         (["checkpoint.keep_best=1"], "needs validations"),
@@ -679,3 +692,10 @@ def test_what_was_misread_comes_first_and_nothing_is_called_missing_because_of_i
     text = refusal(written("train: {num_steps: 3}\ndata:\n  loader: {num_threads: 1}\n" + SMALL.partition("train")[0]))
     assert "data is given twice; the first is in line 2" in text
     assert "missing" not in text
+
+
+def test_holding_out_nothing_takes_validations_of_lower_layers_along(small: str) -> None:
+    written(SMALL + "eval: {every_steps: 5, prompts: [a], sample_tokens: 7}\n")
+    config = load_config("my.yaml", ["data.validation.held_out_fraction=0"])
+    assert (config.eval.every_steps, config.eval.prompts, config.eval.sample_tokens) == (None, (), 48)
+    assert load_config("quickstart", ["data.validation.held_out_fraction=0"]).eval.prompts == ()

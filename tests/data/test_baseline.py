@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ from vorox.data.text.splits import file_split
 RULE = ValidationConfig(split="file", held_out_fraction=0.3)
 
 
-def corpus(folder: Path, *, text: str = "") -> Source:
+def corpus(folder: Path, *, text: str = "", rule: ValidationConfig = RULE) -> Source:
     for n in range(20):
         (folder / f"{n}.txt").write_text(f"file {n}: {text or 'the quick brown fox'}\n" * (n + 1))
-    return list_source(SourceConfig(name="s", format="txt", paths=(str(folder),)))
+    return replace(list_source(SourceConfig(name="s", format="txt", paths=(str(folder),))), holdout=rule)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 5_000, 70_000, 300_000])
@@ -32,7 +33,7 @@ def test_is_what_xz_9e_makes_of_it(size_bytes: int) -> None:
 
 def test_covers_the_held_out_files_in_order(tmp_path: Path) -> None:
     source = corpus(tmp_path)
-    found = xz_baseline([source], RULE, unit_bytes=1 << 20)
+    found = xz_baseline([source], unit_bytes=1 << 20)
     held_out = [place for place in source.places if file_split(RULE, place) == "validation"]
     text = b"".join((tmp_path / place).read_bytes() for place in held_out)
     assert found is not None
@@ -43,29 +44,29 @@ def test_covers_the_held_out_files_in_order(tmp_path: Path) -> None:
 
 def test_is_remembered_and_damage_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, memory = corpus(tmp_path), tmp_path / "memory"
-    first = xz_baseline([source], RULE, unit_bytes=1 << 20, memory=memory)
+    first = xz_baseline([source], unit_bytes=1 << 20, memory=memory)
     with monkeypatch.context() as patch:
         patch.setattr(baseline, "compress", lambda text: pytest.fail("compressed again"))
-        assert xz_baseline([source], RULE, unit_bytes=1 << 20, memory=memory) == first
+        assert xz_baseline([source], unit_bytes=1 << 20, memory=memory) == first
     (kept,) = memory.iterdir()
     kept.write_bytes(b"{")
-    assert xz_baseline([source], RULE, unit_bytes=1 << 20, memory=memory) == first
+    assert xz_baseline([source], unit_bytes=1 << 20, memory=memory) == first
 
 
 def test_other_text_is_another_memory(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
-    first = xz_baseline([corpus(tmp_path)], RULE, unit_bytes=1 << 20, memory=memory)
-    second = xz_baseline([corpus(tmp_path, text="a slow red dog")], RULE, unit_bytes=1 << 20, memory=memory)
+    first = xz_baseline([corpus(tmp_path)], unit_bytes=1 << 20, memory=memory)
+    second = xz_baseline([corpus(tmp_path, text="a slow red dog")], unit_bytes=1 << 20, memory=memory)
     assert first != second
     assert len(list(memory.iterdir())) == 2
 
 
 def test_says_when_it_saw_only_the_beginning(tmp_path: Path) -> None:
-    found = xz_baseline([corpus(tmp_path)], RULE, unit_bytes=1 << 20, max_bytes=100)
+    found = xz_baseline([corpus(tmp_path)], unit_bytes=1 << 20, max_bytes=100)
     assert found is not None
     assert (found.text_bytes, found.complete) == (100, False)
 
 
 def test_nothing_held_out_has_no_figure(tmp_path: Path) -> None:
     nothing = ValidationConfig(split="file", held_out_fraction=0)
-    assert xz_baseline([corpus(tmp_path)], nothing, unit_bytes=1 << 20) is None
+    assert xz_baseline([corpus(tmp_path, rule=nothing)], unit_bytes=1 << 20) is None

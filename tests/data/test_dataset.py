@@ -385,8 +385,8 @@ class TestRefusals:
             data={"validation": {"split": "file", "held_out_fraction": 0.01}},
         )  # fmt: skip
         hint = self.refuse(config, ConfigError, "holds out nothing of source 'texts'", "data.validation")
-        assert "split=tail" in hint
-        better = config.data.validation.model_copy(update={"split": "tail", "held_out_fraction": 0.1})
+        assert "data.validation.split=auto" in hint
+        better = config.data.validation.model_copy(update={"split": "auto"})
         fixed = config.model_copy(update={"data": config.data.model_copy(update={"validation": better})})
         assert len(prepare(fixed).validation) == 1
 

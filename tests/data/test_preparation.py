@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,7 @@ def test_units_of_new_files_are_those_of_the_files_alone(tmp_path: Path) -> None
     config = configuration(tmp_path, cache={"grow": True})
     prepare(config)
     write(tmp_path / "text", "c", "a")
-    source = list_source(config.data.sources[0])
+    source = replace(list_source(config.data.sources[0]), holdout=config.data.validation)
     tokenizer = train(config.tokenizer, [])
     preparation = Preparation(config.data, tokenizer, tmp_path / "cache", lambda *_: None, HowToBuild(), None)
     from vorox.data.preparation import recipe_for

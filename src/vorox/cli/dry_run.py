@@ -9,7 +9,7 @@ still to be built is said to be a guess.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,21 @@ from vorox.cli import quantities
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
+    from vorox.data.listed_sources import ListedSources
     from vorox.data.text.sources import Source
     from vorox.data.text.splits import Split
     from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.models.spec import ModelSpec
 
-_BYTES_PER_TOKEN = {"bpe": 3.6, "file": 4.0, "huggingface": 4.0, "tiktoken": 4.0, "byte": 1.0, "char": 1.0}
+_BYTES_PER_TOKEN = {
+    "bpe": 3.6,
+    "file": 4.0,
+    "huggingface": 4.0,
+    "tiktoken": 4.0,
+    "byte": 1.0,
+    "char": 1.0,
+    "tokens": 2.0,
+}
 """How much text a token stands for, roughly, while nothing better is known."""
 
 
@@ -32,7 +41,6 @@ class _Cache:
     """One split of one source: what is there, or what will be."""
 
     name: str
-    ready: bool
     rows: int | None
     text_bytes: int
 
@@ -41,8 +49,7 @@ class _Cache:
 class _Text:
     """What is known about the text of a run before anything is built."""
 
-    sources: tuple[Source, ...]
-    tokenizer: Tokenizer | None
+    listed: ListedSources
     caches: tuple[_Cache, ...]
     vocab_size: int
     num_train_tokens: float
@@ -104,79 +111,41 @@ def _mirror_line(place: str) -> str:
 
 
 def _look_at_text(config: RunConfig) -> _Text:
-    """List the sources and see which of tokenizer and caches are there."""
-    import hashlib
-
+    """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
     from vorox.cli.preparation import PreparationDisplay
-    from vorox.core.atomic import canonical_json
-    from vorox.core.errors import DataError
     from vorox.data.cache_places import cache_root
     from vorox.data.dataset import exact_weights
-    from vorox.data.storage import ContentVersions
-    from vorox.data.text.sources import for_tokenizer, list_source
-    from vorox.data.tokenizers.store import tokenizer_for
+    from vorox.data.listed_sources import list_sources
+    from vorox.data.text.holdout import held_out_bytes
 
-    class ReadOnly(ContentVersions):
-        def save(self) -> None:
-            """Nothing is written in a dry run."""
-
-    data, root = config.data, cache_root(config.data)
-    weights = exact_weights(data)
-    display = PreparationDisplay()
-    sources: list[Source] = []
+    root, display = cache_root(config.data), PreparationDisplay()
     try:
-        for index, source in enumerate(data.sources):
-            definition = canonical_json([source.format, list(source.paths)])
-            memory = root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json"
-            sources.append(
-                list_source(
-                    source,
-                    key=f"data.sources.{index}",
-                    versions=ReadOnly(memory),
-                    on_progress=lambda done, total, name=source.name: display(f"list {name}", done, total, {}),
-                )
-            )
+        listed = list_sources(config, exact_weights(config.data), root, display, build=False, is_dry=True)
     finally:
         display.close()
-    try:
-        tokenizer = tokenizer_for(
-            config.tokenizer, data, sources, weights, root=root, build=False, on_progress=lambda *_: None
-        )
-    except DataError:
-        if config.tokenizer.kind not in {"bpe", "char"}:
-            raise
-        tokenizer = None  # it will be trained
-    if tokenizer is not None:
-        identity = (tokenizer.fingerprint, tokenizer.end_of_text_id)
-        called = [config.tokenizer.path or config.tokenizer.kind]
-        sources = [for_tokenizer(source, *identity, called) for source in sources]
-    return _text(config, sources, tokenizer, root)
-
-
-def _text(
-    config: RunConfig,
-    sources: Sequence[Source],
-    tokenizer: Tokenizer | None,
-    root: Path,
-) -> _Text:
-    splits: list[Split] = ["train"]
-    held_out = config.data.validation.held_out_fraction
-    if held_out:
-        splits.append("validation")
     caches: list[_Cache] = []
     num_tokens, exact = 0.0, True
-    for source in sources:
-        for split in splits:
-            share = held_out if split == "validation" else 1 - held_out
-            text_bytes = round(source.size_bytes * share)
-            rows = _rows_ready(config, source, split, tokenizer, root)
-            caches.append(_Cache(f"{source.config.name} {split}", rows is not None, rows, text_bytes))
-            if split == "train":
-                guess = text_bytes / _BYTES_PER_TOKEN[config.tokenizer.kind]
-                num_tokens += guess if rows is None else rows * config.data.sequence_length_tokens
-                exact = exact and rows is not None
-    vocab_size = tokenizer.vocab_size if tokenizer is not None else _guessed_vocabulary(config)
-    return _Text(tuple(sources), tokenizer, tuple(caches), vocab_size, num_tokens, exact)
+    for source in listed.train:
+        held_out = held_out_bytes(source)
+        rows = _rows_ready(config, source, "train", listed.tokenizer, root)
+        caches.append(_Cache(f"{source.config.name} train", rows, source.size_bytes - held_out))
+        guess = (source.size_bytes - held_out) / _bytes_per_token(config, source)
+        num_tokens += guess if rows is None else rows * config.data.sequence_length_tokens
+        exact = exact and rows is not None
+        if held_out and not listed.validation:
+            rows = _rows_ready(config, source, "validation", listed.tokenizer, root)
+            caches.append(_Cache(f"{source.config.name} validation", rows, held_out))
+    for source in listed.validation:
+        rows = _rows_ready(config, source, "validation", listed.tokenizer, root)
+        caches.append(_Cache(f"{source.config.name} validation", rows, source.size_bytes))
+    vocab_size = listed.tokenizer.vocab_size if listed.tokenizer is not None else _guessed_vocabulary(config)
+    return _Text(listed, tuple(caches), vocab_size, num_tokens, exact)
+
+
+def _bytes_per_token(config: RunConfig, source: Source) -> float:
+    from vorox.data.text.formats import has_tokens
+
+    return _BYTES_PER_TOKEN["tokens" if has_tokens(source.config) else config.tokenizer.kind]
 
 
 def _guessed_vocabulary(config: RunConfig) -> int:
@@ -205,14 +174,19 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
 
 
 def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
-    for source in text.sources:
+    for source in (*text.listed.train, *text.listed.validation):
         size = quantities.size(source.size_bytes)
         yield f"data           {source.config.name}: {len(source.files):,} files, {size} ({source.config.format})"
         for note in source.notes:
             yield f"               note: {note.text}"
+    yield f"validates on   {text.listed.held_out}"
     kind = config.tokenizer.kind
-    state = "ready" if text.tokenizer is not None else "to be trained"
-    known = f"{text.vocab_size:,} tokens" if text.tokenizer is not None or kind == "bpe" else "vocabulary from the text"
+    state = "ready" if text.listed.tokenizer is not None else "to be trained"
+    known = (
+        f"{text.vocab_size:,} tokens"
+        if text.listed.tokenizer is not None or kind == "bpe"
+        else "vocabulary from the text"
+    )
     yield f"tokenizer      {kind}, {known}: {state}"
     for cache in text.caches:
         state = f"ready, {cache.rows:,} rows" if cache.rows is not None else "to be built"
@@ -276,7 +250,9 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     )
     saves += ["at the end"] if config.checkpoint.at_end else []
     validations = [f"every {config.eval.every_steps:,} steps"] if config.eval.every_steps else []
-    validations += ["at the end"] if config.eval.at_end and config.data.validation.held_out_fraction else []
+    validations += ["at the end"] if config.eval.at_end else []
+    if not any(cache.name.endswith(" validation") for cache in text.caches):
+        validations = []
     yield f"saves          {', '.join(saves) or 'never'}; validates {', '.join(validations) or 'never'}"
 
 

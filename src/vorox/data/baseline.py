@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
-from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Document
 from vorox.data.text.cutting import cut_units
+from vorox.data.text.formats import has_tokens
 from vorox.data.text.sources import Source, read_unit
 
 DEFAULT_MAX_BYTES = 16 << 20
@@ -55,18 +55,17 @@ def compress(text: bytes) -> int:
     return len(lzma.compress(text, format=lzma.FORMAT_XZ, filters=filters))
 
 
-def validation_text(sources: Sequence[Source], validation: ValidationConfig, unit_bytes: int) -> Iterable[bytes]:
+def validation_text(sources: Sequence[Source], unit_bytes: int) -> Iterable[bytes]:
     """The held-out documents of all sources, one after the other."""
     for source in sources:
-        for unit in cut_units(source, "validation", validation, unit_bytes):
-            for record in read_unit(source, unit, "validation", validation):
+        for unit in cut_units(source, "validation", source.holdout, unit_bytes):
+            for record in read_unit(source, unit, "validation", source.holdout):
                 if isinstance(record, Document):
                     yield record.text.encode("utf-8")
 
 
 def xz_baseline(
     sources: Sequence[Source],
-    validation: ValidationConfig,
     *,
     unit_bytes: int,
     memory: Path | None = None,
@@ -75,8 +74,7 @@ def xz_baseline(
     """Compress the validation text, or remember what that came to.
 
     Args:
-        sources: Whose text.
-        validation: Which part of it.
+        sources: Whose held-out text.
         unit_bytes: Where large files are cut into documents.
         memory: Directory that results are kept in.
         max_bytes: Compress only the first so many bytes.
@@ -84,10 +82,11 @@ def xz_baseline(
     Returns:
         ``None`` when nothing is held out, or when a source has tokens in place of text.
     """
-    if any(source.config.format == "bin" for source in sources):
+    if any(has_tokens(source.config) for source in sources):
         return None
     texts = [[source.digest, source.definition] for source in sources]
-    identity = ["xz/1", texts, validation.model_dump(), unit_bytes, max_bytes]
+    rules = [[source.holdout.split, source.holdout.held_out_fraction] for source in sources]
+    identity = ["xz/2", texts, rules, unit_bytes, max_bytes]
     name = hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
     path = memory / f"xz-{name}.json" if memory is not None else None
     if path is not None and path.exists():
@@ -96,7 +95,7 @@ def xz_baseline(
             return CompressorBaseline(int(value["text_bytes"]), int(value["compressed_bytes"]), bool(value["complete"]))
     pieces: list[bytes] = []
     size_bytes = 0
-    for piece in validation_text(sources, validation, unit_bytes):
+    for piece in validation_text(sources, unit_bytes):
         pieces.append(piece)
         size_bytes += len(piece)
         if size_bytes > max_bytes:

@@ -19,7 +19,7 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.documents import Unit
 from vorox.data.text.cutting import cut_units
-from vorox.data.text.sources import Source
+from vorox.data.text.sources import Source, with_files
 from vorox.data.text.splits import Split
 
 
@@ -126,18 +126,7 @@ def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[
         return None
     _, _, directory, known = max(fitting)
     order = known + [index for index in range(len(source.files)) if index not in set(known)]
-    return directory, in_order(source, order)
-
-
-def in_order(source: Source, order: Sequence[int]) -> Source:
-    """The source with some of its files, in another order."""
-    return replace(
-        source,
-        stored=tuple(source.stored[index] for index in order),
-        files=tuple(source.files[index] for index in order),
-        places=tuple(source.places[index] for index in order),
-        end_bytes=tuple(source.end_bytes[index] for index in order),
-    )
+    return directory, with_files(source, order)
 
 
 def all_units(place: Place, split: Split, data: DataConfig) -> Sequence[Unit]:
@@ -145,8 +134,8 @@ def all_units(place: Place, split: Split, data: DataConfig) -> Sequence[Unit]:
     unit_bytes, known = data.cache.unit_bytes, list(place.units or ())
     if place.is_planned:
         return known
-    new = in_order(place.source, range(place.num_files, len(place.source.files)))
-    for unit in cut_units(new, split, data.validation, unit_bytes):
+    new = with_files(place.source, range(place.num_files, len(place.source.files)))
+    for unit in cut_units(new, split, place.source.holdout, unit_bytes):
         spans = tuple(replace(span, file_index=span.file_index + place.num_files) for span in unit.spans)
         known.append(Unit(len(known), spans))
     return known

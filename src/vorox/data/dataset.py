@@ -8,13 +8,12 @@ gets another cache and a run that resumes finds its old one or is told that it i
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from vorox.core.atomic import canonical_json, make_directory
+from vorox.core.atomic import make_directory
 from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -23,15 +22,25 @@ from vorox.data.cache.background import BackgroundBuild
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache_places import cache_root
+from vorox.data.listed_sources import list_sources
 from vorox.data.preparation import HowToBuild, Preparation, PrepareProgress, report_of
-from vorox.data.storage import ContentVersions
 from vorox.data.streaming.preparation import Streams
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.text.listing import Note
-from vorox.data.text.sources import Source, for_tokenizer, list_source
-from vorox.data.tokenizers.store import tokenizer_for
+from vorox.data.text.sources import Source
+from vorox.data.text.splits import Split
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_transforms
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusCache:
+    """One split of one source: its files, its packed rows, and what is in them."""
+
+    source: Source
+    split: Split
+    reader: CacheReader
+    report: BuildReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class Corpus:
         sources: In the order of the configuration.
         weights: Exact share of each source in the training rows; they sum to 1.
         root: Root of the caches.
+        held_out: What is validated on, for a person.
+        validation_caches: Packed rows of ``data.validation.sources``.
         streams: What builds the rows while they are read, under ``data.mode: streaming``.
         backgrounds: What builds the rest of caches that are read already, under ``data.growth``.
     """
@@ -76,6 +87,8 @@ class Corpus:
     sources: tuple[CorpusSource, ...]
     weights: tuple[Fraction, ...]
     root: Path
+    held_out: str = ""
+    validation_caches: tuple[CorpusCache, ...] = ()
     streams: Streams | None = None
     backgrounds: tuple[BackgroundBuild, ...] = ()
 
@@ -96,14 +109,29 @@ class Corpus:
         return tuple(source.train for source in self.sources)
 
     @property
+    def caches(self) -> Iterator[CorpusCache]:
+        """Every cache: each source's training rows before its held-out rows, then those that only validate."""
+        for source in self.sources:
+            yield CorpusCache(source.source, "train", source.train, source.train_report)
+            if source.validation is not None and source.validation_report is not None:
+                yield CorpusCache(source.source, "validation", source.validation, source.validation_report)
+        yield from self.validation_caches
+
+    @property
     def validation(self) -> tuple[CacheReader, ...]:
-        """Held-out rows of each source; empty when nothing is held out."""
-        return tuple(source.validation for source in self.sources if source.validation is not None)
+        """Rows to validate on; empty when nothing is held out."""
+        return tuple(cache.reader for cache in self.caches if cache.split == "validation")
+
+    @property
+    def validation_text(self) -> tuple[Source, ...]:
+        """The sources of the rows to validate on."""
+        return tuple(cache.source for cache in self.caches if cache.split == "validation")
 
     @property
     def notes(self) -> tuple[Note, ...]:
         """What a person should know of the sources: a fallback that is used, duplicates, empty files."""
-        return tuple(note for source in self.sources for note in source.source.notes)
+        sources = [*(source.source for source in self.sources), *(cache.source for cache in self.validation_caches)]
+        return tuple(note for source in sources for note in source.notes)
 
     @property
     def estimated_tokens(self) -> int:
@@ -113,12 +141,7 @@ class Corpus:
     @property
     def reports(self) -> dict[str, BuildReport]:
         """What each cache holds, by its directory's first words: ``NAME train``, ``NAME validation``."""
-        found: dict[str, BuildReport] = {}
-        for source in self.sources:
-            found[f"{source.name} train"] = source.train_report
-            if source.validation_report is not None:
-                found[f"{source.name} validation"] = source.validation_report
-        return found
+        return {f"{cache.source.config.name} {cache.split}": cache.report for cache in self.caches}
 
 
 def prepare(
@@ -155,29 +178,29 @@ def prepare(
     root = cache_root(data)
     if how.build:
         _check_writable(root)
-    sources = [_list(data, index, root, report) for index in range(len(data.sources))]
-    tokenizer = tokenizer or tokenizer_for(
-        config.tokenizer, data, sources, weights, root=root, build=how.build,
-        on_progress=lambda done, total: report("tokenizer", done, total, {}),
-    )  # fmt: skip
-    called = [config.tokenizer.path or config.tokenizer.kind]
-    sources = [for_tokenizer(source, tokenizer.fingerprint, tokenizer.end_of_text_id, called) for source in sources]
+    listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=how.build)
+    assert listed.tokenizer is not None, "only a dry run goes without one"
+    tokenizer = listed.tokenizer
     streams = Streams(data) if data.mode == "streaming" else None
     preparation = Preparation(data, tokenizer, root, report, how, streams)
     try:
-        opened = tuple(_open_source(preparation, source) for source in sources)
+        opened = tuple(_open_source(preparation, source) for source in listed.train)
+        validated = tuple(
+            CorpusCache(source, "validation", *preparation.open(source, "validation")) for source in listed.validation
+        )
     except BaseException:
         for background in preparation.backgrounds:
             background.close()
         raise
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
-    return Corpus(data, tokenizer, opened, weights, root, streams, tuple(preparation.backgrounds))
+    backgrounds = tuple(preparation.backgrounds)
+    return Corpus(data, tokenizer, opened, weights, root, listed.held_out, validated, streams, backgrounds)
 
 
 def _open_source(preparation: Preparation, source: Source) -> CorpusSource:
     train, train_report = preparation.open(source, "train")
-    if preparation.data.validation.held_out_fraction == 0:
+    if preparation.data.validation.sources or source.holdout.held_out_fraction == 0:
         return CorpusSource(source, train, None, train_report, None)
     validation, validation_report = preparation.open(source, "validation")
     return CorpusSource(source, train, validation, train_report, validation_report)
@@ -235,13 +258,3 @@ def _check_writable(root: Path) -> None:
             f"the cache directory cannot be made: {error.strerror}", where=str(root),
             hint="set data.cache.directory or $VOROX_CACHE to a place that can be written",
         ) from error  # fmt: skip
-
-
-def _list(data: DataConfig, index: int, root: Path, report: PrepareProgress) -> Source:
-    config = data.sources[index]
-    definition = canonical_json([config.format, list(config.paths)])
-    versions = ContentVersions(root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json")
-    return list_source(
-        config, key=f"data.sources.{index}", versions=versions,
-        on_progress=lambda done, total: report(f"list {config.name}", done, total, {}),
-    )  # fmt: skip

@@ -6,7 +6,7 @@ Invariant: every number is counted from the stored rows, not repeated from what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,16 @@ from vorox.core.errors import DataError
 from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
-from vorox.data.dataset import Corpus, CorpusSource
+from vorox.data.dataset import Corpus, CorpusCache
 from vorox.data.documents import BadRecord, SourceFile
 from vorox.data.parallel import in_order
 from vorox.data.records import TokenArray
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
-from vorox.data.text.splits import SPLITS, Split
+from vorox.data.text.sources import Source
+from vorox.data.text.splits import Split
 from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
+from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.apply import Applier
 from vorox.data.transforms.registry import transforms_of
 
@@ -42,7 +44,7 @@ class SampleSegment:
 
     Attributes:
         uri: File that it comes from.
-        ordinal: Number of the document's record within that file.
+        ordinal: Number of the document's record within that file, from 0.
         byte_offset: First byte of the document's record in that file.
         byte_length: Bytes of the record.
         document_token_offset: Tokens of the document that lie before the fragment.
@@ -95,19 +97,6 @@ class CacheStatistics:
     warnings: tuple[str, ...]
 
 
-def _caches(corpus: Corpus) -> Iterator[tuple[CorpusSource, Split, CacheReader, BuildReport]]:
-    for source in corpus.sources:
-        pairs = zip(
-            SPLITS,
-            (source.train, source.validation),
-            (source.train_report, source.validation_report),
-            strict=True,
-        )
-        for split, reader, report in pairs:
-            if reader is not None and report is not None:
-                yield source, split, reader, report
-
-
 def _spread(reader: CacheReader, count: int) -> npt.NDArray[np.int64]:
     """``count`` rows at even distances, all of them if there are fewer."""
     count = min(count, reader.num_rows)
@@ -124,8 +113,9 @@ def _segments(reader: CacheReader, row: int) -> tuple[TokenArray, list[tuple[int
 def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[SampleRow]:
     """Evenly spread rows of every source, decoded, with the documents that they come from."""
     samples: list[SampleRow] = []
-    for source, part, reader, _ in _caches(corpus):
-        for row in _spread(reader, num_rows).tolist() if part == split else ():
+    for cache in corpus.caches:
+        reader = cache.reader
+        for row in _spread(reader, num_rows).tolist() if cache.split == split else ():
             tokens, places = _segments(reader, row)
             documents = reader.documents_of(row)
             segments = tuple(
@@ -141,19 +131,17 @@ def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[S
                 for document, (start, end) in zip(documents, places, strict=True)
             )
             padding = reader.row_tokens - (places[-1][1] if places else 0)
-            samples.append(SampleRow(source.name, part, row, padding, segments))
+            samples.append(SampleRow(cache.source.config.name, cache.split, row, padding, segments))
     return samples
 
 
 def stats(corpus: Corpus, *, max_rows: int = 1 << 17) -> list[CacheStatistics]:
     """Statistics of every cache, counted over at most ``max_rows`` evenly spread rows each."""
-    return [_count(corpus, *cache, max_rows) for cache in _caches(corpus)]
+    return [_count(corpus.tokenizer, cache, max_rows) for cache in corpus.caches]
 
 
-def _count(
-    corpus: Corpus, source: CorpusSource, split: Split, reader: CacheReader, report: BuildReport, max_rows: int
-) -> CacheStatistics:
-    tokenizer = corpus.tokenizer
+def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStatistics:
+    reader = cache.reader
     rows = _spread(reader, max_rows)
     counts = np.zeros(1 << (8 * reader.token_bytes) if reader.token_bytes == 2 else tokenizer.vocab_size, np.int64)
     for start in range(0, len(rows), _BLOCK_ROWS):
@@ -166,9 +154,9 @@ def _count(
     figures = token_figures(counts, tokenizer)
     sample, _ = _segments(reader, int(_spread(reader, 1)[0]))
     return CacheStatistics(
-        source=source.name,
-        split=split,
-        report=report,
+        source=cache.source.config.name,
+        split=cache.split,
+        report=cache.report,
         rows_counted=len(rows),
         utilisation_fraction=stored / (len(rows) * reader.row_tokens),
         tokens=figures,
@@ -195,12 +183,12 @@ def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None
         except DataError as error:
             problems.append(error)
 
-    for source in corpus.sources:
+    for source in {cache.source.key: cache.source for cache in corpus.caches}.values():
         attempt(lambda source=source: _verify_files(source, report))
-    for source, split, reader, _ in _caches(corpus):
-        name = f"check {source.name} {split}"
-        attempt(lambda reader=reader, name=name: reader.verify(lambda done, total: report(name, done, total)))
-        attempt(lambda source=source, split=split, reader=reader: _trace(corpus, source, split, reader))
+    for cache in corpus.caches:
+        name = f"check {cache.source.config.name} {cache.split}"
+        attempt(lambda cache=cache, name=name: cache.reader.verify(lambda done, total: report(name, done, total)))
+        attempt(lambda cache=cache: _trace(corpus, cache))
     if len(problems) > 1:
         raise DataError(
             f"{len(problems)} checks failed: " + "; ".join(problem.what for problem in problems),
@@ -215,8 +203,8 @@ def _silent(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
-def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
-    pairs = list(zip(source.source.stored, source.source.files, strict=True))
+def _verify_files(source: Source, report: VerifyProgress) -> None:
+    pairs = list(zip(source.stored, source.files, strict=True))
     total, done = sum(file.size_bytes for _, file in pairs), 0
 
     def content(pair: tuple[StoredFile, SourceFile]) -> str:
@@ -231,21 +219,21 @@ def _verify_files(source: CorpusSource, report: VerifyProgress) -> None:
                 hint="restore the file; or remove the folder `versions` of the cache root and build from it as it is",
             )  # fmt: skip
         done += file.size_bytes
-        report(f"check {source.name} files", done, total)
+        report(f"check {source.config.name} files", done, total)
 
 
-def _trace(corpus: Corpus, source: CorpusSource, split: str, reader: CacheReader) -> None:
+def _trace(corpus: Corpus, cache: CorpusCache) -> None:
     tokenizer = corpus.tokenizer.reference()  # not the way by which the cache was built
-    data = corpus.config
-    transforms = transforms_of(data, source.source.config, split, source.source.key)
+    data, source, reader = corpus.config, cache.source, cache.reader
+    transforms = transforms_of(data, source.config, cache.split, source.key)
     applier = Applier(transforms, data.transform_seed, reader.files, tokenizer)
-    by_uri = {stored.uri: stored for stored in source.source.stored}
+    by_uri = {stored.uri: stored for stored in source.stored}
     for row in _spread(reader, _TRACED_ROWS).tolist():
         tokens, places = _segments(reader, row)
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
             at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
-            record = read_record(source.source.config, by_uri[document.uri], *at)
-            place = f"{document.uri}, record {document.ordinal + 1:,} at byte {document.byte_offset:,}"
+            record = read_record(source.config, by_uri[document.uri], *at)
+            place = f"{document.uri}, record {document.ordinal:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
             first, stored = document.document_token_offset, tokens[start:end].tolist()
@@ -268,8 +256,7 @@ def xz_bits_per_byte(corpus: Corpus) -> float | None:
 def xz_of(corpus: Corpus) -> CompressorBaseline | None:
     """What xz makes of the validation text of all sources, remembered under the root of the caches."""
     return xz_baseline(
-        [source.source for source in corpus.sources],
-        corpus.config.validation,
+        corpus.validation_text,
         unit_bytes=corpus.config.cache.unit_bytes,
         memory=corpus.root / "baselines",
     )

@@ -81,8 +81,9 @@ class HowToBuild:
 
 def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
     """What the rows of one split of a source are a function of, besides its files."""
-    held_out = data.validation.held_out_fraction
-    rule = data.validation.split if held_out else "none"
+    rule = source.holdout
+    share = rule.held_out_fraction if rule.split != "named" else 0
+    held_out = rule.split if rule.held_out_fraction else "none"
     transforms = transforms_of(data, source.config, split, source.key)
     check_special_tokens(transforms, tokenizer)
     return Recipe(
@@ -91,7 +92,7 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
         end_of_text_id=tokenizer.end_of_text_id,
         row_tokens=data.sequence_length_tokens + 1,
         source={**source.definition, "unit_bytes": data.cache.unit_bytes},
-        split={"name": split, "held_out": rule, "held_out_fraction": str(Fraction(str(held_out)))},
+        split={"name": split, "held_out": held_out, "held_out_fraction": str(Fraction(str(share)))},
         packing=data.packing,
         chunk_rows=data.cache.chunk_rows,
         transforms=recipe_of(transforms, data.transform_seed),
@@ -157,11 +158,11 @@ class Preparation:
         limit_bytes = self.data.streaming.validation_bytes
         while True:
             units, is_all = first_units(
-                source, split, self.data.validation, self.data.cache.unit_bytes, limit_bytes=limit_bytes
+                source, split, source.holdout, self.data.cache.unit_bytes, limit_bytes=limit_bytes
             )
             if is_all:
                 return recipe, units
-            if _has_records(source, units, split, self.data):
+            if _has_records(source, units, split):
                 return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
             limit_bytes *= 2
 
@@ -173,8 +174,8 @@ class Preparation:
             raise not_built(place.source, split, place.directory)
         if units is None:
             units = all_units(place, split, self.data)
-        if not _has_records(place.source, units, split, self.data):
-            raise _empty_split(self.data, place.source, split)
+        if not _has_records(place.source, units, split):
+            raise _without_records(place.source, split)
         return units
 
     def _build(
@@ -258,7 +259,7 @@ class Preparation:
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         mark_used(place.directory)
         work = self._work(source, recipe)
-        cutter = UnitCutter(source, "train", self.data.validation, self.data.cache.unit_bytes)
+        cutter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
         units = UnitList(place.directory, work, cutter)
         if not units.units:
             self._cut_first(cutter, units, place)
@@ -277,11 +278,11 @@ class Preparation:
             known, num_units = len(units.units), 2 * num_units
         if not units.units:
             refuse_emptiness(place.source)
-        raise _empty_split(self.data, place.source, "train")
+        raise _without_records(place.source, "train")
 
     def _work(self, source: Source, recipe: Recipe) -> UnitWork:
         split: Split = recipe.split["name"]
-        read = UnitReader(source, split, self.data.validation)
+        read = UnitReader(source, split, source.holdout)
         cache = self.data.cache
         transforms = transforms_of(self.data, source.config, split, source.key)
         return UnitWork(
@@ -347,22 +348,12 @@ def not_built(source: Source, split: str, directory: Path) -> DataError:
     )  # fmt: skip
 
 
-def _has_records(source: Source, units: Sequence[Unit], split: Split, data: DataConfig) -> bool:
-    return any(True for unit in units for _ in read_unit(source, unit, split, data.validation))
+def _has_records(source: Source, units: Sequence[Unit], split: Split) -> bool:
+    return any(True for unit in units for _ in read_unit(source, unit, split, source.holdout))
 
 
-def _empty_split(data: DataConfig, source: Source, split: Split) -> ConfigError:
-    rule, files = data.validation, len(source.files)
-    what = {"file": "files", "document": "documents", "tail": "tails"}[rule.split]
-    share = f"data.validation.held_out_fraction={rule.held_out_fraction:g} of the {what}"
-    name = f"source {source.config.name!r} ({files:,} file{'s' if files > 1 else ''}, {source.size_bytes:,} bytes)"
-    if split == "train":
-        problem = f"holding out {share} leaves no text of {name} to train on"
-    else:
-        problem = f"{share} holds out nothing of {name}"
-    return ConfigError(
-        problem,
-        where="data.validation",
-        hint="set data.validation.split=tail to hold out the end of every file, change the fraction, "
-        "or set data.validation.held_out_fraction=0 to train without validation",
-    )
+def _without_records(source: Source, split: Split) -> DataError:
+    return DataError(
+        f"the {split} files of source {source.config.name!r} hold no record", where=f"{source.key}.paths",
+        hint="name files with text; or another share of them in data.validation",
+    )  # fmt: skip

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.config.checks import exact_weight
-from vorox.core.errors import ConfigError
 from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
@@ -224,19 +223,8 @@ def training_batches(
 
 
 def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[Batch]] | None:
-    """Opens the fixed validation batches from the first; ``None`` if nothing is held out.
-
-    Raises:
-        ConfigError: Validations or samples are asked for, and nothing is held out.
-    """
+    """Opens the fixed validation batches from the first; ``None`` if nothing is held out."""
     if not corpus.validation:
-        asked = "eval.every_steps" if config.eval.every_steps is not None else "eval.prompts"
-        if config.eval.every_steps is not None or config.eval.prompts:
-            raise ConfigError(
-                f"{asked} asks for validations, and data.validation.held_out_fraction=0 holds nothing out",
-                where=asked,
-                hint=f"hold something out, or unset {asked}",
-            )
         return None
     num_rows = num_validation_rows(config, corpus)
     return lambda: validation_batches(

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,9 @@ def test_a_tokenizer_sees_all_of_the_training_text_and_nothing_else(tmp_path: Pa
     )
 
     def seen(budget: int) -> list[str]:
-        return list(excerpt([listed], [Fraction(1)], validation, unit_bytes=5_000, budget_bytes=budget))
+        return list(
+            excerpt([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
+        )
 
     assert sorted(seen(1 << 30)) == sorted(train)
     some = seen(600)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,9 @@ def test_budget_is_shared_by_weight_and_never_overdrawn(budget: int, parties: li
 class TestExcerpt:
     def texts(self, folder: Path, form: str, validation: ValidationConfig, budget: int) -> list[str]:
         listed = list_source(source(folder, form))
-        return list(excerpt([listed], [Fraction(1)], validation, unit_bytes=5_000, budget_bytes=budget))
+        return list(
+            excerpt([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
+        )
 
     @pytest.mark.parametrize("split", ["file", "document", "tail"])
     @pytest.mark.parametrize("form", ["txt", "jsonl"])

@@ -114,7 +114,7 @@ def peek(
     for row in rows:
         typer.echo(f"{row.source} {row.split}, row {row.row:,}, {row.padding_tokens:,} positions of padding")
         for segment in row.segments:
-            record = f"{segment.uri}, record {segment.ordinal + 1:,}"
+            record = f"{segment.uri}, record {segment.ordinal:,}"
             place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
             typer.echo(f"  {segment.num_tokens:,} tokens from {segment.document_token_offset:,} of {place}")
             for line in quantities.printable(segment.text).split("\n"):

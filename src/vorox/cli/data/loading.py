@@ -52,7 +52,8 @@ def showing() -> Generator[PreparationDisplay]:
 
 
 def tell(corpus: Corpus) -> None:
-    """Say what there is to know of the sources: a fallback that is read, duplicates, empty files."""
+    """Say what is validated on, and what there is to know of the sources: a fallback, duplicates, empty files."""
+    typer.echo(f"validates on {corpus.held_out}", err=True)
     for note in corpus.notes:
         typer.echo(f"note: {note.text}", err=True)
 

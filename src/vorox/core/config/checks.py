@@ -7,15 +7,16 @@ itself would say against it is for those who know them to refuse.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from vorox.core.config.conditions import EXCLUSIVE
+from vorox.core.config.conditions import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
 from vorox.core.redaction import redact
-from vorox.core.schema import RunConfig
+from vorox.core.schema import RunConfig, SourceConfig
 
 LENGTHS, WARM_UPS = EXCLUSIVE
+_ONLY_FOR_TRAINING = ("weight", "max_epochs", "on_exhausted", "split_by", "split_quantiles", "split_names")
 
 
 def exact_weight(weight: float | str) -> Fraction:
@@ -66,37 +67,58 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _source_lists(config: RunConfig) -> Iterator[tuple[str, Sequence[SourceConfig]]]:
+    """The lists of sources by their keys."""
+    return zip(SOURCE_LISTS, (config.data.sources, config.data.validation.sources), strict=True)
+
+
 def _sources(config: RunConfig) -> Iterator[Problem]:
-    seen: dict[str, int] = {}
-    for index, source in enumerate(config.data.sources):
-        key = f"data.sources.{index}"
-        if source.name in seen:
-            yield Problem(
-                f"{key}.name={source.name} is the name of data.sources.{seen[source.name]} as well",
-                keys=(f"{key}.name",),
-            )
-        seen.setdefault(source.name, index)
-        if source.format != "python_stdlib" and not source.paths:
-            yield Problem(
-                f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
-                keys=(f"{key}.paths", f"{key}.format"),
-            )
-        if source.format == "bin" and source.tokenizer is None:
-            yield Problem(
-                f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
-                f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer",
-                keys=(f"{key}.tokenizer", f"{key}.format"),
-            )
-        if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
-            yield Problem(
-                f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
-                "trained for this run cannot fit; use the tokenizer that wrote them",
-                keys=("tokenizer.kind", f"{key}.format"),
-            )
-        try:
-            exact_weight(source.weight)
-        except ValueError as error:
-            yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
+    for sources_key, sources in _source_lists(config):
+        seen: dict[str, int] = {}
+        for index, source in enumerate(sources):
+            if source.name in seen:
+                key = f"{sources_key}.{index}.name"
+                yield Problem(
+                    f"{key}={source.name} is the name of {sources_key}.{seen[source.name]} as well", keys=(key,)
+                )
+            seen.setdefault(source.name, index)
+            yield from _source(config, f"{sources_key}.{index}", source)
+
+
+def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Problem]:
+    if source.format != "python_stdlib" and not source.paths:
+        yield Problem(
+            f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
+            keys=(f"{key}.paths", f"{key}.format"),
+        )
+    if source.format == "bin" and source.tokenizer is None:
+        yield Problem(
+            f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
+            f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer",
+            keys=(f"{key}.tokenizer", f"{key}.format"),
+        )
+    if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
+        yield Problem(
+            f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
+            "trained for this run cannot fit; use the tokenizer that wrote them",
+            keys=("tokenizer.kind", f"{key}.format"),
+        )
+    try:
+        exact_weight(source.weight)
+    except ValueError as error:
+        yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
+
+
+def _validation(config: RunConfig) -> Iterator[Problem]:
+    for index, source in enumerate(config.data.validation.sources):
+        for name in _ONLY_FOR_TRAINING:
+            if getattr(source, name) != SourceConfig.model_fields[name].default:
+                key = f"data.validation.sources.{index}.{name}"
+                yield Problem(
+                    f"{key} has no effect: it says how a source is drawn from, and validation reads all of it; leave "
+                    "it out",
+                    keys=(key,),
+                )
 
 
 def _parts(config: RunConfig) -> Iterator[Problem]:
@@ -185,9 +207,10 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
         "checkpoint.mirror": (config.checkpoint.mirror or "",),
         "train.from_weights": (config.train.from_weights or "",),
     }
-    for index, source in enumerate(config.data.sources):
-        places[f"data.sources.{index}.paths"] = source.paths
-        places[f"data.sources.{index}.fallback"] = source.fallback
+    for sources_key, sources in _source_lists(config):
+        for index, source in enumerate(sources):
+            places[f"{sources_key}.{index}.paths"] = source.paths
+            places[f"{sources_key}.{index}.fallback"] = source.fallback
     for key, texts in places.items():
         if any(redact(text) != text for text in texts):
             yield Problem(
@@ -247,13 +270,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
-    evaluation, held_out = config.eval, config.data.validation.held_out_fraction
-    asked = "eval.every_steps" if evaluation.every_steps is not None else "eval.prompts" if evaluation.prompts else ""
-    if asked and held_out == 0:
-        yield Problem(
-            f"{asked} asks for validations, but data.validation.held_out_fraction=0 holds out nothing",
-            keys=(asked, "data.validation.held_out_fraction"),
-        )
+    evaluation = config.eval
     if evaluation.prompts and evaluation.every_steps is None and not evaluation.at_end:
         yield Problem(
             "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false ask for "
@@ -308,6 +325,7 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model,
     _sources,
+    _validation,
     _tokenizer,
     _length,
     _batch,

@@ -36,25 +36,60 @@ def _on_the_hub(paths: Json) -> bool:
 
 _FILES = ("txt", "jsonl", "csv", "parquet", "bin")
 _FIELDS = ("jsonl", "csv", "parquet")
+_A_FILE_FORMAT = "a format other than python_stdlib"
+
+SOURCE_LISTS = ("data.sources", "data.validation.sources")
+"""Where sources are listed."""
+
+_OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
+    ("paths", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("fallback", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("text_field", "format", _is(*_FIELDS), "format jsonl, csv or parquet"),
+    ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv or parquet"),
+    ("delimiter", "format", _is("csv"), "format csv"),
+    ("tokenizer", "format", _is("bin"), "format bin"),
+    ("end_of_text_id", "format", _is("bin"), "format bin"),
+    ("hf_config", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("hf_split", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("revision", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("hf_config", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    ("hf_split", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    ("revision", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
+)
+"""(key, switch, when it holds, remedy) within one source."""
 
 CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "checkpoint.mirror_wait_seconds", "checkpoint.mirror", lambda value: value is not None, "checkpoint.mirror"
     ),
     Condition("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
-    Condition("data.sources.*.paths", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
-    Condition("data.sources.*.fallback", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
-    Condition("data.sources.*.text_field", "data.sources.*.format", _is(*_FIELDS), "format jsonl, csv or parquet"),
-    Condition("data.sources.*.metadata_fields", "data.sources.*.format", _is(*_FIELDS), "format jsonl, csv or parquet"),
-    Condition("data.sources.*.delimiter", "data.sources.*.format", _is("csv"), "format csv"),
-    Condition("data.sources.*.tokenizer", "data.sources.*.format", _is("bin"), "format bin"),
-    Condition("data.sources.*.end_of_text_id", "data.sources.*.format", _is("bin"), "format bin"),
-    Condition("data.sources.*.hf_config", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
-    Condition("data.sources.*.hf_split", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
-    Condition("data.sources.*.revision", "data.sources.*.format", _is(*_FILES), "a format other than python_stdlib"),
-    Condition("data.sources.*.hf_config", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
-    Condition("data.sources.*.hf_split", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
-    Condition("data.sources.*.revision", "data.sources.*.paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    *(
+        Condition(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
+        for sources in SOURCE_LISTS
+        for key, switch, holds, remedy in _OF_A_SOURCE
+    ),
+    Condition(
+        "data.validation.held_out_fraction",
+        "data.validation.sources",
+        lambda value: not value,
+        "data.validation.sources to be left out: they are validated on in place of a held-out share",
+    ),
+    Condition(
+        "data.validation.split",
+        "data.validation.sources",
+        lambda value: not value,
+        "data.validation.sources to be left out: they are validated on in place of a held-out share",
+    ),
+    Condition(
+        "data.validation.held_out_fraction",
+        "data.validation.split",
+        lambda value: value != "named",
+        "data.validation.split other than named",
+    ),
+    *(
+        Condition(key, "data.validation.held_out_fraction", lambda value: value != 0, "text that is held out")
+        for key in ("eval.every_steps", "eval.prompts")
+    ),
     Condition(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
     ),
@@ -140,16 +175,20 @@ def settle_conditions(tree: ConfigTree) -> None:
         for key in given:
             if tree.origin(key).layer < latest:
                 tree.reset(key)
+    turned: dict[str, float] = {}  # keys that were reset, by the layer that made them meaningless
     for condition in CONDITIONS:
         for key in tree.expand_key(condition.key):
-            switch = condition.switch.replace("*", key.split(".")[2]) if "*" in condition.switch else condition.switch
+            index = key.removeprefix(condition.key.partition("*")[0]).partition(".")[0]
+            switch = condition.switch.replace("*", index)
             field = find_field(key)
             value, setting = tree.get(key), tree.get(switch)
             default = field.default if field else None
             if condition.holds(setting) or _same(value, default):
                 continue
-            if tree.origin(key).layer < tree.origin(switch).layer:
+            layer = turned.get(switch, tree.origin(switch).layer)
+            if tree.origin(key).layer < layer:
                 tree.reset(key)
+                turned[key] = layer
                 continue
             said = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
             tree.problems.append(

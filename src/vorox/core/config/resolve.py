@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.atomic import canonical_json
+from vorox.core.config.conditions import SOURCE_LISTS
 from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.presets import model_presets, run_presets
@@ -33,12 +34,18 @@ from vorox.core.schema import RunConfig
 NOT_IN_DIGEST = (
     "model.preset",
     "model.family",
-    "data.sources.*.preset",
-    "data.sources.*.metadata_fields",
-    "data.sources.*.max_decompressed_bytes",
-    "data.sources.*.max_decompression_ratio",
-    "data.sources.*.max_retries_per_unit",
-    "data.sources.*.stall_seconds",
+    *(
+        f"{sources}.*.{key}"
+        for sources in SOURCE_LISTS
+        for key in (
+            "preset",
+            "metadata_fields",
+            "max_decompressed_bytes",
+            "max_decompression_ratio",
+            "max_retries_per_unit",
+            "stall_seconds",
+        )
+    ),
     "data.cache.directory",
     "data.growth.build",
     "data.loader",

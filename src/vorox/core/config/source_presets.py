@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from vorox.core.config.conditions import SOURCE_LISTS
 from vorox.core.config.fields import did_you_mean
 from vorox.core.config.presets import PRESETS_DIRECTORY
 from vorox.core.config.tree import ConfigTree, Origin
@@ -33,19 +34,24 @@ def source_presets() -> Mapping[str, Mapping[str, Json]]:
 
 
 def fill_sources(tree: ConfigTree) -> None:
-    """Fill in what the named sources of ``data.sources`` say."""
-    entries = tree.get("data.sources")
-    for index, entry in enumerate(entries if isinstance(entries, list) else []):
-        name = entry.get("preset") if isinstance(entry, dict) else None
-        if not isinstance(entry, dict) or not isinstance(name, str):
-            continue
-        key = f"data.sources.{index}.preset"
-        said = tree.origin(key)
-        known = source_presets()
-        if name not in known:
-            hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
-            tree.add_problem(f"{key}={name} is unknown; {hint}", said, (key,))
-        origin = Origin(_BELOW_EVERY_LAYER, f"{key}={name} ({said.text})")
-        for option, value in known.get(name, _STAND_IN).items():
-            if option not in entry:
-                tree.set_below(f"data.sources.{index}.{option}", value, origin)
+    """Fill in what the named sources of the configuration say."""
+    for sources in SOURCE_LISTS:
+        entries = tree.get(sources)
+        for index, entry in enumerate(entries if isinstance(entries, list) else []):
+            if isinstance(entry, dict):
+                _fill(tree, f"{sources}.{index}", entry)
+
+
+def _fill(tree: ConfigTree, key: str, entry: Mapping[str, Json]) -> None:
+    name, key_of_preset = entry.get("preset"), f"{key}.preset"
+    if not isinstance(name, str):
+        return
+    said = tree.origin(key_of_preset)
+    known = source_presets()
+    if name not in known:
+        hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+        tree.add_problem(f"{key_of_preset}={name} is unknown; {hint}", said, (key_of_preset,))
+    origin = Origin(_BELOW_EVERY_LAYER, f"{key_of_preset}={name} ({said.text})")
+    for option, value in known.get(name, _STAND_IN).items():
+        if option not in entry:
+            tree.set_below(f"{key}.{option}", value, origin)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vorox.core.config.checks import find_problems
-from vorox.core.config.conditions import settle_conditions
+from vorox.core.config.conditions import SOURCE_LISTS, settle_conditions
 from vorox.core.config.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
 from vorox.core.config.remedies import remedy
 from vorox.core.config.source_presets import fill_sources
@@ -178,7 +178,7 @@ def _origin_of(problem: Problem, tree: ConfigTree) -> str:
 
 _STAND_INS: dict[str, Any] = {
     "data.sources": [{"name": "stand-in", "format": "python_stdlib"}],
-    "data.sources.*.format": "python_stdlib",
+    **{f"{sources}.*.format": "python_stdlib" for sources in SOURCE_LISTS},
 }
 
 
@@ -194,7 +194,6 @@ def _repaired(values: Json, errors: list[ErrorDetails]) -> Json:
                 stand_in = _STAND_INS.get(field.key, {} if field.is_section else f"stand-in-{dotted(path)}")
                 parent[str(path[-1])] = stand_in
         elif isinstance(parent, list):
-            parent[cast(int, path[-1])] = (
-                _STAND_INS["data.sources"][0] if path[:2] == ("data", "sources") else "stand-in"
-            )
+            is_source = dotted(path[:-1]) in SOURCE_LISTS
+            parent[cast(int, path[-1])] = _STAND_INS["data.sources"][0] if is_source else "stand-in"
     return copy

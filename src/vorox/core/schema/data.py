@@ -141,15 +141,22 @@ class SourceConfig(Section):
 class ValidationConfig(Section):
     """The held-out split. Which text belongs to it never depends on anything but the text's place."""
 
-    split: Literal["file", "document", "tail"] = Field(
-        default="document",
-        description="What is held out whole: files, documents, or the tail of every file (character demos).",
+    split: Literal["auto", "named", "file", "document", "tail"] = Field(
+        default="auto",
+        description="What is held out whole. file, document: a share of them; tail: the end of every file; named: the "
+        "files with val or validation in their names. auto: the first that fits a source: named for token shards, "
+        "file where there are many files, document where records are, else tail; what was chosen is shown.",
     )
     held_out_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
         description="Share of the files, documents or bytes that is held out; 0 holds out nothing.",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(),
+        description="Text to validate on, in place of a held-out share of data.sources; its files are left out of "
+        "training.",
     )
 
 

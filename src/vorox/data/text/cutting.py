@@ -21,7 +21,7 @@ from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, compressed_bytes
 from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure
 from vorox.data.text.sources import Source, patience, read_unit
-from vorox.data.text.splits import Split, document_filter, file_split, tail_start
+from vorox.data.text.splits import Split, document_filter, file_split, holds_out_files, tail_start
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class UnitCutter:
     def _stored_bytes(self, index: int) -> int:
         """Bytes of a file that belong to the split, as they are stored."""
         source, validation = self.source, self.validation
-        if validation.split == "file" and file_split(validation, source.places[index]) != self.split:
+        if holds_out_files(validation) and file_split(validation, source.places[index]) != self.split:
             return 0
         end = source.end_bytes[index]
         size = source.files[index].size_bytes if end is None else end
@@ -108,7 +108,7 @@ class UnitCutter:
         """The pieces of one file that belong to the split, and the text in each."""
         source, validation = self.source, self.validation
         config, file, end = source.config, source.stored[index], source.end_bytes[index]
-        if validation.split == "file" and file_split(validation, source.places[index]) != self.split:
+        if holds_out_files(validation) and file_split(validation, source.places[index]) != self.split:
             return
         if after is not None and after.start_byte == after.end_byte:
             return  # the rest of the file cannot be read, which that span says

@@ -19,9 +19,9 @@ from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, damage_of
-from vorox.data.text.formats import cut, has_many_records, measure, read_records
+from vorox.data.text.formats import cut, has_many_records, has_tokens, measure, read_records
 from vorox.data.text.listing import FoundFile, Note, find_files
-from vorox.data.text.splits import Split, document_filter
+from vorox.data.text.splits import NOTHING, Split, document_filter
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes identified, bytes to identify)."""
@@ -40,6 +40,7 @@ class Source:
         end_bytes: How much of each file's content belongs to the source: all of it, except where ``max_bytes`` ends.
             ``None`` for all of a compressed or Parquet file, whose length in text is not known before it is read.
         notes: What a person should know although nothing is wrong.
+        holdout: Which of its text is held out: a rule that fits it, once ``holdout`` has chosen one.
     """
 
     config: SourceConfig
@@ -49,6 +50,7 @@ class Source:
     places: tuple[str, ...]
     end_bytes: tuple[int | None, ...]
     notes: tuple[Note, ...] = ()
+    holdout: ValidationConfig = NOTHING
 
     @property
     def size_bytes(self) -> int:
@@ -92,6 +94,7 @@ def list_source(
     *,
     key: str = "data.sources",
     versions: ContentVersions | None = None,
+    remember: bool = True,
     on_progress: ListingProgress | None = None,
 ) -> Source:
     """Fix the files of a source: sorted by uri, without empty ones, the first of each content, up to ``max_bytes``.
@@ -100,6 +103,7 @@ def list_source(
         config: The source.
         key: Its place in the configuration, for messages.
         versions: Memory of content hashes, so that unchanged files are not read.
+        remember: Keep what is hashed now in that memory.
         on_progress: Told while files are hashed.
 
     Raises:
@@ -134,7 +138,8 @@ def list_source(
         used += text_bytes
         if is_last:
             break
-    versions.save()
+    if remember:
+        versions.save()
     if not chosen:
         raise _empty(config, key, found, candidates)
     if config.format != "python_stdlib":
@@ -196,7 +201,7 @@ def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: 
         ConfigError: The shards were written with another tokenizer.
     """
     config = source.config
-    if config.format != "bin":
+    if not has_tokens(config):
         return source
     declared = config.tokenizer or ""
     same = declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
@@ -210,6 +215,23 @@ def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: 
     if config.end_of_text_id is not None:
         return source
     return replace(source, config=config.model_copy(update={"end_of_text_id": end_of_text_id}))
+
+
+def without_files(source: Source, indexes: Sequence[int], note: Note) -> Source:
+    """The source without some of its files, and a note that says so."""
+    kept = [index for index in range(len(source.files)) if index not in set(indexes)]
+    return replace(with_files(source, kept), notes=(*source.notes, note))
+
+
+def with_files(source: Source, indexes: Sequence[int]) -> Source:
+    """The source with some of its files, in another order."""
+    return replace(
+        source,
+        stored=tuple(source.stored[index] for index in indexes),
+        files=tuple(source.files[index] for index in indexes),
+        places=tuple(source.places[index] for index in indexes),
+        end_bytes=tuple(source.end_bytes[index] for index in indexes),
+    )
 
 
 def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:

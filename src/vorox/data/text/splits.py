@@ -7,9 +7,10 @@ a larger share holds out everything that a smaller one does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
 import xxhash
 
@@ -18,7 +19,13 @@ from vorox.core.schema.data import ValidationConfig
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 
+NOTHING: Final = ValidationConfig(split="file", held_out_fraction=0)
+"""The rule of a source that only trains."""
+EVERYTHING: Final = ValidationConfig.model_construct(split="file", held_out_fraction=1.0, sources=())
+"""The rule of a source that only validates."""
+
 _DOMAIN = b"split/1\0"
+_NAMED = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", re.IGNORECASE)
 
 
 def _hash(place: str, byte_offset: int | None) -> int:
@@ -32,8 +39,20 @@ def _threshold(validation: ValidationConfig) -> int:
     return int(Fraction(str(validation.held_out_fraction)) * 2**64)
 
 
+def is_named(place: str) -> bool:
+    """Whether the name of a file says that it is for validation: ``fineweb_val_000000.bin``, ``val.bin``."""
+    return _NAMED.search(place.rpartition("/")[2]) is not None
+
+
+def holds_out_files(validation: ValidationConfig) -> bool:
+    """Whether a file is in one split as a whole."""
+    return validation.split in {"named", "file"}
+
+
 def file_split(validation: ValidationConfig, place: str) -> Split:
     """The split of a whole file, by its name relative to the source's location."""
+    if validation.split == "named":
+        return "validation" if is_named(place) else "train"
     return "validation" if _hash(place, None) < _threshold(validation) else "train"
 
 
@@ -43,6 +62,7 @@ def document_filter(validation: ValidationConfig, split: Split, place: str) -> C
     The byte offset is the key, so that a record's split is known without reading what lies before it; in Parquet, whose
     rows have no bytes of their own, the ordinal stands in its place.
     """
+    assert validation.split != "auto" or not validation.held_out_fraction, "the rule of a source is chosen by now"
     if validation.split != "document":
         return lambda _: True
     threshold = _threshold(validation)

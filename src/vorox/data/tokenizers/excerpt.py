@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from vorox.core.schema.data import SourceConfig, ValidationConfig
+from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.content import Limits
@@ -21,6 +21,7 @@ from vorox.data.text.formats import (
     boundary_before,
     cut,
     has_many_records,
+    has_tokens,
     read_records,
     records_are_lines,
 )
@@ -56,7 +57,6 @@ def allocate(budget: int, weights: Sequence[Fraction], available: Sequence[int])
 def excerpt(
     sources: Sequence[Source],
     weights: Sequence[Fraction],
-    validation: ValidationConfig,
     *,
     unit_bytes: int,
     budget_bytes: int,
@@ -64,14 +64,14 @@ def excerpt(
 ) -> Iterator[str]:
     """Texts of the training split, about ``budget_bytes`` of them, evenly spread; all of them if there are fewer."""
     spans = [
-        [span for unit in cut_units(source, "train", validation, unit_bytes) for span in unit.spans]
+        [span for unit in cut_units(source, "train", source.holdout, unit_bytes) for span in unit.spans]
         for source in sources
     ]
     sizes = [_size(source, group) for source, group in zip(sources, spans, strict=True)]
     shares = allocate(budget_bytes, weights, sizes)
     done, total = 0, sum(shares)
     for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
-        for text in _spread(source, group, validation, size, share):
+        for text in _spread(source, group, size, share):
             yield text
             done += len(text.encode("utf-8"))
             if on_progress is not None:
@@ -80,7 +80,7 @@ def excerpt(
 
 def _size(source: Source, spans: Sequence[UnitSpan]) -> int:
     """Bytes of text, about; none where a source has tokens in place of text."""
-    if source.config.format == "bin":
+    if has_tokens(source.config):
         return 0
     return sum(piece.text_bytes for span in spans for piece in _pieces(source, span, 1 << 62))
 
@@ -96,9 +96,7 @@ def _pieces(source: Source, span: UnitSpan, piece_bytes: int) -> Iterator[Piece]
         yield Piece(start, end, 0, end - start)
 
 
-def _spread(
-    source: Source, spans: Sequence[UnitSpan], validation: ValidationConfig, size: int, budget: int
-) -> Iterator[str]:
+def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -> Iterator[str]:
     """Walk over all pieces, keeping what was taken in proportion to what was passed."""
     if budget == 0:
         return
@@ -107,7 +105,7 @@ def _spread(
     everything = budget >= size
     passed = taken = 0
     for span in spans:
-        accept = document_filter(validation, "train", source.places[span.file_index])
+        accept = document_filter(source.holdout, "train", source.places[span.file_index])
         if not has_many_records(source.config) and not accept(span.start_byte):
             continue
         for piece in _pieces(source, span, piece_bytes):

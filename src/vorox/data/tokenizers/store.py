@@ -39,6 +39,7 @@ def tokenizer_for(
     sources: Sequence[Source],
     weights: Sequence[Fraction],
     *,
+    validation: Sequence[Source] = (),
     root: Path,
     build: bool,
     on_progress: TrainingProgress,
@@ -47,9 +48,10 @@ def tokenizer_for(
 
     Args:
         config: The section ``tokenizer``.
-        data: The section ``data``: what is held out, and where large files are cut.
-        sources: The sources with their files fixed.
+        data: The section ``data``: where large files are cut.
+        sources: The sources with their files fixed, and what of them is held out.
         weights: Their shares.
+        validation: Sources that only validate, whose characters count.
         root: Root of the caches.
         build: Train it if it is not there.
         on_progress: Told while text is read.
@@ -58,7 +60,7 @@ def tokenizer_for(
         ConfigError: The section contradicts itself, or the text is too little for it.
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
-    tokenizer = _ready_made(config) or _trained(config, data, sources, weights, root, build, on_progress)
+    tokenizer = _ready_made(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
@@ -102,11 +104,13 @@ def _trained(
     data: DataConfig,
     sources: Sequence[Source],
     weights: Sequence[Fraction],
+    validation: Sequence[Source],
     root: Path,
     build: bool,
     on_progress: TrainingProgress,
 ) -> Tokenizer:
-    identity = _identity(config, data, sources, weights)
+    read = [*sources, *validation] if config.kind == "char" else sources
+    identity = _identity(config, data, read, weights)
     directory = root / "tokenizers" / identity["key"]
     if not (directory / IDENTITY_NAME).exists():
         if not build:
@@ -117,7 +121,7 @@ def _trained(
             make_directory(root / "locks")
             with FileLock(root / "locks" / f"tokenizer-{identity['key']}.lock", purpose="the tokenizer"):
                 if not (directory / IDENTITY_NAME).exists():
-                    _train(config, data, sources, weights, directory, identity, on_progress)
+                    _train(config, data, read, weights, directory, identity, on_progress)
         except OSError as error:
             raise DataError(
                 f"the tokenizer cannot be stored: {error.strerror or error}", where=str(error.filename or directory),
@@ -141,7 +145,7 @@ def _identity(
             "vocab_size": config.vocab_size,
             "train_bytes": config.train_bytes,
             "weights": [str(weight) for weight in weights],
-            "validation": data.validation.model_dump(mode="json"),
+            "held_out": [[source.holdout.split, source.holdout.held_out_fraction] for source in sources],
             "unit_bytes": data.cache.unit_bytes,
         }
     return {"key": hashlib.sha256(canonical_json(body)).hexdigest()[:16], "trained_on": body}
@@ -160,7 +164,7 @@ def _train(
         texts = _everything(sources, data, on_progress)
     else:
         texts = excerpt(
-            sources, weights, data.validation,
+            sources, weights,
             unit_bytes=data.cache.unit_bytes, budget_bytes=config.train_bytes, on_progress=on_progress,
         )  # fmt: skip
     tokenizer = train(config, texts)
@@ -174,8 +178,8 @@ def _everything(sources: Sequence[Source], data: DataConfig, on_progress: Traini
     done, total = 0, sum(source.size_bytes for source in sources)
     for source in sources:
         for split in SPLITS:
-            for unit in cut_units(source, split, data.validation, data.cache.unit_bytes):
-                for record in read_unit(source, unit, split, data.validation):
+            for unit in cut_units(source, split, source.holdout, data.cache.unit_bytes):
+                for record in read_unit(source, unit, split, source.holdout):
                     done += record.byte_length
                     if isinstance(record, Document):
                         yield record.text

@@ -134,11 +134,9 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _caches(corpus: Corpus, splits: Sequence[Split]) -> Iterator[tuple[str, Split, CacheReader]]:
-    for source in corpus.sources:
-        for split in splits:
-            reader = source.train if split == "train" else source.validation
-            if reader is not None:
-                yield source.name, split, reader
+    for cache in corpus.caches:
+        if cache.split in splits:
+            yield cache.source.config.name, cache.split, cache.reader
 
 
 def _destination(

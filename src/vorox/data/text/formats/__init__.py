@@ -31,6 +31,7 @@ __all__ = [
     "count_records",
     "cut",
     "has_many_records",
+    "has_tokens",
     "lone_surrogate",
     "measure",
     "parse_line",
@@ -88,6 +89,11 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
 def has_many_records(source: SourceConfig) -> bool:
     """Whether a piece of a file is many records, not one."""
     return _FORMATS[source.format].count is not None
+
+
+def has_tokens(source: SourceConfig) -> bool:
+    """Whether the documents of a source are tokens, not text."""
+    return source.format == "bin"
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> int:

@@ -1,0 +1,150 @@
+"""The sources of a configuration, listed: their files, the tokenizer of their text, and what of it is held out.
+
+What training and a dry run both need, and all that can be known before anything is built. Invariants: a file that
+validates trains nothing, under whatever name it is listed a second time; the same configuration and files give the
+same lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from vorox.core.atomic import canonical_json
+from vorox.core.errors import DataError
+from vorox.core.schema import RunConfig
+from vorox.core.schema.data import SourceConfig
+from vorox.data.preparation import PrepareProgress
+from vorox.data.storage import ContentVersions
+from vorox.data.text.formats import has_tokens
+from vorox.data.text.holdout import describe, with_holdout
+from vorox.data.text.listing import Note
+from vorox.data.text.sources import Source, for_tokenizer, list_source, without_files
+from vorox.data.text.splits import EVERYTHING
+from vorox.data.tokenizers.store import tokenizer_for
+from vorox.data.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSources:
+    """What a run reads, before anything of it is built.
+
+    Attributes:
+        train: The sources of ``data.sources``, each with its held-out rule.
+        validation: Those of ``data.validation.sources``.
+        tokenizer: Of all of them; ``None`` where it is still to be trained and was not to be.
+    """
+
+    train: tuple[Source, ...]
+    validation: tuple[Source, ...]
+    tokenizer: Tokenizer | None
+
+    @property
+    def held_out(self) -> str:
+        """What is validated on, for a person."""
+        if self.validation:
+            files = sum(len(source.files) for source in self.validation)
+            names = ", ".join(source.config.name for source in self.validation)
+            return f"{files:,} file{'s' if files > 1 else ''} of data.validation.sources ({names})"
+        return "; ".join(describe(source) for source in self.train)
+
+
+def list_sources(
+    config: RunConfig,
+    weights: Sequence[Fraction],
+    root: Path,
+    report: PrepareProgress,
+    *,
+    tokenizer: Tokenizer | None = None,
+    build: bool = True,
+    is_dry: bool = False,
+) -> ListedSources:
+    """List all sources and choose what is held out.
+
+    Args:
+        config: The whole configuration.
+        weights: Share of each source in the training rows.
+        root: Root of the caches.
+        report: Told how it goes.
+        tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
+        build: Train a tokenizer that is missing.
+        is_dry: Write nothing, and go without a tokenizer that is still to be trained.
+
+    Raises:
+        ConfigError: The configuration contradicts itself, or holds out nothing where it should.
+        DataError: Text is missing or unreadable, or the tokenizer is missing and ``build`` is off.
+    """
+    data = config.data
+    validation = [
+        replace(_list(source, f"data.validation.sources.{index}", root, report, is_dry), holdout=EVERYTHING)
+        for index, source in enumerate(data.validation.sources)
+    ]
+    held_out = frozenset(file.version for source in validation for file in source.files)
+    listed = [_list(source, f"data.sources.{index}", root, report, is_dry) for index, source in enumerate(data.sources)]
+    sources = [_without(source, held_out) for source in listed]
+    # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
+    sources = [source if has_tokens(source.config) else with_holdout(source, data) for source in sources]
+    if tokenizer is None:
+        tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
+    if tokenizer is None:
+        return ListedSources(tuple(sources), tuple(validation), None)
+    identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
+    sources = [
+        with_holdout(for_tokenizer(source, *identity), data) if has_tokens(source.config) else source
+        for source in sources
+    ]
+    return ListedSources(
+        tuple(sources), tuple(for_tokenizer(source, *identity) for source in validation), tokenizer
+    )  # fmt: skip
+
+
+def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, is_dry: bool) -> Source:
+    definition = canonical_json([config.format, list(config.paths)])
+    versions = ContentVersions(root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json")
+    return list_source(
+        config, key=key, versions=versions, remember=not is_dry,
+        on_progress=lambda done, total: report(f"list {config.name}", done, total, {}),
+    )  # fmt: skip
+
+
+def _without(source: Source, versions: frozenset[str]) -> Source:
+    """The source without the files of data.validation.sources.
+
+    Raises:
+        DataError: None is left.
+    """
+    found = [index for index, file in enumerate(source.files) if file.version in versions]
+    if not found:
+        return source
+    if len(found) == len(source.files):
+        raise DataError(
+            f"all files of source {source.config.name!r} are in data.validation.sources, so none is left to train on",
+            where=f"{source.key}.paths", hint="name other files in one of the two",
+        )  # fmt: skip
+    note = Note("validation", f"{len(found):,} of the files of source {source.config.name!r} validate and do not train")
+    return without_files(source, found, note)
+
+
+def _tokenizer(
+    config: RunConfig,
+    sources: Sequence[Source],
+    validation: Sequence[Source],
+    weights: Sequence[Fraction],
+    root: Path,
+    report: PrepareProgress,
+    *,
+    build: bool,
+    is_dry: bool,
+) -> Tokenizer | None:
+    try:
+        return tokenizer_for(
+            config.tokenizer, config.data, sources, weights, validation=validation, root=root, build=build,
+            on_progress=lambda done, total: report("tokenizer", done, total, {}),
+        )  # fmt: skip
+    except DataError:
+        if is_dry and config.tokenizer.kind in {"bpe", "char"}:
+            return None  # it will be trained
+        raise
