@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from processor_cost import cost
-from vorox.cli.progress import LineDisplay, LiveDisplay, headline, open_display
+from vorox.cli.progress import LineDisplay, LiveDisplay, headline, open_display, sample_lines
 from vorox.training.display import Display, StepView
 
 VIEW = StepView(
@@ -216,7 +216,15 @@ def test_a_stream_that_cannot_write_unicode() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     LineDisplay(stream).sample("größe", "\N{SNOWMAN}")
-    assert b"sample" in raw.getvalue()
+    assert b"gr??e" in raw.getvalue()
+
+
+def test_a_long_sample_is_shown_in_three_lines() -> None:
+    shown = sample_lines("def ", "f():\n" + "\n".join(f"    line {n} " + "x" * 100 for n in range(40)))
+    assert len(shown) == 3
+    assert all(len(line) <= 80 for line in shown)
+    assert shown[-1].endswith("\u2026")
+    assert sample_lines("a", "b") == ["  │ a»b"]
 
 
 def test_the_display_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

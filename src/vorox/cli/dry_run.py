@@ -177,8 +177,8 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     for source in (*text.listed.train, *text.listed.validation):
         size = quantities.size(source.size_bytes)
         yield f"data           {source.config.name}: {len(source.files):,} files, {size} ({source.config.format})"
-        for note in source.notes:
-            yield f"               note: {note.text}"
+    for note in text.listed.notes:
+        yield f"               note: {note.text}"
     yield f"validates on   {text.listed.held_out}"
     kind = config.tokenizer.kind
     state = "ready" if text.listed.tokenizer is not None else "to be trained"
@@ -242,8 +242,8 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
         f"length         {about}{length.total_steps:,} steps, {quantities.count(tokens)} tokens, "
         f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; warm-up {length.warmup_steps:,} steps"
     )
-    if length.warning is not None:
-        yield f"               note: {length.warning}"
+    for warning in filter(None, (length.warning, length.repetition_warning(text.num_train_tokens))):
+        yield f"               note: {warning}"
     saves = [f"every {config.checkpoint.every_steps:,} steps"] if config.checkpoint.every_steps else []
     saves += (
         [f"every {quantities.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []

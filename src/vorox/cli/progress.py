@@ -23,6 +23,7 @@ from vorox.training.display import Display, Level, NoDisplay, StepView
 if TYPE_CHECKING:
     from rich.text import Text
 
+_SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _BAR_CELLS = 40
 _MIN_REDRAW_SECONDS = 0.1
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -223,9 +224,13 @@ def _block(view: StepView, waiting: str | None, width: int) -> Text:
 
 
 def sample_lines(prompt: str, completion: str) -> list[str]:
-    """A completion as it would stand in a file, behind a rule; the end of the prompt is marked."""
+    """The beginning of a completion, behind a rule; the end of the prompt is marked. All of it is in log.txt."""
     text = f"{printable(prompt)}\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}{printable(completion).rstrip()}"
-    return ["sample", *(f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in text.split("\n"))]
+    lines = [line for line in text.split("\n") if line.strip()] or [text]
+    shown = [line if len(line) <= _SAMPLE_COLUMNS else line[: _SAMPLE_COLUMNS - 1] + "\u2026" for line in lines]
+    if len(shown) > _SAMPLE_LINES:
+        shown = [*shown[: _SAMPLE_LINES - 1], shown[_SAMPLE_LINES - 1][: _SAMPLE_COLUMNS - 2] + " \u2026"]
+    return [f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in shown]
 
 
 def _time_of_day(seconds: float) -> str:

@@ -77,6 +77,7 @@ class Corpus:
         weights: Exact share of each source in the training rows; they sum to 1.
         root: Root of the caches.
         held_out: What is validated on, for a person.
+        notes: What a person should know: a fallback that is used, duplicates, empty files, a small vocabulary.
         validation_caches: Packed rows of ``data.validation.sources``.
         streams: What builds the rows while they are read, under ``data.mode: streaming``.
         backgrounds: What builds the rest of caches that are read already, under ``data.growth``.
@@ -88,6 +89,7 @@ class Corpus:
     weights: tuple[Fraction, ...]
     root: Path
     held_out: str = ""
+    notes: tuple[Note, ...] = ()
     validation_caches: tuple[CorpusCache, ...] = ()
     streams: Streams | None = None
     backgrounds: tuple[BackgroundBuild, ...] = ()
@@ -126,12 +128,6 @@ class Corpus:
     def validation_text(self) -> tuple[Source, ...]:
         """The sources of the rows to validate on."""
         return tuple(cache.source for cache in self.caches if cache.split == "validation")
-
-    @property
-    def notes(self) -> tuple[Note, ...]:
-        """What a person should know of the sources: a fallback that is used, duplicates, empty files."""
-        sources = [*(source.source for source in self.sources), *(cache.source for cache in self.validation_caches)]
-        return tuple(note for source in sources for note in source.notes)
 
     @property
     def estimated_tokens(self) -> int:
@@ -195,7 +191,7 @@ def prepare(
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
     backgrounds = tuple(preparation.backgrounds)
-    return Corpus(data, tokenizer, opened, weights, root, listed.held_out, validated, streams, backgrounds)
+    return Corpus(data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds)
 
 
 def _open_source(preparation: Preparation, source: Source) -> CorpusSource:

@@ -36,11 +36,13 @@ class ListedSources:
         train: The sources of ``data.sources``, each with its held-out rule.
         validation: Those of ``data.validation.sources``.
         tokenizer: Of all of them; ``None`` where it is still to be trained and was not to be.
+        notes: What a person should know although nothing is wrong.
     """
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
     tokenizer: Tokenizer | None
+    notes: tuple[Note, ...] = ()
 
     @property
     def held_out(self) -> str:
@@ -89,16 +91,19 @@ def list_sources(
     sources = [source if has_tokens(source.config) else with_holdout(source, data) for source in sources]
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
-    if tokenizer is None:
-        return ListedSources(tuple(sources), tuple(validation), None)
-    identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
-    sources = [
-        with_holdout(for_tokenizer(source, *identity), data) if has_tokens(source.config) else source
-        for source in sources
-    ]
-    return ListedSources(
-        tuple(sources), tuple(for_tokenizer(source, *identity) for source in validation), tokenizer
-    )  # fmt: skip
+    if tokenizer is not None:
+        identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
+        sources = [
+            with_holdout(for_tokenizer(source, *identity), data) if has_tokens(source.config) else source
+            for source in sources
+        ]
+        validation = [for_tokenizer(source, *identity) for source in validation]
+    notes = [note for source in (*sources, *validation) for note in source.notes]
+    section = config.tokenizer
+    if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
+        text = f"the vocabulary has {tokenizer.vocab_size:,} tokens, not tokenizer.vocab_size={section.vocab_size:,}"
+        notes.append(Note("vocabulary", f"{text}: the text has no more pairs of tokens"))
+    return ListedSources(tuple(sources), tuple(validation), tokenizer, tuple(notes))
 
 
 def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, is_dry: bool) -> Source:

@@ -186,7 +186,8 @@ class Plan:
                         f"the cache of source {source.name!r} changed: units {ranges[0].start} to {ranges[-1].end} no "
                         f"longer hold the {sum(part.num_rows for part in ranges):,} rows that the plan was made for",
                         where=str(self.path),
-                        hint="rebuild the cache from the same files with `vorox data build`, or start another run",
+                        hint="bring back the files as they were when the run began, or start a new run on them as "
+                        "they are now: vorox train ... --resume never",
                     )
 
     def add(self, events: Sequence[Event]) -> None:

@@ -279,11 +279,11 @@ def _files(trail: Trail, name: str) -> list[tuple[int, int]]:
 
 
 def _nearest(name: str, uris: Sequence[str]) -> list[str]:
-    """Up to three names whose last parts resemble the last part of ``name``."""
+    """Up to three names whose last parts, without their endings, resemble the last part of ``name``."""
     by_last: dict[str, str] = {}
     for uri in uris:
-        by_last.setdefault(uri.rpartition("/")[2], uri)
-    wanted = name.rpartition("/")[2]
-    close = difflib.get_close_matches(wanted, list(by_last), n=3, cutoff=0.5)
+        by_last.setdefault(uri.rpartition("/")[2].partition(".")[0], uri)
+    wanted = name.rpartition("/")[2].partition(".")[0]
+    close = difflib.get_close_matches(wanted, list(by_last), n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(None, wanted, last).ratio() for last in close]
     return [by_last[last] for last, ratio in zip(close, likeness, strict=True) if ratio >= max(likeness) - 0.1]

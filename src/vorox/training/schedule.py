@@ -17,6 +17,10 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
 
+_MANY_PASSES = 16
+"""Repeated text is worth next to nothing from here on (Muennighoff et al., 2023, arXiv:2305.16264)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Horizon:
     """The length of a run in optimizer steps.
@@ -43,6 +47,16 @@ class Horizon:
         return (
             f"the warm-up takes {self.warmup_steps:,} steps and the run only {self.total_steps:,}: "
             "the learning rate never comes down and may never reach its peak"
+        )
+
+    def repetition_warning(self, dataset_tokens: float) -> str | None:
+        """What a user should know about a run that reads its text over and over, if it does."""
+        passes = self.total_steps * self.tokens_per_step / max(1.0, dataset_tokens)
+        if passes <= _MANY_PASSES:
+            return None
+        return (
+            f"the run passes over its text {passes:,.0f} times: after some {_MANY_PASSES} a model recites it and learns "
+            "little more; give it more text in data.sources, or a shorter train.num_tokens or train.num_steps"
         )
 
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:

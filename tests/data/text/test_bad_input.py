@@ -331,7 +331,7 @@ class TestFallback:
     def test_may_be_a_named_source_with_its_own_format(self, tmp_path: Path) -> None:
         config = source(tmp_path / "missing", "csv", delimiter=";", text_field="body", fallback=["stdlib"])
         listed = list_source(config)
-        assert listed.definition == {"format": "python_stdlib"}
+        assert listed.definition == {"format": "python_stdlib", "selection": "2"}
         assert listed.config.name == "s"
         assert any(file.uri == "stdlib:json/decoder.py" for file in listed.files)
 

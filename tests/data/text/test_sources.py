@@ -62,6 +62,9 @@ class TestStandardLibrary:
             parts = uri.removeprefix("stdlib:").split("/")
             assert not forbidden & set(parts), uri
             assert not any(part.startswith(("config-", "_sysconfigdata")) for part in parts), uri
+        generated = ("encodings/", "pydoc_data/", "lib2to3/", "html/entities.py", "stringprep.py", "locale.py")
+        assert not [uri for uri in uris if uri.removeprefix("stdlib:").startswith(generated)]
+        assert listed.definition["selection"] == "2", "another choice of files is another corpus"
         assert 400 < len(uris) < 2_000
         assert 5 << 20 < listed.size_bytes < 40 << 20
 

@@ -35,7 +35,7 @@ class SourceConfig(Section):
         "entry does not say them itself.",
     )
     format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "bin"] = Field(
-        description="python_stdlib: the sources of this Python's standard library; txt: a file is a document; "
+        description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; txt: a file is a document; "
         "jsonl, csv, parquet: a line or row is a document; bin: token shards, a document up to each end of text. "
         "All but bin may also be .gz or .zst."
     )
@@ -316,7 +316,11 @@ class TokenizerConfig(Section):
         "file: a tokenizer.json; huggingface: a directory or repository with the tokenizer of a model; tiktoken: an "
         "encoding by name, or a file of ranks.",
     )
-    vocab_size: int = Field(default=4096, ge=257, description="Vocabulary of a trained bpe, with its special tokens.")
+    vocab_size: int = Field(
+        default=4096,
+        ge=257,
+        description="Vocabulary of a trained bpe, with its special tokens; smaller where the text has fewer pairs of tokens.",
+    )
     train_bytes: int = Field(
         default=8 << 20, ge=1, description="Text that a bpe is trained on: evenly spread documents."
     )

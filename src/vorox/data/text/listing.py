@@ -19,6 +19,14 @@ from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dat
 
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 _FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
+STDLIB_SELECTION = "2"
+"""Version of the choice of files below: it is part of what a source is, for another choice is another corpus."""
+_GENERATED_DIRECTORIES = frozenset({"encodings", "lib2to3", "pydoc_data"})
+_GENERATED_FILES = frozenset({
+    "html/entities.py", "keyword.py", "locale.py", "stringprep.py", "symbol.py", "token.py", "_opcode_metadata.py",
+    "idlelib/help.py", "idlelib/help_about.py",
+})  # fmt: skip
+"""Tables that programs wrote, and help texts: they are not what a model of Python should learn."""
 _BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"})
 _BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 _OF_FILES = (
@@ -89,9 +97,9 @@ def fallback_of(config: SourceConfig) -> SourceConfig:
 def _find(config: SourceConfig) -> list[FoundFile]:
     endings = suffixes(config)
     if config.format == "python_stdlib":
-        skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES
+        skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES | _GENERATED_DIRECTORIES
         listed = storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
-        return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_portable(file.uri)]
+        return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_chosen(file.uri)]
     found: dict[str, FoundFile] = {}
     for path in config.paths:
         if names_a_dataset(path):
@@ -112,9 +120,12 @@ def _placed(file: StoredFile, root: str) -> FoundFile:
     return FoundFile(file, place)
 
 
-def _is_portable(uri: str) -> bool:
-    """Whether a file of the standard library is the same wherever the version of Python is."""
-    parts = uri.removeprefix(STANDARD_LIBRARY).split("/")
-    return parts[-1] not in _BUILD_SPECIFIC_FILES and not any(
-        part.startswith(_BUILD_SPECIFIC_PREFIXES) for part in parts
+def _is_chosen(uri: str) -> bool:
+    """Whether people wrote a file of the standard library, and it is the same wherever the version of Python is."""
+    name = uri.removeprefix(STANDARD_LIBRARY)
+    parts = name.split("/")
+    return (
+        name not in _GENERATED_FILES
+        and parts[-1] not in _BUILD_SPECIFIC_FILES
+        and not any(part.startswith(_BUILD_SPECIFIC_PREFIXES) for part in parts)
     )

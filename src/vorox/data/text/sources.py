@@ -20,7 +20,7 @@ from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, damage_of
 from vorox.data.text.formats import cut, has_many_records, has_tokens, measure, read_records
-from vorox.data.text.listing import FoundFile, Note, find_files
+from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 from vorox.data.text.splits import NOTHING, Split, document_filter
 
 ListingProgress = Callable[[int, int], None]
@@ -63,6 +63,8 @@ class Source:
         """What makes documents of the files' bytes. Only what differs from the default is in it."""
         config = self.config
         definition = {"format": config.format}
+        if config.format == "python_stdlib":
+            definition["selection"] = STDLIB_SELECTION
         if config.format in {"jsonl", "csv", "parquet"}:
             definition["text_field"] = config.text_field
         if config.format == "csv":

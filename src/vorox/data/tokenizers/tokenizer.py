@@ -244,7 +244,7 @@ def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     """Make the tokenizer that the configuration asks for; only ``bpe`` and ``char`` look at the texts.
 
     Raises:
-        ConfigError: The section contradicts itself, or the texts are too few for the vocabulary.
+        ConfigError: The section contradicts itself.
         DataError: ``kind: file`` and the file is missing or broken.
     """
     if (config.path is not None) != (config.kind == "file"):
@@ -297,12 +297,6 @@ def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    reached = library.get_vocab_size()
-    if reached < config.vocab_size:
-        raise ConfigError(
-            f"the training text has pairs for a vocabulary of {reached:,} only, not {config.vocab_size:,}",
-            where="tokenizer.vocab_size", hint=f"set tokenizer.vocab_size={reached}, or train on more text",
-        )  # fmt: skip
 
 
 def _without_options(text: str, where: str) -> tuple[dict[str, Any], Any]:
