@@ -191,7 +191,9 @@ def prepare(
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
     backgrounds = tuple(preparation.backgrounds)
-    return Corpus(data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds)
+    return Corpus(
+        data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds
+    )
 
 
 def _open_source(preparation: Preparation, source: Source) -> CorpusSource:

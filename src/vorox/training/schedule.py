@@ -16,7 +16,6 @@ from typing import Any
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
-
 _MANY_PASSES = 16
 """Repeated text is worth next to nothing from here on (Muennighoff et al., 2023, arXiv:2305.16264)."""
 
@@ -55,8 +54,8 @@ class Horizon:
         if passes <= _MANY_PASSES:
             return None
         return (
-            f"the run passes over its text {passes:,.0f} times: after some {_MANY_PASSES} a model recites it and learns "
-            "little more; give it more text in data.sources, or a shorter train.num_tokens or train.num_steps"
+            f"the run passes over its text {passes:,.0f} times: after some {_MANY_PASSES} a model recites it and "
+            "learns little more; give it more text in data.sources, or a shorter train.num_tokens or train.num_steps"
         )
 
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:

@@ -35,7 +35,8 @@ class SourceConfig(Section):
         "entry does not say them itself.",
     )
     format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "bin"] = Field(
-        description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; txt: a file is a document; "
+        description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; "
+        "txt: a file is a document; "
         "jsonl, csv, parquet: a line or row is a document; bin: token shards, a document up to each end of text. "
         "All but bin may also be .gz or .zst."
     )
@@ -319,7 +320,8 @@ class TokenizerConfig(Section):
     vocab_size: int = Field(
         default=4096,
         ge=257,
-        description="Vocabulary of a trained bpe, with its special tokens; smaller where the text has fewer pairs of tokens.",
+        description="Vocabulary of a trained bpe, with its special tokens; smaller where the text has fewer "
+        "pairs of tokens.",
     )
     train_bytes: int = Field(
         default=8 << 20, ge=1, description="Text that a bpe is trained on: evenly spread documents."
