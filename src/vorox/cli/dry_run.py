@@ -73,7 +73,7 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     check_weights(config)
     text = _look_at_text(config)
     yield from _text_lines(config, text)
-    if text.tokenizer is not None:
+    if text.listed.tokenizer is not None:
         check_weights(config, tokenizer_vocab_size=text.vocab_size)
     spec = model_spec(
         config.model,
