@@ -131,6 +131,38 @@ def test_half_a_character_decodes_to_a_mark(tokenizers: dict[str, Tokenizer]) ->
     assert tokenizers["byte"].decode([0x61, 0xC3]) == "a\ufffd"
 
 
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize("kind", ["byte", "char"])
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("model", {"end_of_word_suffix": "</w>"}),
+        ("model", {"continuing_subword_prefix": "##"}),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, BYTE_LEVEL]}),
+        ("pre_tokenizer", None),
+        ("decoder", None),
+        ("normalizer", None),
+    ],
+)
+def test_tables_stand_in_for_the_library_only_where_they_are_equal(
+    tokenizers: dict[str, Tokenizer], kind: str, section: str, change: dict[str, Any] | None
+) -> None:
+    value = json.loads(tokenizers[kind].files()["tokenizer.json"])
+    if change is None:
+        del value[section]
+    elif section == "model":
+        value[section].update(change)
+    else:
+        value[section] = change
+    tokenizer = Tokenizer(json.dumps(value), "<|endoftext|>", where="test")
+    library = LibraryTokenizer.from_str(json.dumps(value))
+    library.encode_special_tokens = True
+    for text in ("hello world", "é x", ""):
+        assert tokenizer.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
+
+
 class TestLongDocuments:
     def test_a_long_document_has_the_ids_of_the_whole(self, tokenizers: dict[str, Tokenizer]) -> None:
         """Long texts are encoded in pieces; the library, given all at once, is the oracle."""

@@ -56,16 +56,23 @@ def is_byte_level(value: dict[str, Any]) -> bool:
     """Whether every text becomes ids that stand for exactly its bytes."""
     pre_tokenizer = _section(value, "pre_tokenizer")
     steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    kept = all(step.get("type") == "ByteLevel" or step.get("behavior") == "Isolated" for step in steps)
+    kept = all(step.get("behavior") == "Isolated" for step in steps[:-1])
     as_it_is = value["normalizer"] is None and not steps[-1].get("add_prefix_space", True)
     complete = value["model"]["type"] == "BPE" and set(byte_alphabet()) <= set(value["model"]["vocab"])
-    return writes_bytes(value) and steps[-1].get("type") == "ByteLevel" and kept and as_it_is and complete
+    as_bytes = writes_bytes(value) and steps[-1].get("type") == "ByteLevel"
+    return as_bytes and kept and as_it_is and complete and _spells_as_listed(value["model"])
+
+
+def _spells_as_listed(model: dict[str, Any]) -> bool:
+    """Whether a part of a word is looked up as it is, with no mark for its place in the word."""
+    return not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
 
 
 def is_character_level(value: dict[str, Any]) -> bool:
     model, decoder = value["model"], _section(value, "decoder")
     plain = value["normalizer"] is None and value["pre_tokenizer"] is None and decoder.get("type") == "Fuse"
-    return plain and model["type"] == "BPE" and not model["merges"] and model.get("unk_token") is None
+    listed = model["type"] == "BPE" and not model["merges"] and _spells_as_listed(model)
+    return plain and listed and model.get("unk_token") is None
 
 
 def _bytes_by_letter() -> dict[int, str]:
