@@ -99,6 +99,18 @@ def test_the_last_screen_offers_only_what_works(vorox: Run) -> None:
     assert shlex.split(commands["generate"])[-1] == "the 'step'"
 
 
+def test_records_that_cannot_be_read_are_told_with_place_and_reason(vorox: Run) -> None:
+    lines = [json.dumps({"text": f"line {number} of a text with some words"}) for number in range(400)]
+    lines[100] = "not json"
+    Path("a.jsonl").write_text("\n".join(lines))
+    words = ["data.sources.0.format=jsonl", "data.sources.0.paths=[a.jsonl]", "data.validation.split=tail"]
+    code, out, err = vorox("train", "tiny.yaml", *words)
+    assert code == 0, err
+    assert "a.jsonl:101: invalid JSON" in out + err
+    (summary,) = [line for line in out.splitlines() if line.startswith("  left out  1 ")]
+    assert Path(summary.split()[-1]).is_dir()
+
+
 def test_the_same_command_again_says_that_it_has_finished(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     code, out, _ = vorox("train", "tiny.yaml")

@@ -70,7 +70,16 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
     checkpoints = _checkpoint_steps(outcome.run_directory)
     if checkpoints:
         lines.append(f"  saved     {checkpoints[max(checkpoints)]}")
-    return lines
+    return [*lines, *_left_out(outcome.run_directory)]
+
+
+def _left_out(directory: Path) -> list[str]:
+    """Records that this run put aside while it built its caches: how many, and where they are listed."""
+    from vorox.core.json_lines import read_lines
+
+    told = (event["fields"] for event in read_lines(directory / "events.jsonl") if event.get("kind") == "quarantine")
+    latest = {str(fields["list"]): int(fields["count"]) for fields in told}
+    return [f"  left out  {count:,} of the records (unreadable), listed in {place}" for place, count in latest.items()]
 
 
 def _xz_bits_per_byte(config: RunConfig) -> float | None:

@@ -308,7 +308,7 @@ def _without_options(text: str, where: str) -> tuple[dict[str, Any], Any]:
         if value["model"].get("dropout"):  # a model that has no such key gets none: the fingerprint would change
             value["model"]["dropout"] = None
         library = LibraryTokenizer.from_str(json.dumps(value) if has_options else text)
-        absent = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "added_tokens": []}
+        absent: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "added_tokens": []}
         return absent | value, library  # the library takes a section that is not there for an empty one
     except Exception as error:  # the library raises bare Exception
         raise DataError(
