@@ -104,7 +104,7 @@ docs: $(STAMP_DEV)
 
 bench:
 	@test -x .venv-bench/bin/python || benchmarks/setup.sh
-	@for script in train_throughput loop_overhead loader startup; do .venv-bench/bin/python benchmarks/$$script.py || exit 1; done
+	@for script in train_programs loop_overhead loader startup; do .venv-bench/bin/python benchmarks/$$script.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) .venv-only-* build site .pytest_cache .ruff_cache

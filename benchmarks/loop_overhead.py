@@ -26,8 +26,10 @@ from vorox.data.dataset import prepare
 from vorox.models.spec import model_spec
 from vorox.train import make_setting
 from vorox.training import loop
+from vorox.training.beginning import begin
 from vorox.training.display import NoDisplay
-from vorox.training.session import begin, open_log, open_session
+from vorox.training.mirror import mirrored
+from vorox.training.session import open_log, open_session
 from vorox.training.stop import StopRequest
 
 
@@ -74,10 +76,15 @@ def compare(folder: Path, name: str, steps: int, rounds: int) -> None:
     bare_engine = backends.load("torch").create(config, spec, DistributedContext())
     seconds: dict[str, list[float]] = {"bare": [], "ours": []}
     dist = DistributedContext()
-    with RunContext.create(config) as run, open_log(run, NoDisplay(), dist) as log, StopRequest() as stop:
+    with (
+        mirrored(config, "never", dist, print) as mirror,
+        RunContext.create(config) as run,
+        open_log(run, NoDisplay(), dist) as log,
+        StopRequest() as stop,
+    ):
         setting = make_setting(config, dist, log, None)
         state, plan = begin(setting, run, None)
-        with open_session(setting, run, state, plan, NoDisplay(), stop) as (parts, progress):
+        with open_session(setting, run, state, plan, NoDisplay(), stop, mirror) as (parts, progress):
             prepared = list(itertools.islice(parts.batches, 8))
             bare_batches = itertools.cycle(prepared)
             marks = _Marks(parts, steps, lambda: _bare(bare_engine, bare_batches, steps), seconds)

@@ -11,7 +11,7 @@ pip=(.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install)
 "${pip[@]}" Brotli catalogue Pillow python-snappy zstd -c constraints.txt # what mosaicml-streaming loads for local files
 # These pin older libraries than ours or want torchvision, which the benchmarks do not touch.
 "${pip[@]}" --no-deps litdata==0.2.76 litgpt==0.5.13 mosaicml-streaming==0.13.0
-"${pip[@]}" lightning jsonargparse -c constraints.txt
+"${pip[@]}" lightning 'jsonargparse[signatures]' -c constraints.txt
 mkdir -p benchmarks/.peers
 clone() { # owner/name commit
     local target=benchmarks/.peers/${1#*/}
