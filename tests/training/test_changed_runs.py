@@ -301,6 +301,22 @@ def test_a_change_at_a_resume_is_no_edit(tmp_path: Path) -> None:
     assert replayed(directory, 4).is_exact
 
 
+def test_a_lost_configuration_is_taken_from_the_one_that_began_the_run(tmp_path: Path) -> None:
+    straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
+    killed_at(configuration(tmp_path, [KEEP]), 10)
+    (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
+    (directory / "config.yaml").unlink()
+    with pytest.raises(ConfigError) as refused:
+        recorded_config(directory)
+    assert f"vorox train CONFIG --resume {directory.name}" in refused.value.hint
+    other = configuration(tmp_path, [KEEP, "run.seed=5"])
+    with pytest.raises(ConfigError, match=r"run\.seed: 1234 -> 5"):
+        run(other, resume_from=directory, named_keys=["run"])
+    run(configuration(tmp_path, [KEEP]), resume_from=directory)
+    assert heads(directory) == heads(straight.run_directory)
+    assert replayed(directory).is_exact
+
+
 # A chain that was damaged
 
 

@@ -372,7 +372,11 @@ def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig
     Raises:
         ConfigError: It is missing or not valid.
     """
-    return load_config(directory / "config.yaml", overrides)
+    path = directory / "config.yaml"
+    if not path.exists():
+        hint = f"restore it, or name the configuration that began the run: vorox train CONFIG --resume {directory.name}"
+        raise ConfigError("the run has lost its config.yaml", where=str(path), hint=hint)
+    return load_config(path, overrides)
 
 
 def _let_go(directory: Path | None, lock: FileLock | None) -> None:

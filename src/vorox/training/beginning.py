@@ -194,6 +194,7 @@ def _check_length(directory: Path, length: Horizon, step: int) -> None:
         raise ConfigError(
             f"the run has done {step:,} steps, and the configuration asks for {length.total_steps:,}",
             where="train.num_steps",
+            saved="nothing was changed",
             hint=f"give at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or go on "
             f"from an earlier checkpoint (vorox checkpoints list {directory.name})",
         )

@@ -127,6 +127,7 @@ def check_unedited(
             f"config.yaml was edited since the checkpoint of step {found.step:,} was made:\n"
             + "\n".join(f"  {entry}" for entry in taken_over),
             where=str(run_directory / "config.yaml"),
+            saved="nothing was changed",
             hint=hint,
         )
     return made_with if edited and MARK not in str(config_values(made_with)) else recorded
