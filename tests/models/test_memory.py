@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vorox.core.config import load_config
-from vorox.models.memory import training_memory
+from vorox.core.errors import DoesNotFitError
+from vorox.models.memory import MemoryBudget, MemoryEstimate, training_memory
 from vorox.models.spec import model_spec
 
 
@@ -42,3 +43,30 @@ def test_what_saves_memory_saves_it_in_the_estimate() -> None:
     assert recomputed.activation_bytes < whole.activation_bytes / 4
     assert wide.activation_bytes == 2 * whole.activation_bytes
     assert whole.logits_bytes == pytest.approx(2 * 4 * 1024 * 50257)
+
+
+# Against the memory of a device
+
+
+def budget(state_gib: int, rest_gib: int, available_gib: int | None, parts: int = 1) -> MemoryBudget:
+    planned = MemoryEstimate(state_gib << 28, state_gib << 28, state_gib << 29, rest_gib << 30, 0)
+    return MemoryBudget(planned, None if available_gib is None else available_gib << 30, parts)
+
+
+def test_state_that_cannot_fit_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        budget(100, 1, 80).check_state()
+    assert caught.value.exit_code == 3
+    assert "100.00 GiB" in caught.value.what
+    assert "80.00 GiB" in caught.value.what
+    assert "model.num_layers" in caught.value.hint
+    assert "micro_batch" not in caught.value.hint
+    for fits in (budget(70, 99, 80), budget(100, 1, 80, parts=2), budget(100, 1, None)):
+        fits.check_state()
+
+
+def test_the_remedy_is_of_what_is_too_large() -> None:
+    assert "model.hidden_size" in budget(79, 1, 80).error("training").hint
+    for found in (budget(10, 99, 80), budget(10, 99, None)):
+        assert "train.micro_batch_sequences" in found.error("training").hint
+        assert "data.sequence_length_tokens" in found.error("training").hint

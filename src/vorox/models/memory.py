@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
 from vorox.models.spec import ModelSpec
 
@@ -112,3 +113,48 @@ def _kept_per_position(spec: ModelSpec) -> int:
     attention = 2 * spec.hidden_size + query + 2 * key_value + query  # stream, norm, projections, mixed values
     mlp = 2 * spec.hidden_size + (3 if spec.is_gated else 2) * spec.intermediate_size
     return attention + mlp
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What a run holds on a device at its peak, against what the device has.
+
+    Attributes:
+        planned: The estimate.
+        available_bytes: Memory of the device; ``None`` if it does not say.
+        state_parts: Among how many devices parameters and optimizer state are divided.
+    """
+
+    planned: MemoryEstimate
+    available_bytes: int | None
+    state_parts: int = 1
+
+    @property
+    def _state_bytes(self) -> int:
+        whole = self.planned.parameter_bytes + self.planned.gradient_bytes + self.planned.optimizer_bytes
+        return whole // self.state_parts
+
+    def check_state(self) -> None:
+        """Refuse a model whose parameters, gradients and optimizer state alone exceed the device, before allocating.
+
+        Raises:
+            DoesNotFitError: They do.
+        """
+        if self.available_bytes is not None and self._state_bytes > self.available_bytes:
+            raise self.error("creating the model")
+
+    def error(self, doing: str) -> DoesNotFitError:
+        """The error for a device, or a host, that had no memory left."""
+        rest_bytes = self.planned.activation_bytes + self.planned.logits_bytes
+        has = "" if self.available_bytes is None else f"; there are {self.available_bytes / 2**30:,.2f} GiB"
+        what = (
+            f"out of memory while {doing}: parameters, gradients and optimizer state take about "
+            f"{self._state_bytes / 2**30:,.2f} GiB, activations and logits {rest_bytes / 2**30:,.2f} GiB{has}"
+        )
+        if self.available_bytes is not None and self._state_bytes > 0.9 * self.available_bytes:
+            return DoesNotFitError(what, where="model", hint="lower model.num_layers or model.hidden_size")
+        return DoesNotFitError(
+            what, where="train.micro_batch_sequences",
+            hint="lower train.micro_batch_sequences or data.sequence_length_tokens, or set "
+            "train.activation_checkpointing=block",
+        )  # fmt: skip

@@ -349,7 +349,7 @@ def test_positions_outside_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(),
      RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ...")],
 )  # fmt: skip
 def test_running_out_of_memory_says_what_to_do(error: Exception) -> None:
@@ -363,6 +363,8 @@ def test_running_out_of_memory_says_what_to_do(error: Exception) -> None:
         step(engine, batch_of(random_rows(2)))
     assert caught.value.exit_code == 3
     assert "activation_checkpointing=block" in caught.value.hint
+    assert "GiB" in caught.value.what
+    assert "alloc" not in caught.value.what.lower(), "the allocator's own words help nobody"
 
 
 def test_other_errors_pass_unchanged() -> None:

@@ -17,14 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vorox.backends.jax_engine.attention import ATTENTION
 from vorox.backends.jax_engine.layout import Layout
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import processor_name, usable_cores
-from vorox.core.errors import ConfigError, DoesNotFitError
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
+from vorox.models.memory import MemoryBudget, planned_memory
+from vorox.models.spec import ModelSpec
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -238,14 +241,21 @@ def memory_stats(compute: Compute) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def memory_errors(doing: str) -> Iterator[None]:
-    """Turn the device's out-of-memory errors into one that says what to change."""
+def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
+    """Turn out-of-memory errors of the devices and of the host into one that says what to change."""
     try:
         yield
+    except MemoryError as error:
+        raise budget.error(doing) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
             raise
-        raise DoesNotFitError(
-            f"out of memory while {doing}: {str(error).splitlines()[0]}", where="train.micro_batch_sequences",
-            hint="lower train.micro_batch_sequences or set train.activation_checkpointing=block",
-        ) from error  # fmt: skip
+        raise budget.error(doing) from error
+
+
+def memory_budget(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> MemoryBudget:
+    """What a run holds at its peak on one device, against that device's memory."""
+    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    stats = device.memory_stats() or {}
+    limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")
+    return MemoryBudget(planned_memory(spec, config), limit, state_parts=config.parallel.fsdp_size)

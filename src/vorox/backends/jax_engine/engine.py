@@ -75,7 +75,9 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
     compute = devices.prepare(config, dist)
     if config.checkpoint.arrays == "orbax":
         require_orbax()
-    with devices.memory_errors("creating the model"):
+    budget = devices.memory_budget(config, spec, compute.mesh)
+    budget.check_state()
+    with devices.memory_errors("creating the model", budget):
         return JaxEngine(config, spec, compute)
 
 
@@ -94,6 +96,7 @@ class JaxEngine:
 
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
+        self._memory = devices.memory_budget(config, spec, compute.mesh)
         self.layout = Layout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
         self.data_shard = processes.data_shard(compute.mesh)
@@ -135,7 +138,7 @@ class JaxEngine:
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> JaxStepResult:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
-        with devices.memory_errors("training"), self.compute.precision():
+        with devices.memory_errors("training", self._memory), self.compute.precision():
             given = self._on_devices(batch, self.data_shard)
             arguments = (self.state, given, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step))
             self.state, numbers, seen = self._step_for(arguments)(*arguments)
@@ -250,7 +253,7 @@ class JaxEngine:
     def eval_step(self, batch: Batch) -> EvalValues:
         """Sum the loss of a batch without training on it."""
         check_tokens(batch, self._spec)
-        with devices.memory_errors("evaluating"), self.compute.precision():
+        with devices.memory_errors("evaluating", self._memory), self.compute.precision():
             given = self._on_devices(batch, DataShard())
             parts = [
                 self._evaluate(self.state.params, {name: array[index] for name, array in given.items()})

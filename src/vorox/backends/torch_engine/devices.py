@@ -24,8 +24,10 @@ import torch
 from vorox.backends.torch_engine import attention
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import usable_cores
-from vorox.core.errors import ConfigError, DoesNotFitError
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
+from vorox.models.memory import MemoryBudget, planned_memory
+from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -308,21 +310,23 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def memory_errors(doing: str) -> Iterator[None]:
-    """Turn the device's out-of-memory errors into one that says what to change."""
+def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
+    """Turn out-of-memory errors of the device and of the host into one that says what to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise _does_not_fit(doing, error) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise budget.error(doing) from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
-        raise _does_not_fit(doing, error) from error
+        raise budget.error(doing) from error
 
 
-def _does_not_fit(doing: str, error: Exception) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"out of memory while {doing}: {str(error).splitlines()[0]}",
-        where="train.micro_batch_sequences",
-        hint="lower train.micro_batch_sequences or set train.activation_checkpointing=block",
-    )
+def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> MemoryBudget:
+    """What a run holds at its peak, against the memory of its device."""
+    available_bytes: int | None = None
+    if device.type == "cuda":
+        available_bytes = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu":
+        available_bytes = psutil.virtual_memory().total
+    return MemoryBudget(planned_memory(spec, config), available_bytes)

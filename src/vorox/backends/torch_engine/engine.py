@@ -70,7 +70,9 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     """
     compute = devices.prepare(config, dist)
     compiling.check(config, compute)
-    with devices.memory_errors("creating the model"):
+    budget = devices.memory_budget(config, spec, compute.device)
+    budget.check_state()
+    with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute)
 
 
@@ -90,6 +92,7 @@ class TorchEngine:
 
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
+        self._memory = devices.memory_budget(config, spec, compute.device)
         self.taps = Taps(spec.num_layers, compiled=compute.compiled)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
         self.store = ParameterStore(
@@ -118,7 +121,7 @@ class TorchEngine:
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> TorchStepResult:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
-        with devices.memory_errors("training"):
+        with devices.memory_errors("training", self._memory):
             self.store.zero_gradients()
             self.taps.measure(self._statistics)
             try:
@@ -217,7 +220,7 @@ class TorchEngine:
         """Sum the loss of a batch without training on it."""
         check_tokens(batch, self._spec)
         loss_sum, num_correct = 0.0, 0
-        with devices.memory_errors("evaluating"):
+        with devices.memory_errors("evaluating", self._memory):
             for index in range(batch.tokens_ABT.shape[0]):
                 labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
                 tokens_M, run = self._inputs(batch, index, is_training=False)
