@@ -12,13 +12,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eventually import wait_until
 from tiny_runs import configuration
 from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import ChainEntry, number, read_chain
@@ -49,8 +49,12 @@ class Runs:
         words = [str(self.directory / "tiny.yaml"), *MODEL, *overrides]
         return [sys.executable, "-m", "vorox", "train", *words, "--name", name]
 
-    def start(self, name: str, overrides: Sequence[str]) -> subprocess.Popen[str]:
+    def start(self, name: str, overrides: Sequence[str], hold: Path | None = None) -> subprocess.Popen[str]:
+        """The command as a process; where there is a file ``hold``, no process of the run begins step 9."""
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        if hold is not None:
+            hold.touch()
+            environment |= {"VOROX_TESTS_HOLD": str(hold), "PYTHONPATH": str(Path(__file__).with_name("held"))}
         return subprocess.Popen(
             self.command(name, overrides), env=environment, cwd=self.directory, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -120,12 +124,12 @@ def lines(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path) -> None:
+def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -> None:
     """One of the two is killed with no warning; the command ends, says so, and the next one goes on."""
     overrides = [*MESHES["fsdp 4"], "--nproc", "2"]
-    process = runs.start("killed", overrides)
-    victim = wait_for_second_process(process, runs, "killed")
-    os.kill(victim, signal.SIGKILL)
+    process = runs.start("killed", overrides, tmp_path / "hold")
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    (tmp_path / "hold").unlink()
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode not in (0, 2, 75), errors
     run, _ = runs.train("killed", overrides)
@@ -133,10 +137,11 @@ def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path) -> None:
     assert fingerprint(run) == fingerprint(pair)
 
 
-def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path) -> None:
+def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path, tmp_path: Path) -> None:
     overrides = [*MESHES["fsdp 4"], "--nproc", "2"]
-    process = runs.start("stopped", overrides)
-    os.kill(wait_for_second_process(process, runs, "stopped"), signal.SIGTERM)
+    process = runs.start("stopped", overrides, tmp_path / "hold")
+    os.kill(second_process(process, runs, "stopped"), signal.SIGTERM)
+    (tmp_path / "hold").unlink()
     said, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, (said[-2000:], errors[-2000:])
     run, _ = runs.train("stopped", overrides)
@@ -144,16 +149,15 @@ def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path) -> None:
     assert fingerprint(run) == fingerprint(pair)
 
 
-def wait_for_second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int:
+def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int:
     """The process id of the second process, once the run has saved."""
-    ends_at = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < ends_at and process.poll() is None:
-        if list(runs.find(name).glob("checkpoints/step-*/MANIFEST.json")):
-            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                if b"VOROX_PROCESS_INDEX=1" in Path(f"/proc/{child}/environ").read_bytes():
-                    return int(child)
-        time.sleep(0.005)
-    raise AssertionError(process.communicate())
+    saved = "checkpoints/step-*/MANIFEST.json"
+    wait_until(lambda: process.poll() is not None or any(runs.find(name).glob(saved)), PATIENCE_SECONDS)
+    assert process.poll() is None, process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    is_second = b"VOROX_PROCESS_INDEX=1"
+    (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
+    return found
 
 
 def fingerprint(run: Path) -> str:
