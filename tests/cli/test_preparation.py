@@ -49,9 +49,9 @@ def test_plain_lines_are_few() -> None:
     stream = io.StringIO()
     drive(stream)
     assert stream.getvalue().splitlines() == [
-        f"packing stdlib train   3% ({FIGURES}, 00:29m left)",
-        f"packing stdlib train  37% ({FIGURES}, 00:19m left)",
-        f"packing stdlib train  70% ({FIGURES}, 00:09m left)",
+        f"packing stdlib train   3% ({FIGURES}, 29 s left)",
+        f"packing stdlib train  37% ({FIGURES}, 19 s left)",
+        f"packing stdlib train  70% ({FIGURES}, 9 s left)",
         f"packing stdlib train 100% ({FIGURES}), 30 s",
     ]
 
@@ -119,7 +119,7 @@ def test_what_is_checked_is_shown_with_its_speed() -> None:
         display.step("check code train", second * 40_000_000, 1_600_000_000)
     display.close()
     assert stream.getvalue().splitlines() == [
-        "checking code train  12% (40.0 MB/s, 00:35m left)",
-        "checking code train  38% (40.0 MB/s, 00:25m left)",
-        "checking code train  50% (40.0 MB/s, 00:20m left), 20 s",
+        "checking code train  12% (40.0 MB/s, 35 s left)",
+        "checking code train  38% (40.0 MB/s, 25 s left)",
+        "checking code train  50% (40.0 MB/s, 20 s left), 20 s",
     ]

@@ -41,7 +41,8 @@ def test_duration(seconds: float | None, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (None, "--:--"), (math.inf, "--:--"), (-5, "00:00m"), (263, "04:23m"), (3599.6, "01:00h"),
+        (None, "--:--"), (math.inf, "--:--"), (-5, "0 s"), (35.4, "35 s"), (263, "4 min"), (657, "11 min"),
+        (3599.6, "01:00h"),
         (4 * 3600 + 23 * 60, "04:23h"), (100 * 3600, "100:00h"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _BAR_CELLS = 40
+_LINE_COLUMNS = 119
 _MIN_REDRAW_SECONDS = 0.1
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
@@ -83,7 +85,7 @@ def resource_fields(view: StepView) -> list[str]:
 
 
 class LineDisplay:
-    """One line per logged step, message or sample.
+    """Plain lines of fewer than 120 columns; what does not fit into one goes on, indented, in the next.
 
     Args:
         stream: Where to.
@@ -97,11 +99,18 @@ class LineDisplay:
 
     def step(self, view: StepView) -> None:
         fields = [headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]
-        self._write(" | ".join([*fields, printable(self._waiting)] if self._waiting else fields))
+        lines = [fields[0]]
+        for field in [*fields[1:], printable(self._waiting)] if self._waiting else fields[1:]:
+            if len(lines[-1]) + len(field) + 3 > _LINE_COLUMNS:
+                lines.append(f"  {field}")
+            else:
+                lines[-1] += f" | {field}"
+        self._write("\n".join(lines))
 
     def message(self, text: str, level: Level = "info") -> None:
         mark = "" if level == "info" else f"{level}: "
-        self._write(f"{_time_of_day(self._clock())} {mark}{printable(text)}")
+        lines = f"{_time_of_day(self._clock())} {mark}{printable(text)}".split("\n")
+        self._write("\n".join(part for line in lines for part in _folded(line)))
 
     def sample(self, prompt: str, completion: str) -> None:
         self._write("\n".join(sample_lines(prompt, completion)))
@@ -231,6 +240,13 @@ def sample_lines(prompt: str, completion: str) -> list[str]:
     if len(shown) > _SAMPLE_LINES:
         shown = [*shown[: _SAMPLE_LINES - 1], shown[_SAMPLE_LINES - 1][: _SAMPLE_COLUMNS - 2] + " \u2026"]
     return [f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in shown]
+
+
+def _folded(line: str) -> list[str]:
+    """A line as lines of fewer than 120 columns, broken between words only: paths and commands stay whole."""
+    return textwrap.wrap(
+        line, _LINE_COLUMNS, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def _time_of_day(seconds: float) -> str:

@@ -51,13 +51,15 @@ def duration(seconds: float | None) -> str:
 
 
 def eta(seconds: float | None) -> str:
-    """04:23h (hours and minutes), below an hour 04:23m (minutes and seconds)."""
+    """04:23h (hours and minutes), below an hour 11 min, below a minute 35 s."""
     if seconds is None or not math.isfinite(seconds):
         return "--:--"
     whole = max(0, round(seconds))
-    if whole < 3600:
-        return f"{whole // 60:02d}:{whole % 60:02d}m"
-    minutes = max(0, round(seconds / 60))
+    if whole < 60:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
     return f"{minutes // 60:02d}:{minutes % 60:02d}h"
 
 
