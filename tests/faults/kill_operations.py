@@ -64,7 +64,7 @@ def in_child(directory: Path, kill_at: Place | int | None) -> str:
 
 def same_in_every_run(name: str) -> str:
     """The name of an operation without what depends on process and place: temporary names, and hashes with the path."""
-    return re.sub(r"-[0-9a-f]{8,12}\b", "", re.sub(r"\.tmp-\S+?-\d+-[0-9a-f]{8}-", ".tmp-", name))
+    return re.sub(r"-[0-9a-f]{8,12}\b", "", re.sub(r"\.tmp-\S+?-\d+-(s[0-9a-f]+-)?[0-9a-f]{8}-", ".tmp-", name))
 
 
 def train(directory: Path, kill_at: Place | int | None) -> None:
