@@ -164,7 +164,7 @@ class LiveDisplay:
 
     def step(self, view: StepView) -> None:
         now = self._clock()
-        if now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps:
+        if 0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps:  # the clock may be set
             return
         self._drawn_at, self._view = now, view
         self._draw(self._show)
