@@ -104,9 +104,8 @@ def vorox_command(verb: Sequence[str], size: Size, folder: Path) -> list[str]:
 def vorox_rate(size: Size, printed: str, folder: Path) -> float:
     (run,) = (folder / "out").iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(
-        line["values"]["tokens_per_second"] for line in lines if "tokens_per_second" in line.get("values", {})
-    )
+    seconds = [line["values"]["step_seconds"] for line in lines if "step_seconds" in line.get("values", {})]
+    return size.tokens_per_step / statistics.median(seconds)
 
 
 def nanogpt(directory: Path) -> Contender:

@@ -90,7 +90,7 @@ def train(
     with dist.failing_together(), StopRequest() as stop:
         if dist.process_count > 1:
             _check_for_several(config, minutes)
-        if dist.is_main and _is_fresh(config, resume_from):
+        if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
         if minutes is not None:
             config = _fit(config, budget.check_minutes(minutes), display, on_progress)
@@ -176,7 +176,7 @@ def _open_as_main(
     return enter(config, argv=argv, distributed=dist)
 
 
-def _is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
+def is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
     """Whether the run starts with step 1, as far as this machine knows."""
     directory, exists = expected_directory(config, resume_from)
     return config.checkpoint.mirror is None and not (exists and step_directories(directory))

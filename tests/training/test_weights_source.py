@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from servers.hub import model_hub
 from tiny_runs import configuration, use_numpy_engine, write_text
 from vorox.cli import main
 from vorox.core.config import load_config
+from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
@@ -24,6 +25,7 @@ from vorox.models.names import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
 from vorox.train import train
+from vorox.training.starting_weights import start_from_weights
 from vorox.training.weights_source import check_weights, load_config_with_weights
 
 BYTE = tokenizers.train(TokenizerConfig(kind="byte"), [])
@@ -64,6 +66,16 @@ def write_run(directory: Path) -> Path:
     write_checkpoint(directory / "checkpoints" / "step-00000004")
     BYTE.save(directory / "tokenizer")
     return directory
+
+
+class WeightsTaker:
+    """As much of an engine as starting from weights uses."""
+
+    def import_weights(self, weights: Iterable[NamedArray]) -> None:
+        self.weights = dict(weights)
+
+    def fingerprint(self) -> str:
+        return "taken"
 
 
 @pytest.mark.parametrize("write", [write_model, write_checkpoint, write_run])
@@ -154,3 +166,9 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit(tmp_path: Path) -> None:
         assert not any("safetensors" in request.path for request in hub.log.requests), "the description suffices"
         with pytest.raises(ConfigError, match="model_type"):
             load_config_with_weights("quickstart", ["train.from_weights=hf://owner/model"])
+        engine: Any = WeightsTaker()
+        started = start_from_weights(config, SPEC, engine)
+        assert started == {"from_weights": f"hf://owner/model@{first}", "fingerprint": "taken"}
+        assert {name: array.shape for name, array in engine.weights.items()} == {
+            part.name: part.shape for part in SPEC.parameters
+        }

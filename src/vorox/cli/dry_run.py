@@ -64,16 +64,19 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     """
     from vorox.core.config import config_digest
     from vorox.models.spec import model_spec
+    from vorox.train import is_fresh
     from vorox.training.weights_source import check_weights
 
     yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
     yield f"run            {_run_line(config, resume_from)}"
     if config.checkpoint.mirror is not None:
         yield f"mirror         {_mirror_line(config.checkpoint.mirror)}"
-    check_weights(config)
+    fresh = is_fresh(config, resume_from)
+    if fresh:
+        check_weights(config)
     text = _look_at_text(config)
     yield from _text_lines(config, text)
-    if text.listed.tokenizer is not None:
+    if fresh and text.listed.tokenizer is not None:
         check_weights(config, tokenizer_vocab_size=text.vocab_size)
     spec = model_spec(
         config.model,
