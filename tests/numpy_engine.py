@@ -58,6 +58,9 @@ class NumpySnapshot:
     def size_bytes(self) -> int:
         return sum(array.nbytes for array in self.state.values())
 
+    def nonfinite_array(self) -> str:
+        return next((name for name, array in self.state.items() if not np.isfinite(array).all()), "")
+
     def write(self, directory: StagedDirectory) -> None:
         shapes = {name: array.shape for name, array in self.state.items()}
         directory.write("engine.json", canonical_json({"updates": self.updates, "shapes": shapes}))
@@ -155,7 +158,8 @@ class NumpyEngine:
         loss, norm = loss / total, float(np.sqrt(sum(squares)))
         finite = bool(np.isfinite(loss) and np.isfinite(norm))
         if finite:
-            self._update(gradients, norm, lr, weight_decay)
+            with np.errstate(all="ignore"):
+                self._update(gradients, norm, lr, weight_decay)
         return NumpyResult(StepValues(loss, norm, finite, {}))
 
     def _update(self, gradients: Arrays, norm: float, lr: float, weight_decay: float) -> None:

@@ -85,6 +85,7 @@ def train(
     Raises:
         VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
     """
+    resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
     dist = backends.load(config.backend).connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.failing_together(), StopRequest() as stop:

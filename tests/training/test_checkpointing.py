@@ -371,6 +371,7 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
     assert needed_bytes + len(b"{}") in numbers
     assert numbers[-1] > needed_bytes, "more is free, so the message says that a write was refused"
     assert "refused" in error.what
+    assert "vorox checkpoints remove" in error.hint
     assert error.saved == "training state up to step 10 is safe in step-00000010"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert verify(checkpoint_path(tmp_path, 10)).step == 10

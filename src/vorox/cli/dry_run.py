@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vorox.cli import quantities
+from vorox.cli.disk_plan import disk_lines
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vorox.data.text.splits import Split
     from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.models.spec import ModelSpec
+    from vorox.training.schedule import Horizon
 
 _BYTES_PER_TOKEN = {
     "bpe": 3.6,
@@ -63,6 +65,8 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
         VoroxError: What would end the run before its first step.
     """
     from vorox.core.config import config_digest
+    from vorox.core.run_context import expected_directory
+    from vorox.data.cache_places import cache_root
     from vorox.models.spec import model_spec
     from vorox.train import is_fresh
     from vorox.training.weights_source import check_weights
@@ -86,6 +90,10 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     yield from _model_lines(config, spec)
     yield from _batch_lines(config)
     yield from _length_lines(config, text)
+    yield from disk_lines(
+        config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
+        directory=expected_directory(config, resume_from)[0], cache_root=cache_root(config.data),
+    )  # fmt: skip
     engine, facts = _ask_engine(config, spec)
     yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
@@ -233,11 +241,25 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
+def _length(config: RunConfig, text: _Text) -> Horizon:
     from vorox.training.schedule import horizon
 
     num_rows = max(1, round(text.num_train_tokens / config.data.sequence_length_tokens))
-    length = horizon(config, num_train_rows=num_rows, full_dataset_tokens=round(text.num_train_tokens))
+    return horizon(config, num_train_rows=num_rows, full_dataset_tokens=round(text.num_train_tokens))
+
+
+def _new_tokens(config: RunConfig, text: _Text) -> float:
+    """Tokens of the caches that are still to be built; a stream keeps no more than it may."""
+    new_bytes = sum(
+        cache.text_bytes
+        for cache in text.caches
+        if cache.rows is None and not (config.data.mode == "streaming" and cache.name.endswith(" train"))
+    )
+    return new_bytes / _BYTES_PER_TOKEN[config.tokenizer.kind]
+
+
+def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
+    length = _length(config, text)
     about = "" if text.exact or config.train.num_epochs is None else "about "
     tokens = length.total_steps * length.tokens_per_step
     passes = tokens / max(1.0, text.num_train_tokens)

@@ -77,12 +77,14 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
+    from vorox.core.run_lookup import short_path
+
     kind = next((name for of, name in _KINDS if isinstance(known, of)), "crash")
     again = "correct it and run the same command again" if isinstance(known, ConfigError) else "-"
     mark = "-" if isinstance(known, Preempted) else "x"
     return [
         f"{mark} {kind}: {redact(known.what)}  [exit {known.exit_code}]",
-        f"  where   {redact(known.where) or _command(arguments)}",
+        f"  where   {redact(short_path(known.where)) if known.where else _command(arguments)}",
         f"  saved   {redact(known.saved) or '-'}",
         f"  do      {redact(known.hint) or again}",
     ]

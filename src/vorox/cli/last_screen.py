@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import quantities
 from vorox.cli.launch import nproc_option
+from vorox.core.run_lookup import short_path
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -69,7 +70,7 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
         lines.append(text)
     checkpoints = _checkpoint_steps(outcome.run_directory)
     if checkpoints:
-        lines.append(f"  saved     {checkpoints[max(checkpoints)]}")
+        lines.append(f"  saved     {short_path(checkpoints[max(checkpoints)])}")
     return [*lines, *_left_out(outcome.run_directory)]
 
 
@@ -108,4 +109,4 @@ def _replayable_steps(directory: Path, step: int) -> tuple[int, int]:
 
 def shell_name(directory: Path) -> str:
     """How a run is named in a command that is typed in this folder."""
-    return shlex.quote(directory.name if directory.parent == Path("runs") else str(directory))
+    return shlex.quote(directory.name if directory.parent == Path("runs").absolute() else short_path(directory))

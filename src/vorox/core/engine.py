@@ -48,6 +48,10 @@ class EngineSnapshot(Protocol):
         """Bytes of its arrays: the least that a disk must have room for."""
         ...
 
+    def nonfinite_array(self) -> str:
+        """Name of the first array of this process that holds NaN or infinity; empty if none does."""
+        ...
+
     def write(self, directory: StagedDirectory) -> None:
         """Write the complete training state into a directory that the caller commits; for a run of one process."""
         ...

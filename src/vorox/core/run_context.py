@@ -63,7 +63,7 @@ class RunContext:
     """An open run: where its files are, and the record of this attempt. Use it as a context manager.
 
     Attributes:
-        directory: ``runs/<run_id>``.
+        directory: ``runs/<run_id>``, absolute.
         config: The configuration of this attempt.
         attempt: Number of this attempt, from 1: how often the run was begun or resumed.
     """
@@ -167,6 +167,7 @@ class RunContext:
         distributed: DistributedContext | None,
     ) -> RunContext:
         distributed = distributed or DistributedContext()
+        directory = directory.absolute()  # whoever changes the working directory later changes nothing of the run
         lock: FileLock | None = None
         is_new = distributed.is_main and not directory.exists()
         try:

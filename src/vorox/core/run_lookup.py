@@ -91,6 +91,15 @@ def refuse_links(run_directory: Path) -> None:
             )
 
 
+def short_path(path: Path | str) -> str:
+    """A path as people read it: from the working directory on, if it lies there."""
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed
+        return str(path)
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run, finished or not."""
     return (path / "run.json").is_file() or (path / "config.yaml").is_file()

@@ -12,6 +12,7 @@ Invariant: what was loaded has the fingerprint of what was saved.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
 """Fields of the spec that do not say what the stored numbers mean."""
+
+_PIECE_ELEMENTS = 1 << 20
 
 Arrays = Callable[[], Iterable[NamedArray]]
 """Gives canonical fp32 arrays in table order, one at a time."""
@@ -75,6 +78,13 @@ class Snapshot:
         entries = (*_canonical_entries(self.spec), *_optimizer_entries(self.spec, self.state))
         return sum(entry.size_bytes for entry in entries)
 
+    def nonfinite_array(self) -> str:
+        """Name of the first array that holds NaN or infinity; empty if none does."""
+        moments = (
+            (f"{kind}.{name}", array) for kind, arrays in sorted(self.state.moments.items()) for name, array in arrays()
+        )
+        return first_nonfinite(itertools.chain(self.state.weights(), moments))
+
     def write(self, directory: StagedDirectory) -> None:
         """Write the three files."""
         spec, state = self.spec, self.state
@@ -104,6 +114,16 @@ class Snapshot:
         lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
         lines += [_line(f"{kind}.{name}", array) for kind, arrays in state.moments.items() for name, array in arrays()]
         return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+
+
+def first_nonfinite(arrays: Iterable[NamedArray]) -> str:
+    """Name of the first array that holds NaN or infinity; empty if none does. Reads each once, piece by piece."""
+    for name, array in arrays:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        pieces = range(0, flat.size, _PIECE_ELEMENTS)
+        if not all(np.isfinite(flat[first : first + _PIECE_ELEMENTS]).all() for first in pieces):
+            return name
+    return ""
 
 
 def write_description(

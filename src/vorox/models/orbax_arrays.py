@@ -49,7 +49,7 @@ class OrbaxArrays:
                 "is installed (vorox export) and start from that directory (--from-weights)",
             ) from error
         self._tensorstore: Any = tensorstore
-        self.path = directory / FOLDER
+        self.path = directory.absolute() / FOLDER  # tensorstore takes no other path
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path}/"}}
         self._opened: dict[str, Any] = {}
         try:

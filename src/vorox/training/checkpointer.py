@@ -6,7 +6,9 @@ hashes and commits it (``core.staged_directory``), reads it back, and lets old o
 
 Invariant: what a checkpoint says (steps, chain, validation losses) is of one moment, and durable before it appears. At
 most one write is under way: a next save, the end of the run, and every error wait for it. A write that failed is
-raised at the next boundary of a step, once, as the ``CheckpointError`` that a waiting save would have raised.
+raised at the next boundary of a step, once, as the ``CheckpointError`` that a waiting save would have raised. A state
+that holds a number which is not finite is never written, and while steps are skipped because they are not finite, a
+checkpoint that is due waits for the next step that counts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from vorox.core import atomic
 from vorox.core.disk_errors import room_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
-from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+from vorox.core.errors import CheckpointError, NumericalError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.schema import CheckpointConfig
@@ -35,6 +37,7 @@ from vorox.training.checkpointing import (
     STATE_NAME,
     RunState,
     checkpoint_path,
+    read_state,
     request_path,
     set_aside,
     step_directories,
@@ -45,6 +48,8 @@ from vorox.training.schedule import Horizon
 
 _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
 """Topics of the background threads of several processes."""
+
+_REPAIR = "check the disk or the network share, then run the same command again"
 
 Report = Callable[[Path], None]
 """Told of a checkpoint once it is committed, from whichever thread wrote it."""
@@ -111,6 +116,7 @@ class Checkpointer:
         self._taken_step = self._saved_step = saved_step
         self._saved_at = self._committed_at = clock()
         self._answering: Request | None = None
+        self._is_postponed = False
         self._writer = ThreadPoolExecutor(1, "vorox-checkpoint") if config.asynchronous else None
         self._under_way: Future[None] | None = None
         self._distributed = distributed or DistributedContext()
@@ -135,7 +141,8 @@ class Checkpointer:
                 self._answer(request)
             return False
         return (
-            (config.every_steps is not None and progress.step % config.every_steps == 0)
+            self._is_postponed
+            or (config.every_steps is not None and progress.step % config.every_steps == 0)
             or (
                 config.every_seconds is not None
                 and is_idle
@@ -145,20 +152,26 @@ class Checkpointer:
             or (request is not None and request != self._answering)
         )
 
-    def save(self, engine: Engine, progress: Progress, ledger: Ledger, report: Report) -> None:
+    def save(
+        self, engine: Engine, progress: Progress, ledger: Ledger, report: Report, *, is_last: bool = False
+    ) -> None:
         """Take a checkpoint of this very moment and commit it, in the background if so configured; old ones go.
+
+        After a step that was not finite it waits for the next one that is, and steps that were all skipped are no
+        progress to save.
 
         Args:
             engine: Stands after step ``progress.step``.
             progress: With the head of the replay chain.
             ledger: Settled up to this step; made durable first.
-            report: Told when it is committed. Not called if this step has been taken already.
+            report: Told when it is committed. Not called if nothing is taken.
+            is_last: Whether there is no later moment to save at: the run ends here.
 
         Raises:
             CheckpointError: This one or the one under way could not be written; every older one is as it was.
         """
         self.wait()
-        if progress.step == self._taken_step:
+        if progress.step == self._taken_step or self._postpones(progress, ledger, is_last):
             return
         taken_at = self._clock()
         snapshot = engine.snapshot(detached=self._writer is not None)
@@ -173,6 +186,24 @@ class Checkpointer:
             self._write(moment)
         else:
             self._under_way = self._writer.submit(self._write, moment)
+
+    def _postpones(self, progress: Progress, ledger: Ledger, is_last: bool) -> bool:
+        skipped, done = ledger.nonfinite_in_a_row, progress.step - (self._taken_step or 0)
+        is_last = is_last or progress.step >= self._horizon.total_steps
+        postpones = skipped > 0 and (not is_last or done <= skipped)
+        if postpones and not self._is_postponed:
+            text = f"No checkpoint at step {progress.step:,}: the last {min(skipped, done):,} steps were not finite"
+            self._log.event("checkpoint_postponed", text, step=progress.step, level="warning")
+        self._is_postponed = postpones
+        return postpones
+
+    def is_unsaved(self, progress: Progress) -> bool:
+        """Whether this state is in no checkpoint, written or under way, and this process can write one alone."""
+        return self._distributed.process_count == 1 and progress.step not in (0, self._taken_step)
+
+    def log_failure(self, failure: Exception) -> None:
+        """Record that a checkpoint could not be written, where another error ends the run."""
+        self._log.event("checkpoint_failed", str(failure), level="error")
 
     @property
     def is_writing(self) -> bool:
@@ -200,7 +231,7 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            self._log.event("checkpoint_failed", str(failure), level="error")  # what ends the run is the other error
+            self.log_failure(failure)
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
@@ -224,6 +255,7 @@ class Checkpointer:
             if self._distributed.is_main:
                 self._write_as_main(moment)
             else:
+                self._check_finite(moment)
                 moment.snapshot.write_parts(Path(self._distributed.broadcast(_STAGED)))
                 self._distributed.barrier(_WRITTEN)
                 self._saved_step, self._saved_at = moment.step, moment.taken_at
@@ -231,11 +263,12 @@ class Checkpointer:
     def _write_as_main(self, moment: _Moment) -> None:
         path = checkpoint_path(self._run_directory, moment.step)
         try:
+            self._check_finite(moment)
             self._commit(moment, path)
             self._saved_step, self._saved_at, self._committed_at = moment.step, moment.taken_at, self._clock()
             self._answer(moment.request)
             self._on_committed(path)
-            self._retain(path, moment.eval_losses)
+            self._retain(path, moment)
             moment.report(path)
         except OSError as error:
             self._taken_step = self._saved_step
@@ -243,6 +276,21 @@ class Checkpointer:
         except BaseException:
             self._taken_step = self._saved_step
             raise
+
+    def _check_finite(self, moment: _Moment) -> None:
+        """Refuse to write a state from which no run can go on.
+
+        Raises:
+            NumericalError: A number of it is NaN or infinite.
+        """
+        name = moment.snapshot.nonfinite_array()
+        if name:
+            raise NumericalError(
+                f"the state after step {moment.step:,} is not finite and is not saved: {name} holds NaN or infinity",
+                where=f"step {moment.step:,}, {name}",
+                hint="go on from the last checkpoint with a lower learning rate: "
+                f"vorox train --resume {self._run_directory.name} optimizer.lr=...",
+            )
 
     def _commit(self, moment: _Moment, path: Path) -> None:
         if os.path.lexists(path):
@@ -289,9 +337,12 @@ class Checkpointer:
         if request is not None and request == self._request():
             self._control.unlink(missing_ok=True)
 
-    def _retain(self, newest: Path, eval_losses: Mapping[int, float]) -> None:
+    def _retain(self, newest: Path, moment: _Moment) -> None:
         directories = step_directories(self._run_directory)
-        keep = steps_to_keep(sorted(directories), self._config, eval_losses)
+        keep = steps_to_keep(sorted(directories), self._config, moment.eval_losses)
+        if moment.state.nonfinite_in_a_row:  # the last one after a finite step stays
+            finite = (step for step in sorted(directories, reverse=True) if not _nonfinite_in_a_row(directories[step]))
+            keep.update([step for step in [next(finite, None)] if step is not None])
         leaving = [path for step, path in directories.items() if step not in keep]
         if not leaving:
             return
@@ -309,14 +360,22 @@ class Checkpointer:
         saved = self.safe()
         if not atomic.is_disk_full(error):
             what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"
-            return CheckpointError(what, where=str(error.filename or path), hint="repair and resume", saved=saved)
+            return CheckpointError(what, where=str(error.filename or path), hint=_REPAIR, saved=saved)
         needed_bytes = snapshot.size_bytes + sum(map(len, self._companions.values()))
         return CheckpointError(
             f"no room for the checkpoint of step {step:,}: {room_text(needed_bytes, path, error)}",
             where=str(path),
-            hint="free some space (vorox checkpoints remove), then resume",
+            hint=f"free some space (vorox checkpoints remove {self._run_directory.name} STEP) or keep fewer "
+            "(checkpoint.keep_last), then run the same command again",
             saved=saved,
         )
+
+
+def _nonfinite_in_a_row(checkpoint: Path) -> int:
+    try:
+        return read_state(checkpoint).nonfinite_in_a_row
+    except (CheckpointError, ValueError, KeyError):  # whoever resumes from it finds out
+        return 1
 
 
 def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:

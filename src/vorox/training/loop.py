@@ -2,12 +2,14 @@
 
 In: everything that a run is made of, and where it stands. Out: where it ended. The loop waits for the device only to
 save and to validate; the numbers of a step are settled while the next one runs. A checkpoint is taken before the
-validation of the same step, because a validation may fail and a checkpoint is what must not be lost.
+validation of the same step. Between two steps nothing changes the state of the engine, so whatever fails there, a
+validation, a sample or the reading of a batch, the state is saved after the failure, and no copy is held for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from vorox.core.engine import Engine
@@ -50,7 +52,8 @@ def train(run: Run, progress: Progress) -> Progress:
         progress = _validate(run, progress)
     while progress.step < schedule.total_steps and not stop.requested:
         try:
-            batch = next(run.batches)
+            with _saved_on_failure(run, progress):
+                batch = next(run.batches)
         except Starved as starved:
             raise _stopped(run, progress, why=starved.what, where=starved.where, hint=starved.hint) from starved
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
@@ -71,17 +74,17 @@ def train(run: Run, progress: Progress) -> Progress:
 
 def _stopped(run: Run, progress: Progress, *, why: str = "", where: str = "", hint: str) -> Preempted:
     """Save this very state, and say that it is safe."""
-    _save(run, progress)
+    _save(run, progress, is_last=True)
     _wait_for_save(run)
     asked, because = run.agreement.stop.requested, f": {why}" if why else ""
     what = f"{asked and asked + ': '}stopped after step {progress.step:,} of {run.schedule.total_steps:,}{because}"
     return Preempted(what, where=where, saved=run.checkpointer.safe(), hint=hint)
 
 
-def _save(run: Run, progress: Progress) -> Progress:
+def _save(run: Run, progress: Progress, *, is_last: bool = False) -> Progress:
     progress = run.ledger.settle(progress)
     with run.observer.saving(progress) as report:
-        run.checkpointer.save(run.engine, progress, run.ledger, report)
+        run.checkpointer.save(run.engine, progress, run.ledger, report, is_last=is_last)
     return progress
 
 
@@ -91,9 +94,26 @@ def _wait_for_save(run: Run) -> None:
             run.checkpointer.wait()
 
 
+@contextlib.contextmanager
+def _saved_on_failure(run: Run, progress: Progress) -> Generator[None]:
+    """While inside, no step is made; if it fails, the state of the last step is saved, as far as that can be done."""
+    try:
+        yield
+    except Starved:
+        raise
+    except (Exception, KeyboardInterrupt):
+        if run.checkpointer.is_unsaved(progress):
+            try:
+                _save(run, progress, is_last=True)
+                _wait_for_save(run)
+            except Exception as failure:  # the first failure is what ended the run
+                run.checkpointer.log_failure(failure)
+        raise
+
+
 def _validate(run: Run, progress: Progress) -> Progress:
     progress = run.ledger.settle(progress)
-    with run.observer.validating(progress) as report:
+    with _saved_on_failure(run, progress), run.observer.validating(progress) as report:
         found = run.evaluations.run(run.engine, progress, run.agreement.stop)
         if found is not None:
             report(found)

@@ -35,6 +35,7 @@ from vorox.training.beginning import tell_plan
 from vorox.training.chain import ReplayChain
 from vorox.training.checkpointer import Checkpointer
 from vorox.training.checkpointing import RunState, checkpoint_path
+from vorox.training.disk_room import check_checkpoint_room
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
 from vorox.training.ledger import Ledger
@@ -83,6 +84,8 @@ def open_session(
     """The parts of the loop, and where it starts."""
     config, corpus, engine = setting.config, setting.corpus, setting.engine
     progress, total_steps, dist = state.progress, state.horizon.total_steps, setting.distributed
+    if dist.is_main:
+        check_checkpoint_room(run.directory, config, setting.spec, total_steps, progress.step)
     validation = feed.validation_set(config, corpus)
     byte_lengths = corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None
     evaluations = Evaluations(

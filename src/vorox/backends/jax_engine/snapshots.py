@@ -89,6 +89,15 @@ class OrbaxSnapshot:
         """Bytes of its arrays over all processes: the least that a disk must have room for."""
         return sum(array.nbytes for tree in self.trees.values() for array in tree.values())
 
+    def nonfinite_array(self) -> str:
+        """Name of the first array of this process that holds NaN or infinity; empty if none does."""
+        return engine_state.first_nonfinite(
+            (name if kind == WEIGHTS else f"{kind}.{name}", np.asarray(shard.data))
+            for kind, tree in sorted(self.trees.items(), reverse=True)
+            for name, array in tree.items()
+            for shard in array.addressable_shards
+        )
+
     def write(self, directory: StagedDirectory) -> None:
         """Write all of it; in several processes, use ``write_parts`` in each, then ``describe`` in the main one."""
         self.write_parts(directory.path)

@@ -1,0 +1,127 @@
+"""Disk room for checkpoints: known before step 1, estimated as it comes to be, and said with numbers that agree."""
+
+from __future__ import annotations
+
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tiny_runs import configuration, run, use_numpy_engine
+from vorox import backends
+from vorox.cli import main
+from vorox.core.config import load_config
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import DoesNotFitError
+from vorox.core.run_lookup import run_directories
+from vorox.core.staged_directory import StagedDirectory
+from vorox.models.spec import model_spec
+from vorox.training import disk_room
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import step_directories
+from vorox.training.disk_room import checkpoint_room
+
+Usage = namedtuple("Usage", "total used free")
+GIB = 1 << 30
+
+
+def leave_free(patch: pytest.MonkeyPatch, free: int) -> None:
+    patch.setattr(disk_room.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "done", "present", "most"),
+    [
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=0"], 12, 0, 0, 3),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=1"], 400, 0, 0, 4),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=9", "checkpoint.keep_best=0"], 13, 0, 0, 4),
+        (["checkpoint.every_steps=null", "checkpoint.keep_last=9"], 12, 0, 0, 1),
+        (["checkpoint.every_steps=null", "checkpoint.at_end=false"], 12, 0, 0, 0),
+        (["checkpoint.every_steps=null", "checkpoint.every_seconds=9", "checkpoint.keep_last=2",
+          "checkpoint.keep_best=0"], 12, 0, 0, 3),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=0",
+          "checkpoint.keep_every_steps=100"], 1000, 0, 0, 13),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=0"], 12, 8, 2, 3),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=0"], 12, 12, 2, 2),
+        (["checkpoint.every_steps=4", "checkpoint.keep_last=2", "checkpoint.keep_best=0"], 12, 8, 7, 7),
+    ],
+)  # fmt: skip
+def test_how_many_lie_there_at_once(
+    settings: list[str], total: int, done: int, present: int, most: int, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path, settings)
+    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    room = checkpoint_room(config, spec, total, done_steps=done, present=present)
+    assert room.most == most
+    assert room.needed_bytes == (most - present) * room.checkpoint_bytes
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        pytest.param("torch", [], marks=pytest.mark.torch),
+        pytest.param("torch", ["optimizer.name=muon"], marks=pytest.mark.torch),
+        pytest.param("jax", ["runtime.num_threads=null"], marks=pytest.mark.jax),
+        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.arrays=orbax"], marks=pytest.mark.jax),
+    ],
+)
+def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str], tmp_path: Path) -> None:
+    shape = ["model.hidden_size=128", "model.num_layers=2"]
+    config = configuration(tmp_path, [*settings, *shape, f"backend={backend}"])
+    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    engine = backends.load(backend).create(config, spec, DistributedContext())
+    with StagedDirectory(tmp_path / "checkpoint") as directory:
+        engine.snapshot(detached=False).write(directory)
+        directory.commit({})
+    written = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*") if path.is_file())
+    assert checkpoint_room(config, spec, 12).checkpoint_bytes == pytest.approx(written, rel=0.05)
+
+
+def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    config = configuration(tmp_path)
+    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    needed = checkpoint_room(config, spec, 12).needed_bytes
+    with monkeypatch.context() as patch:
+        leave_free(patch, needed - 1)
+        with pytest.raises(DoesNotFitError) as refused:
+            run(config)
+    error = refused.value
+    assert error.exit_code == 3
+    assert f"{needed:,} bytes" in error.what
+    assert f"{needed - 1:,} are free" in error.what
+    assert {"checkpoint.keep_last", "run.directory"} <= set(error.hint.replace(",", " ").replace("(", " ").split())
+    (directory,) = run_directories(tmp_path / "runs")
+    assert not (directory / "chain.jsonl").exists()
+    with monkeypatch.context() as patch:
+        leave_free(patch, needed)
+        assert run(config).progress.step == 12
+        leave_free(patch, 0)
+        run(config)  # nothing is left to save
+    assert len(read_chain(directory)) == 12
+    assert len(step_directories(directory)) <= checkpoint_room(config, spec, 12).most
+
+
+@pytest.mark.torch
+def test_a_dry_run_shows_it_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configuration(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "tiny.yaml", "--dry-run"]
+    leave_free(monkeypatch, GIB)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoints 3 x " in shown
+    assert "1 GiB free" in shown or "1.0 GiB free" in shown
+    assert "caches about" in shown
+    leave_free(monkeypatch, 1000)
+    assert main(command) == 3
+    assert "checkpoint.keep_last" in capsys.readouterr().err
+    spec = model_spec(load_config("tiny.yaml").model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    leave_free(monkeypatch, checkpoint_room(load_config("tiny.yaml"), spec, 12).needed_bytes + 1000)
+    assert main(command) == 3
+    assert "data.cache.directory" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
