@@ -22,7 +22,7 @@ import xxhash
 from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
-from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, StepValues
+from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin, StepValues
 from vorox.core.staged_directory import StagedDirectory
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -161,6 +161,18 @@ class NumpyEngine:
             with np.errstate(all="ignore"):
                 self._update(gradients, norm, lr, weight_decay)
         return NumpyResult(StepValues(loss, norm, finite, {}))
+
+    def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
+        total = max(1, batch.num_target_tokens)
+        for index in range(batch.tokens_ABT.shape[0]):
+            segments = None if batch.segment_ids_ABT is None else batch.segment_ids_ABT[index]
+            with np.errstate(all="ignore"):
+                loss, own = self._gradients(batch.tokens_ABT[index], batch.labels_ABT[index], segments, total)
+            finite = {name: bool(np.isfinite(gradient).all()) for name, gradient in own.items()}
+            found = NonfiniteOrigin.of(index, loss / total, {}, finite)
+            if found is not None:
+                return found
+        return None
 
     def _update(self, gradients: Arrays, norm: float, lr: float, weight_decay: float) -> None:
         self.updates += 1

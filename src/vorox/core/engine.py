@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, StepResult
+from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin, StepResult
 from vorox.core.staged_directory import StagedDirectory
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
@@ -94,6 +94,13 @@ class Engine(Protocol):
             batch: Every micro-batch of the step; accumulation is the engine's own business.
             lr: Learning rate of this step, from the stateless schedule.
             weight_decay: Decoupled weight decay of this step, applied to the parameters whose table entry says so.
+        """
+        ...
+
+    def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
+        """Repeat forward and backward of a batch without an update, and say where a number is not finite first.
+
+        Disturbs no bit of the training. ``None`` if everything is finite with the parameters as they are now.
         """
         ...
 

@@ -72,7 +72,7 @@ class LineFile:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """One record as a line of ASCII JSON in the order of its keys, without line end."""
-    text = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False, default=str)
+    text = json.dumps(finite_json(record), separators=(",", ":"), allow_nan=False, default=str)
     return text.encode("ascii")
 
 
@@ -105,13 +105,13 @@ def as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in cast("Mapping[object, Any]", value).items()}
+        return {str(key): finite_json(item) for key, item in cast("Mapping[object, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast("list[Any]", value)]
+        return [finite_json(item) for item in cast("list[Any]", value)]
     return value
 
 

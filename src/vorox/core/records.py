@@ -5,6 +5,7 @@ Shape legend: A micro-batches of a step, B rows of a micro-batch, T positions of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -138,6 +139,46 @@ class StepValues:
     grad_norm: float
     finite: bool
     extra: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteOrigin:
+    """Where numbers of a step stop being finite.
+
+    Attributes:
+        micro_batch: The first micro-batch with such a number, from 0.
+        loss: Its part of the loss.
+        activation: The first point of the residual stream, ``layer 3, after_attention``; empty if all are finite.
+        gradient: The first parameter, from the head backwards, with such a gradient; empty if there is none.
+    """
+
+    micro_batch: int
+    loss: float
+    activation: str
+    gradient: str
+
+    @classmethod
+    def of(
+        cls, micro_batch: int, loss: float, activations: Mapping[str, float], gradients: Mapping[str, bool]
+    ) -> NonfiniteOrigin | None:
+        """From what a pass over one micro-batch measured; ``None`` if all of it is finite.
+
+        Args:
+            micro_batch: Which one.
+            loss: Its part of the loss.
+            activations: Activation statistics by metric name, in the order of the layers.
+            gradients: Whether the gradient of a parameter is finite, in table order.
+        """
+        metric = next((name for name, value in activations.items() if not math.isfinite(value)), "")
+        _, layer, point, _ = metric.split("/") if metric else ("", "", "", "")
+        gradient = next((name for name, is_finite in reversed(list(gradients.items())) if not is_finite), "")
+        if not metric and not gradient and math.isfinite(loss):
+            return None
+        return cls(micro_batch, loss, f"layer {layer}, {point}" if metric else "", gradient)
+
+    def __str__(self) -> str:
+        place = self.activation or (f"the gradient of {self.gradient}" if self.gradient else "the loss")
+        return f"micro-batch {self.micro_batch}, {place}"
 
 
 class StepResult(Protocol):

@@ -39,6 +39,7 @@ RUN_FILES = (
     RunFile("metadata.spool"),
     RunFile("metadata.sqlite*"),
     RunFile("metrics.jsonl", mirrored="metrics.jsonl"),
+    RunFile("nonfinite", mirrored="nonfinite/*"),
     RunFile("plan.jsonl", mirrored="plan.jsonl"),
     RunFile("run.json", mirrored="run.json"),
     RunFile("tensorboard"),

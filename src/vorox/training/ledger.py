@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vorox.core.errors import NumericalError
-from vorox.core.records import Progress, StepResult, StepValues
+from vorox.core.records import Batch, Progress, StepResult, StepValues
 from vorox.training.chain import ReplayChain
 
 
@@ -27,6 +27,7 @@ class StartedStep:
         lr: Its learning rate.
         weight_decay: Its weight decay.
         row_tokens: Positions of each of its rows.
+        batch: What this process trained on.
     """
 
     progress: Progress
@@ -35,6 +36,7 @@ class StartedStep:
     lr: float
     weight_decay: float
     row_tokens: int
+    batch: Batch | None = None
 
 
 class Ledger:
@@ -46,6 +48,8 @@ class Ledger:
         nonfinite_in_a_row: Those that the checkpoint ended with.
         on_start: Told when a step has been started (and, on a device that does not run ahead, done).
         on_step: Told about every settled step.
+        on_nonfinite: Records a step that counts as not finite: the step, its numbers, how many there were in a row and
+            whether it ends the run; returns where the record is.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class Ledger:
         nonfinite_in_a_row: int,
         on_start: Callable[[StartedStep], None],
         on_step: Callable[[StartedStep, StepValues], None],
+        on_nonfinite: Callable[[StartedStep, StepValues, int, bool], str] = lambda *_: "",
     ) -> None:
-        self._chain, self._on_start, self._on_step = chain, on_start, on_step
+        self._chain, self._on_start, self._on_step, self._on_nonfinite = chain, on_start, on_step, on_nonfinite
         self._max_nonfinite_steps = max_nonfinite_steps
         self._pending: StartedStep | None = None
         self.nonfinite_in_a_row = nonfinite_in_a_row
@@ -94,11 +99,14 @@ class Ledger:
         self._on_step(step, values)
         if not _is_adapting(values):
             self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
-        if self.nonfinite_in_a_row > self._max_nonfinite_steps:
+        is_last, record = self.nonfinite_in_a_row > self._max_nonfinite_steps, ""
+        if not values.finite and not _is_adapting(values):
+            record = self._on_nonfinite(step, values, self.nonfinite_in_a_row, is_last)
+        if is_last:
             raise NumericalError(
                 f"loss or gradient was not finite {self.nonfinite_in_a_row} times in a row "
                 f"(loss {values.loss}, gradient norm {values.grad_norm})",
-                where=f"step {step.progress.step:,}",
+                where=f"step {step.progress.step:,}" + (f", recorded in {record}" if record else ""),
                 hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",
             )
 

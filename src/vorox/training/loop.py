@@ -8,12 +8,10 @@ validation, a sample or the reading of a batch, the state is saved after the fai
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vorox.core.engine import Engine
-from vorox.core.errors import Preempted
 from vorox.core.records import Batch, Progress
 from vorox.data.growth import Starved
 from vorox.training.agreement import Agreement
@@ -21,6 +19,7 @@ from vorox.training.checkpointer import Checkpointer
 from vorox.training.evaluate import Evaluations
 from vorox.training.ledger import Ledger, StartedStep
 from vorox.training.observer import Observer
+from vorox.training.saving import save, saved_on_failure, stopped, wait_for_save
 from vorox.training.schedule import Schedule
 
 
@@ -52,68 +51,29 @@ def train(run: Run, progress: Progress) -> Progress:
         progress = _validate(run, progress)
     while progress.step < schedule.total_steps and not stop.requested:
         try:
-            with _saved_on_failure(run, progress):
+            with saved_on_failure(run, progress):
                 batch = next(run.batches)
         except Starved as starved:
-            raise _stopped(run, progress, why=starved.what, where=starved.where, hint=starved.hint) from starved
+            raise stopped(run, progress, why=starved.what, where=starved.where, hint=starved.hint) from starved
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.after(batch, engine.data_shard)
         orders = run.agreement.after(progress, batch)
-        run.ledger.follow(StartedStep(progress, orders.batch_digest, result, lr, weight_decay, batch.row_tokens))
+        run.ledger.follow(StartedStep(progress, orders.batch_digest, result, lr, weight_decay, batch.row_tokens, batch))
         if orders.save:
-            progress = _save(run, progress)
+            progress = save(run, progress)
         if run.evaluations.due(progress) and not stop.requested:
             progress = _validate(run, progress)
     progress = run.ledger.settle(progress)
     if stop.requested and (progress.step < schedule.total_steps or run.evaluations.due(progress)):
-        raise _stopped(run, progress, hint="run the same command again to go on")
-    _wait_for_save(run)
+        raise stopped(run, progress, hint="run the same command again to go on")
+    wait_for_save(run)
     return progress
-
-
-def _stopped(run: Run, progress: Progress, *, why: str = "", where: str = "", hint: str) -> Preempted:
-    """Save this very state, and say that it is safe."""
-    _save(run, progress, is_last=True)
-    _wait_for_save(run)
-    asked, because = run.agreement.stop.requested, f": {why}" if why else ""
-    what = f"{asked and asked + ': '}stopped after step {progress.step:,} of {run.schedule.total_steps:,}{because}"
-    return Preempted(what, where=where, saved=run.checkpointer.safe(), hint=hint)
-
-
-def _save(run: Run, progress: Progress, *, is_last: bool = False) -> Progress:
-    progress = run.ledger.settle(progress)
-    with run.observer.saving(progress) as report:
-        run.checkpointer.save(run.engine, progress, run.ledger, report, is_last=is_last)
-    return progress
-
-
-def _wait_for_save(run: Run) -> None:
-    if run.checkpointer.is_writing:
-        with run.observer.waiting_for_save():
-            run.checkpointer.wait()
-
-
-@contextlib.contextmanager
-def _saved_on_failure(run: Run, progress: Progress) -> Generator[None]:
-    """While inside, no step is made; if it fails, the state of the last step is saved, as far as that can be done."""
-    try:
-        yield
-    except Starved:
-        raise
-    except (Exception, KeyboardInterrupt):
-        if run.checkpointer.is_unsaved(progress):
-            try:
-                _save(run, progress, is_last=True)
-                _wait_for_save(run)
-            except Exception as failure:  # the first failure is what ended the run
-                run.checkpointer.log_failure(failure)
-        raise
 
 
 def _validate(run: Run, progress: Progress) -> Progress:
     progress = run.ledger.settle(progress)
-    with _saved_on_failure(run, progress), run.observer.validating(progress) as report:
+    with saved_on_failure(run, progress), run.observer.validating(progress) as report:
         found = run.evaluations.run(run.engine, progress, run.agreement.stop)
         if found is not None:
             report(found)

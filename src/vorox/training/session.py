@@ -38,6 +38,7 @@ from vorox.training.checkpointing import RunState, checkpoint_path
 from vorox.training.disk_room import check_checkpoint_room
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
+from vorox.training.forensics import Forensics
 from vorox.training.ledger import Ledger
 from vorox.training.loop import Run
 from vorox.training.mirror import Mirrored
@@ -117,12 +118,17 @@ def open_session(
     ):  # fmt: skip
         observer = _observer(setting, tracker, display, state.horizon, batches, checkpointer, provenance, mirror)
         chain = ReplayChain(run.directory, progress, writes=dist.is_main)
+        alone = engine if dist.process_count == 1 else None
+        forensics = Forensics(run.directory, alone, setting.log, writes=dist.is_main)
         ledger = Ledger(
             chain,
             max_nonfinite_steps=config.train.max_nonfinite_steps,
             nonfinite_in_a_row=state.nonfinite_in_a_row,
             on_start=observer.started,
             on_step=observer.step,
+            on_nonfinite=lambda step, values, in_a_row, is_last: forensics.record(
+                step, values, in_a_row, is_last=is_last
+            ),
         )
         schedule = Schedule.of(config.schedule, config.optimizer, state.horizon)
         agreement = Agreement(dist, engine.data_shard, stop, checkpointer.due, chain)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine import attention, devices, loss, processes
+from vorox.backends.jax_engine import attention, devices, diagnosis, loss, processes
 from vorox.backends.jax_engine.attention import Visibility
 from vorox.backends.jax_engine.decoding import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
@@ -35,7 +35,7 @@ from vorox.backends.jax_engine.snapshots import OrbaxSnapshot, host_copies, requ
 from vorox.backends.jax_engine.taps import Taps
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, NamedArray
-from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array
+from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
 from vorox.models.batch_checks import check_length, check_tokens
@@ -186,8 +186,7 @@ class JaxEngine:
     ) -> tuple[State, dict[str, Array], Array | None]:
         num_targets = (given["labels"] != IGNORED_LABEL).sum()  # of all processes
         scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
-        high, low = divmod(self._config.run.seed, 1 << 32)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), step)
+        key = self._step_key(step)
         run_micro_batch = partial(self._micro_batch, state.params, scale)
 
         def body(gradients: dict[str, Array], part: tuple[Array, Mapping[str, Array]]) -> Any:
@@ -210,14 +209,24 @@ class JaxEngine:
         numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
         return after, numbers | self._extras(after, totals, scale), seen
 
+    def _step_key(self, step: Array | int) -> Array:
+        high, low = divmod(self._config.run.seed, 1 << 32)
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), step)
+
+    def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
+        """Repeat forward and backward without an update; where a number is not finite first."""
+        with devices.memory_errors("looking for what is not finite"), self.compute.precision():
+            run, given = jax.jit(partial(self._micro_batch, measure=True)), self._on_devices(batch, self.data_shard)
+            return diagnosis.locate(run, self.state.params, given, self._step_key(batch.step), self.layout)
+
     def _micro_batch(
-        self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array
+        self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False
     ) -> tuple[dict[str, Array], loss.LossSums, Array | None]:
         """Gradients, sums and statistics of one forward and backward pass."""
         run = self._pass(
             rows,
             dropout_key=key if self._spec.dropout_fraction > 0 else None,
-            measure=self._config.log.activation_statistics,
+            measure=measure or self._config.log.activation_statistics,
         )
 
         def hidden(tree: Mapping[str, Array]) -> tuple[Array, Array | None]:

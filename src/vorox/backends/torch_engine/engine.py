@@ -32,7 +32,7 @@ from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
 from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import NamedArray
-from vorox.core.records import Batch, DataShard, EvalValues, Int32Array
+from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models.batch_checks import check_length, check_tokens
 from vorox.models.engine_state import Snapshot
@@ -136,6 +136,30 @@ class TorchEngine:
                 self._extras(sums, count),
                 self._statistics.take() if self._statistics is not None else None,
             )
+
+    def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
+        """Repeat forward and backward without an update, uncompiled; where a number is not finite first."""
+        kept = self._run_block, self._statistics
+        self._run_block, self._statistics = None, ActivationStatistics()
+        count = max(1, batch.num_target_tokens)
+        try:
+            with devices.memory_errors("looking for what is not finite"):
+                self.taps.measure(self._statistics)
+                for index in range(batch.tokens_ABT.shape[0]):
+                    self.store.zero_gradients()
+                    loss = float(self._train_micro_batch(batch, index).cross_entropy) / count
+                    names, values = self._statistics.take()
+                    activations = dict(zip(names, [] if values is None else values.tolist(), strict=True))
+                    finite = {
+                        name: bool(view.isfinite().all()) for name, view in self.store.views(self.store.gradients)
+                    }
+                    found = NonfiniteOrigin.of(index, loss, activations, finite)
+                    if found is not None:
+                        return found
+            return None
+        finally:
+            self.taps.measure(None)
+            self._run_block, self._statistics = kept
 
     def _train_micro_batch(self, batch: Batch, index: int) -> LossSums:
         labels = labels_to_device(batch.labels_ABT[index], self.compute.device)

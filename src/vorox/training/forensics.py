@@ -1,0 +1,102 @@
+"""Records of steps that were not finite: rows, documents and the first place, in ``nonfinite/`` of the run.
+
+In: a settled step whose loss or gradient was not finite. Out: ``nonfinite/step-00000010.json``. The batch is repeated
+without an update to find the place, and its rows are looked up in the plan; both happen only then, so finite steps pay
+nothing. The first step of every series is recorded, and the one that ends the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vorox.core import atomic
+from vorox.core.engine import Engine
+from vorox.core.errors import VoroxError
+from vorox.core.json_lines import finite_json
+from vorox.core.log import RunLog
+from vorox.core.records import NonfiniteOrigin, StepValues
+from vorox.data.provenance import open_trail, where
+
+if TYPE_CHECKING:
+    from vorox.training.ledger import StartedStep
+
+DIRECTORY_NAME = "nonfinite"
+_FORMAT = "vorox-nonfinite/1"
+_MAX_RECORDS = 32
+
+
+class Forensics:
+    """Writes the records of one running process.
+
+    Args:
+        run_directory: The run.
+        engine: Repeats the batch. ``None`` in a run of several processes, whose parts of a batch differ.
+        log: Told where a record is.
+        writes: Off in all processes of a run but one.
+    """
+
+    def __init__(self, run_directory: Path, engine: Engine | None, log: RunLog, *, writes: bool = True) -> None:
+        self._run_directory, self._engine, self._log, self._writes = run_directory, engine, log, writes
+        self._num_records = 0
+
+    def record(self, step: StartedStep, values: StepValues, in_a_row: int, *, is_last: bool) -> str:
+        """Record a step, if it is the first of its series or ends the run.
+
+        Args:
+            step: The step.
+            values: What it measured.
+            in_a_row: Steps up to this one that were not finite.
+            is_last: Whether the run ends because of it.
+
+        Returns:
+            The record's path; empty if there is none.
+        """
+        if not self._writes or not (is_last or (in_a_row == 1 and self._num_records < _MAX_RECORDS)):
+            return ""
+        self._num_records += 1
+        number = step.progress.step
+        origin, unknown = self._locate(step)
+        record: dict[str, Any] = {
+            "format": _FORMAT,
+            "step": number,
+            "nonfinite_in_a_row": in_a_row,
+            "loss": values.loss,
+            "grad_norm": values.grad_norm,
+            "loss_scale": values.extra.get("loss_scale"),
+            "learning_rate": step.lr,
+            "weight_decay": step.weight_decay,
+            "batch_digest": step.batch_digest,
+            "origin": None if origin is None else asdict(origin),
+            "origin_unknown_because": unknown,
+            **self._rows(number),
+        }
+        path = self._run_directory / DIRECTORY_NAME / f"step-{number:08d}.json"
+        try:
+            atomic.make_directory(path.parent)
+            atomic.write_file(path, atomic.pretty_json(finite_json(record)))
+        except OSError as error:
+            text = f"Step {number:,} was not finite, and its record cannot be written: {error.strerror}"
+            self._log.event("nonfinite_record", text, level="warning", step=number)
+            return ""
+        what = f"first in {origin}" if origin is not None else f"where is unknown: {unknown}"
+        text = f"Step {number:,} was not finite, {what}; recorded in {DIRECTORY_NAME}/{path.name}"
+        self._log.event("nonfinite_record", text, level="warning", step=number, path=str(path))
+        return str(path)
+
+    def _locate(self, step: StartedStep) -> tuple[NonfiniteOrigin | None, str]:
+        if self._engine is None or step.batch is None:
+            return None, "the batch is spread over several processes"
+        try:
+            found = self._engine.locate_nonfinite(step.batch)
+        except Exception as error:  # the record matters less than the run
+            return None, f"the batch cannot be repeated: {error}"
+        return found, "" if found is not None else "repeated with the parameters of the step after it, all is finite"
+
+    def _rows(self, number: int) -> dict[str, Any]:
+        try:
+            with open_trail(self._run_directory) as trail:
+                return {"rows": [asdict(row) for row in where(trail, number)]}
+        except (VoroxError, OSError) as error:
+            return {"rows": None, "rows_unknown_because": str(error)}

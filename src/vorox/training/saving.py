@@ -1,0 +1,59 @@
+"""Saving between two steps: when it is due, when the run is asked to stop, and when something else fails there.
+
+In: a run that stands between two steps. Out: its state in a checkpoint. Nothing but a step changes the state of the
+engine, so it can be saved after a failure, and no copy is held for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from vorox.core.errors import Preempted
+from vorox.core.records import Progress
+from vorox.data.growth import Starved
+
+if TYPE_CHECKING:
+    from vorox.training.loop import Run
+
+
+def stopped(run: Run, progress: Progress, *, why: str = "", where: str = "", hint: str) -> Preempted:
+    """Save this very state, and say that it is safe."""
+    save(run, progress, is_last=True)
+    wait_for_save(run)
+    asked, because = run.agreement.stop.requested, f": {why}" if why else ""
+    what = f"{asked and asked + ': '}stopped after step {progress.step:,} of {run.schedule.total_steps:,}{because}"
+    return Preempted(what, where=where, saved=run.checkpointer.safe(), hint=hint)
+
+
+def save(run: Run, progress: Progress, *, is_last: bool = False) -> Progress:
+    """Settle what was started and take a checkpoint, if there is anything to save."""
+    progress = run.ledger.settle(progress)
+    with run.observer.saving(progress) as report:
+        run.checkpointer.save(run.engine, progress, run.ledger, report, is_last=is_last)
+    return progress
+
+
+def wait_for_save(run: Run) -> None:
+    """Wait until the checkpoint that is being written is committed."""
+    if run.checkpointer.is_writing:
+        with run.observer.waiting_for_save():
+            run.checkpointer.wait()
+
+
+@contextlib.contextmanager
+def saved_on_failure(run: Run, progress: Progress) -> Generator[None]:
+    """While inside, no step is made; if it fails, the state of the last step is saved, as far as that can be done."""
+    try:
+        yield
+    except Starved:
+        raise
+    except (Exception, KeyboardInterrupt):
+        if run.checkpointer.is_unsaved(progress):
+            try:
+                save(run, progress, is_last=True)
+                wait_for_save(run)
+            except Exception as failure:  # the first failure is what ended the run
+                run.checkpointer.log_failure(failure)
+        raise
