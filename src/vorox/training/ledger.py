@@ -39,6 +39,11 @@ class StartedStep:
     batch: Batch | None = None
 
 
+def _no_record(step: StartedStep, values: StepValues, in_a_row: int, is_last: bool) -> str:
+    del step, values, in_a_row, is_last
+    return ""
+
+
 class Ledger:
     """Settles steps one step late.
 
@@ -60,7 +65,7 @@ class Ledger:
         nonfinite_in_a_row: int,
         on_start: Callable[[StartedStep], None],
         on_step: Callable[[StartedStep, StepValues], None],
-        on_nonfinite: Callable[[StartedStep, StepValues, int, bool], str] = lambda *_: "",
+        on_nonfinite: Callable[[StartedStep, StepValues, int, bool], str] = _no_record,
     ) -> None:
         self._chain, self._on_start, self._on_step, self._on_nonfinite = chain, on_start, on_step, on_nonfinite
         self._max_nonfinite_steps = max_nonfinite_steps
