@@ -217,8 +217,8 @@ def test_a_failed_write_is_raised_once_with_the_words_of_a_waiting_save(
     where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = type("Usage", (), {"free": 7})
-    monkeypatch.setattr("vorox.training.checkpointer.shutil.disk_usage", lambda path: free)
-    run = Run(tmp_path / "background")
+    monkeypatch.setattr("vorox.core.disk_errors.shutil.disk_usage", lambda path: free)
+    run = Run(tmp_path / "background" / "run")
     run.save(10)
     with pytest.raises(CheckpointError) as refused, run.checkpointer:
         fail_in_background(run, number, then=where)
@@ -227,7 +227,7 @@ def test_a_failed_write_is_raised_once_with_the_words_of_a_waiting_save(
     run.checkpointer.wait()  # it is raised once
 
     Run.asynchronous = False
-    other = Run(tmp_path / "waiting")
+    other = Run(tmp_path / "waiting" / "run")
     other.save(10)
 
     def failing(operation: FileOperation) -> None:
@@ -282,7 +282,7 @@ def came_to(directory: Path) -> dict[str, Any]:
     return {
         "chain": [entry.chain for entry in read_chain(directory).values()],
         "states": {step: metadata["fingerprint"] for step, metadata in manifests.items()},
-        "manifests": {step: {**metadata, "environment": 0} for step, metadata in manifests.items()},
+        "manifests": {step: {**metadata, "environment": 0, "settings": 0} for step, metadata in manifests.items()},
         "files": {
             (step, file.name): file.read_bytes()
             for step, path in step_directories(directory).items()
