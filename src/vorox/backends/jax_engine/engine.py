@@ -215,7 +215,7 @@ class JaxEngine:
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward without an update; where a number is not finite first."""
-        with devices.memory_errors("looking for what is not finite"), self.compute.precision():
+        with devices.memory_errors("looking for what is not finite", self._memory), self.compute.precision():
             run, given = jax.jit(partial(self._micro_batch, measure=True)), self._on_devices(batch, self.data_shard)
             return diagnosis.locate(run, self.state.params, given, self._step_key(batch.step), self.layout)
 

@@ -143,7 +143,7 @@ class TorchEngine:
         self._run_block, self._statistics = None, ActivationStatistics()
         count = max(1, batch.num_target_tokens)
         try:
-            with devices.memory_errors("looking for what is not finite"):
+            with devices.memory_errors("looking for what is not finite", self._memory):
                 self.taps.measure(self._statistics)
                 for index in range(batch.tokens_ABT.shape[0]):
                     self.store.zero_gradients()
