@@ -330,6 +330,57 @@ def test_postgres_stopped_in_mid_run_and_started_again(
     assert Spool(directory()).size_bytes == 0
 
 
+@pytest.mark.parametrize("released_in_mid_run", [True, False])
+def test_a_second_session_that_holds_a_lock_stops_no_run(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch, released_in_mid_run: bool
+) -> None:
+    """A lock wait, and then rows that are there already: bounded, training goes on, every row arrives once."""
+    import psycopg
+
+    straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
+    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.experiments.metadata.databases._STATEMENT_MILLISECONDS", 300)
+    config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
+    other = psycopg.connect(dsn)
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def told(kind: str) -> bool:
+        directory = next((tmp_path / "other" / "runs").iterdir())
+        return any(event["kind"] == kind for event in read_lines(directory / "events.jsonl"))
+
+    def hold() -> None:
+        until(lambda: consumed(dsn) != [])
+        other.execute("LOCK TABLE vorox.attempt IN ACCESS EXCLUSIVE MODE")
+
+    def release() -> None:
+        until(lambda: told("metadata_away"))
+        other.rollback()
+        until(lambda: told("metadata_back"))
+
+    began = time.monotonic()
+    at_step(monkeypatch, 22, hold)
+    if released_in_mid_run:
+        at_step(monkeypatch, 40, release)
+    outcome = run(config)
+    assert time.monotonic() - began < 4 * WAIT_SECONDS
+    assert chain(outcome.run_directory) == chain(straight)
+    if not released_in_mid_run:
+        assert Spool(outcome.run_directory).size_bytes > 0
+        other.rollback()
+        run(config)
+    other.close()
+    assert Spool(outcome.run_directory).size_bytes == 0
+    assert consumed(dsn)[0] == (1, None, 1, 60, "kept")
+    before = consumed(dsn)
+    refresh_database(outcome.run_directory)
+    assert consumed(dsn) == before, "what is there already is not written a second time"
+
+
 @pytest.mark.slow
 def test_killed_with_a_spool_the_next_start_drains_it(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
