@@ -32,6 +32,7 @@ COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
 WITHOUT_UNIT = {
     "data.sources.*.weight": "a ratio between sources",
     "data.sources.*.end_of_text_id": "a token id",
+    "tokenizer.end_of_text_id": "a token id",
     "data.validation.sources.*.weight": "a ratio between sources",
     "data.validation.sources.*.end_of_text_id": "a token id",
     "tokenizer.vocab_size": "tokens of a vocabulary, as everybody calls it",

@@ -33,6 +33,7 @@ _BYTES_PER_TOKEN = {
     "tiktoken": 4.0,
     "byte": 1.0,
     "char": 1.0,
+    "none": 2.0,
     "tokens": 2.0,
 }
 """How much text a token stands for, roughly, while nothing better is known."""

@@ -34,7 +34,8 @@ def last_screen(outcome: Outcome) -> list[str]:
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)
-    prompt = shlex.quote(next((text for text in config.eval.prompts if text.isprintable()), "The"))
+    fallback = "The" if config.tokenizer.kind != "none" else "0"
+    prompt = shlex.quote(next((text for text in config.eval.prompts if text.isprintable()), fallback))
     positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
     if config.eval.sample_tokens > positions // 2:
         prompt += f" --tokens {positions // 2}"

@@ -2,8 +2,8 @@
 
 Paths go in, arrays of ids come out, and the other way round. Two kinds: magic 20240520, version 1, uint16; magic
 20240801, version 7, uint32. The header is 256 int32, in a variant three uint32; in both the first three are magic,
-version and number of tokens. Invariant: the length of the file decides which header it is, and one that does not
-agree with it to the byte is refused.
+version and number of tokens. A file without a header is read where a person says what its ids are. Invariant: the
+length of the file decides which header it is, and one that does not agree with it to the byte is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
         known = " or ".join(f"{magic} version {version}" for magic, version in _TOKEN_BYTES)
         raise DataError(
             f"the file begins with magic {magic}, version {version}: that is no token shard ({known})", where=where,
-            hint="say the format that the file has, or write the shard again",
+            hint="if it is nothing but token ids, as nanoGPT's train.bin, set the source's ids_dtype=uint16 or "
+            "uint32; else say the format that it has",
         )  # fmt: skip
     for header_bytes in (HEADER_BYTES, SHORT_HEADER_BYTES):
         if size_bytes == header_bytes + num_tokens * token_bytes:
@@ -79,6 +80,27 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
         f"{held:,.10g}",
         where=where, hint="the shard is cut short or its header lies: fetch or write it again",
     )  # fmt: skip
+
+
+def headerless(start: bytes, size_bytes: int, token_bytes: int, where: str) -> ShardHeader:
+    """The layout of a file that is nothing but token ids.
+
+    Raises:
+        DataError: It has a header after all, or is not a whole number of ids.
+    """
+    if len(start) >= SHORT_HEADER_BYTES:
+        magic, version, _ = (int(value) for value in np.frombuffer(start[:SHORT_HEADER_BYTES], "<u4"))
+        if (magic, version) in _TOKEN_BYTES:
+            raise DataError(
+                "the token shard has a header, which would be read as tokens", where=where,
+                hint="leave the source's ids_dtype out",
+            )  # fmt: skip
+    if size_bytes % token_bytes:
+        raise DataError(
+            f"a file of {size_bytes:,} bytes is not a whole number of ids of {token_bytes} bytes", where=where,
+            hint="set the source's ids_dtype to what it was written with, or fetch the file again",
+        )  # fmt: skip
+    return ShardHeader(token_bytes, size_bytes // token_bytes, 0)
 
 
 def read_header(path: Path) -> ShardHeader:

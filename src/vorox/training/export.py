@@ -26,6 +26,7 @@ from vorox.core.installation import install_command
 from vorox.core.records import Int32Array
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.data.tokenizers.token_ids import IDS_NAME
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface, huggingface_entries, require_family, to_huggingface
@@ -44,7 +45,6 @@ _STORED: Mapping[Dtype, tuple[str, str]] = {
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
 }
-_COPIED = (GENERATION_CONFIG_NAME, tokenizers.TOKENIZER_NAME)
 _SAMPLE_TEXTS = (
     "The order of the data is arithmetic, and a resumed run is bit for bit the run it would have been.\n",
     "def total(values):\n    return sum(value for value in values if value > 0)\n",
@@ -154,7 +154,10 @@ def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
         name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
     }
     hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # stored as parts, in files of any name
-    named = (WEIGHTS_NAME, *_COPIED, tokenizers.CONFIG_NAME)
+    described = (
+        (IDS_NAME,) if IDS_NAME in hashes else (tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
+    )  # ids without a tokenizer have a description
+    named = (WEIGHTS_NAME, GENERATION_CONFIG_NAME, *described)
     missing = [name for name in named if hashes.get(name) is None]
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(checkpoint.path))
@@ -185,10 +188,11 @@ def _write(
 ) -> None:
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
-    for name in _COPIED:
-        directory.write(name, (checkpoint / name).read_bytes())
+    directory.write(GENERATION_CONFIG_NAME, (checkpoint / GENERATION_CONFIG_NAME).read_bytes())
     tokenizer = tokenizers.load(checkpoint)  # a checkpoint of an earlier version says less of it
-    directory.write(tokenizers.CONFIG_NAME, tokenizer.files(spec.max_positions_tokens)[tokenizers.CONFIG_NAME])
+    for name, content in tokenizer.files(spec.max_positions_tokens).items():
+        is_copied = name == tokenizers.TOKENIZER_NAME
+        directory.write(name, (checkpoint / name).read_bytes() if is_copied else content)
     entries, arrays = _weights(checkpoint, spec)
     with directory.open(WEIGHTS_NAME) as writer:
         write_weights(writer, [replace(entry, dtype=stored) for entry in entries], arrays)
@@ -269,6 +273,8 @@ def compare(
 def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[list[int]]:
     """Ids of each text, after both tokenizers agree on them."""
     ours = tokenizers.load(directory)
+    if not (directory / tokenizers.TOKENIZER_NAME).exists():  # the run has ids and no tokenizer
+        return [list(range(min(_REAL_TOKENS, ours.vocab_size)))]
     theirs = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     if theirs.eos_token_id != ours.end_of_text_id:
         raise CheckpointError(

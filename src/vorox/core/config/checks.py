@@ -58,7 +58,9 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
             keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
         )
-    needed = {"bpe": config.tokenizer.vocab_size, "byte": 257}.get(config.tokenizer.kind)
+    needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
+        config.tokenizer.kind
+    )
     if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
         yield Problem(
             f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
@@ -91,11 +93,17 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
             f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
             keys=(f"{key}.paths", f"{key}.format"),
         )
-    if source.format == "bin" and source.tokenizer is None:
+    if source.format == "bin" and source.tokenizer is None and config.tokenizer.kind != "none":
         yield Problem(
             f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
-            f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer",
+            f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer, or tokenizer.kind=none "
+            "with tokenizer.vocab_size if nobody has it",
             keys=(f"{key}.tokenizer", f"{key}.format"),
+        )
+    if source.format != "bin" and config.tokenizer.kind == "none":
+        yield Problem(
+            f"{key} ({source.name}) has text, which tokenizer.kind=none cannot read; it is for token shards",
+            keys=("tokenizer.kind", f"{key}.format"),
         )
     if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
         yield Problem(
@@ -230,6 +238,19 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"tokenizer.kind={config.tokenizer.kind} needs tokenizer.path, {needed}",
             keys=("tokenizer.path", "tokenizer.kind"),
+        )
+    smallest, section = {"bpe": 257, "none": 1}.get(config.tokenizer.kind, 0), config.tokenizer
+    if section.vocab_size < smallest:
+        yield Problem(
+            f"tokenizer.vocab_size={section.vocab_size} is less than the {smallest} of a bpe: the bytes and the end of "
+            "text",
+            keys=("tokenizer.vocab_size", "tokenizer.kind"),
+        )
+    if section.end_of_text_id is not None and section.end_of_text_id >= section.vocab_size:
+        yield Problem(
+            f"tokenizer.end_of_text_id={section.end_of_text_id} is no id below tokenizer.vocab_size="
+            f"{section.vocab_size}",
+            keys=("tokenizer.end_of_text_id", "tokenizer.vocab_size"),
         )
     if config.tokenizer.end_of_text == "":
         yield Problem("tokenizer.end_of_text is empty", keys=("tokenizer.end_of_text",))

@@ -49,6 +49,7 @@ _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("delimiter", "format", _is("csv"), "format csv"),
     ("tokenizer", "format", _is("bin"), "format bin"),
     ("end_of_text_id", "format", _is("bin"), "format bin"),
+    ("ids_dtype", "format", _is("bin"), "format bin"),
     ("hf_config", "format", _is(*_FILES), _A_FILE_FORMAT),
     ("hf_split", "format", _is(*_FILES), _A_FILE_FORMAT),
     ("revision", "format", _is(*_FILES), _A_FILE_FORMAT),
@@ -121,7 +122,9 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Condition("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
     Condition("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
-    Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe"), "kind bpe"),
+    Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe", "none"), "kind bpe or none"),
+    Condition("tokenizer.end_of_text_id", "tokenizer.kind", _is("none"), "kind none"),
+    Condition("eval.prompts", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
     Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Condition(
         "tokenizer.path",

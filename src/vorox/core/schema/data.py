@@ -74,6 +74,9 @@ class SourceConfig(Section):
     end_of_text_id: int | None = Field(
         default=None, ge=0, description="Id that ends a document in token shards. None: that of the tokenizer."
     )
+    ids_dtype: Literal["uint16", "uint32"] | None = Field(
+        default=None, description="What the ids of token shards without a header are. None: the header says it."
+    )
     max_record_bytes: int = Field(
         default=128 << 20,
         ge=1,
@@ -311,17 +314,17 @@ class DataConfig(Section):
 
 
 class TokenizerConfig(Section):
-    kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken"] = Field(
+    kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken", "none"] = Field(
         default="bpe",
         description="bpe: byte-level BPE trained on the sources; byte: 256 bytes; char: the characters that occur; "
         "file: a tokenizer.json; huggingface: a directory or repository with the tokenizer of a model; tiktoken: an "
-        "encoding by name, or a file of ranks.",
+        "encoding by name, or a file of ranks; none: token shards whose tokenizer nobody has.",
     )
     vocab_size: int = Field(
         default=4096,
-        ge=257,
-        description="Vocabulary of a trained bpe, with its special tokens; smaller where the text has fewer "
-        "pairs of tokens.",
+        ge=1,
+        description="Vocabulary of a trained bpe, with its special tokens, smaller where the text has fewer pairs "
+        "of tokens; or the number of ids of kind none.",
     )
     train_bytes: int = Field(
         default=8 << 20, ge=1, description="Text that a bpe is trained on: evenly spread documents."
@@ -341,6 +344,11 @@ class TokenizerConfig(Section):
         default=None,
         description="Token after every document; added if it is not there. None: what a Hugging Face tokenizer calls "
         "the end of a sequence, else <|endoftext|>.",
+    )
+    end_of_text_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="For kind none: the id that ends a document. None: a further one behind the vocabulary.",
     )
     special_tokens: tuple[str, ...] = Field(
         default=(),

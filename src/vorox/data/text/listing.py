@@ -31,7 +31,7 @@ _BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_dis
 _BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 _OF_FILES = (
     "format", "paths", "hf_config", "hf_split", "revision", "text_field", "metadata_fields", "delimiter",
-    "tokenizer", "end_of_text_id",
+    "tokenizer", "end_of_text_id", "ids_dtype",
 )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ class Source:
             definition["delimiter"] = config.delimiter
         if config.format == "bin":
             definition["end_of_text_id"] = str(config.end_of_text_id)
+            definition |= {} if config.ids_dtype is None else {"ids_dtype": config.ids_dtype}
         default = type(config).model_fields["max_record_bytes"].default
         if config.damaged_files != "stop":
             definition["damaged_files"] = config.damaged_files
@@ -206,7 +207,7 @@ def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: 
     if not has_tokens(config):
         return source
     declared = config.tokenizer or ""
-    same = declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
+    same = names == ["none"] or declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
     if not same:
         raise ConfigError(
             f"the token shards of source {config.name!r} were written with tokenizer {declared or '(none given)'}, "

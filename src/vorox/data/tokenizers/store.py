@@ -26,6 +26,7 @@ from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
 from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
+from vorox.data.tokenizers.token_ids import token_ids
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer, load, train
 
 IDENTITY_NAME = "IDENTITY.json"
@@ -96,6 +97,8 @@ def _ready_made(config: TokenizerConfig) -> Tokenizer | None:
         return load_huggingface(config)
     if config.kind == "tiktoken":
         return load_tiktoken(config)
+    if config.kind == "none":
+        return token_ids(config)
     return train(config, ()) if config.kind in {"byte", "file"} else None
 
 

@@ -223,7 +223,11 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
     Raises:
         DataError: There is no readable tokenizer there.
     """
+    from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
+
     path = Path(path).expanduser()
+    if (path / IDS_NAME).is_file():
+        return load_token_ids(path / IDS_NAME)
     file = path / TOKENIZER_NAME if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")

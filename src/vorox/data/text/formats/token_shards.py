@@ -15,7 +15,7 @@ import numpy as np
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, parse_header
+from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
@@ -23,15 +23,22 @@ from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, reco
 _CHUNK_BYTES = 1 << 20
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def header(file: StoredFile) -> ShardHeader:
+def header(source: SourceConfig, file: StoredFile) -> ShardHeader:
     """What a stored shard is.
 
     Raises:
-        DataError: It is none, or does not agree with its header.
+        DataError: It is none, or does not agree with its header or with the source's ``ids_dtype``.
     """
+    return _header(file, source.ids_dtype)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _header(file: StoredFile, ids_dtype: str | None) -> ShardHeader:
     with open_range(file, 0, min(SHORT_HEADER_BYTES, file.size_bytes)) as reader:
-        return parse_header(reader.read(SHORT_HEADER_BYTES), file.size_bytes, file.uri)
+        start = reader.read(SHORT_HEADER_BYTES)
+    if ids_dtype is None:
+        return parse_header(start, file.size_bytes, file.uri)
+    return headerless(start, file.size_bytes, int(ids_dtype.removeprefix("uint")) // 8, file.uri)
 
 
 def _end_of_text(source: SourceConfig) -> int:
@@ -43,9 +50,9 @@ def _end_of_text(source: SourceConfig) -> int:
     return source.end_of_text_id
 
 
-def _chunks(file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
+def _chunks(source: SourceConfig, file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
     """Whole tokens."""
-    size = header(file).token_bytes
+    size = header(source, file).token_bytes
     with open_range(file, start, None if end == file.size_bytes else end) as reader:
         rest = b""
         while piece := reader.read(_CHUNK_BYTES):
@@ -55,10 +62,12 @@ def _chunks(file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
             yield piece[:whole]
 
 
-def _ends(file: StoredFile, start: int, end: int | None, end_of_text_id: int) -> Iterator[EndsOfChunk]:
-    shard = header(file)
+def _ends(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, end_of_text_id: int
+) -> Iterator[EndsOfChunk]:
+    shard = header(source, file)
     offset = start
-    for chunk in _chunks(file, start, end):
+    for chunk in _chunks(source, file, start, end):
         found = np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id)
         yield offset + len(chunk), (found + 1).astype(np.int64) * shard.token_bytes + offset
         offset += len(chunk)
@@ -66,25 +75,24 @@ def _ends(file: StoredFile, start: int, end: int | None, end_of_text_id: int) ->
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Bytes of tokens up to a place, without the header."""
-    del source
-    return max(0, (file.size_bytes if end is None else end) - header(file).header_bytes)
+    return max(0, (file.size_bytes if end is None else end) - header(source, file).header_bytes)
 
 
 def cut(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
 ) -> Iterator[Piece]:
     """Runs of whole documents, behind the header."""
-    begin = max(start, header(file).header_bytes)
+    begin = max(start, header(source, file).header_bytes)
     end_of_text_id = _end_of_text(source)
-    key = ("bin", file, begin, end, piece_bytes, first_ordinal, end_of_text_id)
-    ends = _ends(file, begin, end, end_of_text_id)
+    key = ("bin", source.ids_dtype, file, begin, end, piece_bytes, first_ordinal, end_of_text_id)
+    ends = _ends(source, file, begin, end, end_of_text_id)
     yield from remembered(key, lambda: cut_at_ends(ends, begin, piece_bytes, first_ordinal))
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Records in a range."""
-    total, last = 0, max(start, header(file).header_bytes)
-    for _, ends in _ends(file, last, end, _end_of_text(source)):
+    total, last = 0, max(start, header(source, file).header_bytes)
+    for _, ends in _ends(source, file, last, end, _end_of_text(source)):
         total += len(ends)
         last = int(ends[-1]) if len(ends) else last
     return total + (last < end)
@@ -94,11 +102,11 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[TokenDocument | BadRecord]:
     """The documents in a span whose first byte ``accept`` takes."""
-    shard, end_of_text_id = header(file), _end_of_text(source)
+    shard, end_of_text_id = header(source, file), _end_of_text(source)
     start = max(span.start_byte, shard.header_bytes)
     chunks = (
         (chunk, (np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id) + 1) * shard.token_bytes)
-        for chunk in _chunks(file, start, span.end_byte)
+        for chunk in _chunks(source, file, start, span.end_byte)
     )
     records = records_in(chunks, start, source.max_record_bytes)
     for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):

@@ -1,0 +1,123 @@
+"""Token shards whose tokenizer nobody has, and shards without a header: nanoGPT's train.bin and val.bin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_runs
+from vorox.core.config import load_config
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema import RunConfig
+from vorox.data.bin_shards import write_shard
+from vorox.data.dataset import Corpus, prepare
+from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
+from vorox.data.original_text import TextFinder
+from vorox.data.provenance import open_trail, where
+from vorox.data.tokenizers.tokenizer import load
+
+VOCAB_SIZE, END = 300, 299
+
+
+def ids(seed: int, count: int = 1200) -> np.ndarray[Any, np.dtype[np.int64]]:
+    found = np.random.default_rng(seed).integers(0, VOCAB_SIZE - 1, count)
+    found[49::50] = END
+    return found
+
+
+def nanogpt_folder(root: Path, dtype: str = "<u2") -> Path:
+    """As nanoGPT's prepare.py writes it: ``np.array(ids, dtype=...).tofile(...)``."""
+    root.mkdir()
+    for seed, name in enumerate(("train.bin", "val.bin")):
+        ids(seed).astype(dtype).tofile(root / name)
+    return root
+
+
+def configuration(root: Path, folder: Path, *overrides: str, **source: Any) -> RunConfig:
+    tiny_runs.configuration(root)
+    sources = json.dumps([{"name": "web", "format": "bin", "paths": [str(folder)], **source}])
+    none = ["tokenizer.kind=none", f"tokenizer.vocab_size={VOCAB_SIZE}", f"tokenizer.end_of_text_id={END}"]
+    return load_config(root / "tiny.yaml", [f"data.sources={sources}", *none, *overrides])
+
+
+def documents_of(corpus: Corpus, split: str) -> list[list[int]]:
+    (cache,) = (cache for cache in corpus.caches if cache.split == split)
+    found: dict[int, dict[int, int]] = {}
+    for row in range(cache.reader.num_rows):
+        tokens, at = cache.reader.read_rows(np.array([row])).tokens_NC[0], 0
+        for span in cache.reader.documents_of(row):
+            part = tokens[at : at + span.length].tolist()
+            found.setdefault(span.byte_offset, {}).update(enumerate(part, span.document_token_offset))
+            at += span.length
+    return [[tokens[n] for n in sorted(tokens)] for _, tokens in sorted(found.items())]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_every_id_of_a_headerless_file_arrives(tmp_path: Path, dtype: str) -> None:
+    folder = nanogpt_folder(tmp_path / "web", f"<u{int(dtype[4:]) // 8}")
+    corpus = prepare(configuration(tmp_path, folder, ids_dtype=dtype))
+    for seed, split in enumerate(("train", "validation")):
+        assert documents_of(corpus, split) == ids(seed).reshape(-1, 50).tolist()
+    verify(corpus)
+    assert xz_bits_per_byte(corpus) is None
+    assert {entry.tokens.bytes_per_token for entry in stats(corpus)} == {0.0}
+    (segment, *_) = peek(corpus, 1)[0].segments
+    number = segment.ordinal
+    expected = [*ids(0).reshape(-1, 50)[number]][segment.document_token_offset :][: segment.num_tokens]
+    assert segment.text == " ".join(map(str, expected))
+
+
+def test_a_file_without_a_header_is_answered_with_the_setting(tmp_path: Path) -> None:
+    folder = nanogpt_folder(tmp_path / "web")
+    with pytest.raises(DataError) as caught:
+        prepare(configuration(tmp_path, folder))
+    assert "ids_dtype=uint16" in caught.value.hint
+
+
+def test_a_header_is_never_read_as_tokens(tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    write_shard(tmp_path / "web" / "a.bin", ids(0).astype(np.uint16))
+    with pytest.raises(DataError, match="has a header"):
+        prepare(configuration(tmp_path, tmp_path / "web", ids_dtype="uint16"))
+    assert documents_of(prepare(configuration(tmp_path, tmp_path / "web")), "train")
+
+
+def test_a_file_that_is_no_whole_number_of_ids_is_refused(tmp_path: Path) -> None:
+    folder = nanogpt_folder(tmp_path / "web")
+    with (folder / "train.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match="whole number"):
+        prepare(configuration(tmp_path, folder, ids_dtype="uint16"))
+
+
+def test_a_run_goes_back_to_its_ids_and_reports_no_bits_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    folder = nanogpt_folder(tmp_path / "web")
+    outcome = tiny_runs.run(configuration(tmp_path, folder, "eval.every_steps=6", ids_dtype="uint16"))
+    evaluations = (outcome.run_directory / "evaluations.jsonl").read_text().splitlines()
+    assert all('"bits_per_byte":null' in line.replace(" ", "") for line in evaluations)
+    with open_trail(outcome.run_directory) as trail:
+        row = where(trail, 1, 0)[0]
+        for document in row.documents:
+            expected = ids(0).reshape(-1, 50)[document.ordinal][document.first_token :][: document.num_tokens].tolist()
+            found = TextFinder(trail).find(row, document)
+            assert found.origin == "source"
+            assert found.text.split() == [str(token) for token in expected if token != END]
+    kept = load(outcome.run_directory / "tokenizer")
+    assert kept.encode("5 7").tolist() == [5, 7]
+    with pytest.raises(ConfigError):
+        kept.encode("hello")
+
+
+def test_ids_go_with_token_shards_only(tmp_path: Path) -> None:
+    tiny_runs.configuration(tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer\.kind=none cannot read"):
+        load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=none"])
+    with pytest.raises(ConfigError, match="257"):
+        load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=bpe", "tokenizer.vocab_size=200"])
