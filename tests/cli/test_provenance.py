@@ -249,3 +249,20 @@ def test_asking_needs_no_engine_and_no_database(house: Path, trained: Path) -> N
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=house)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_records_count_from_0_everywhere(vorox: Run, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record's number, as peek, where and when say it, is the line of the file that has its text."""
+    lines = (trained / "text" / "text.jsonl").read_text().splitlines()
+    peeked = as_json(vorox("data", "peek", str(trained / "tiny.yaml"), "--json"))
+    shown = vorox("data", "peek", str(trained / "tiny.yaml"))[1]
+    for segment in (segment for row in peeked for segment in row["segments"]):
+        number, text = segment["ordinal"], json.loads(lines[segment["ordinal"]])["text"]
+        assert segment["text"].removesuffix("<|endoftext|>") in text
+        assert f"record {number:,}, bytes {segment['byte_offset']:,} to" in shown
+        first = as_json(vorox("data", "when", "latest", "--source", "text.jsonl", "--record", str(number), "--json"))[0]
+        rows = as_json(
+            vorox("data", "where", "latest", "--step", str(first["step"]), "--slot", str(first["slot"]), "--json")
+        )
+        places = [(d["ordinal"], d["byte_offset"]) for row in rows for d in row["documents"]]
+        assert (number, segment["byte_offset"]) in places
