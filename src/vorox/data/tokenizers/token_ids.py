@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +81,7 @@ class TokenIds(Tokenizer):
         if wrong is None:
             ids = [int(word) for word in words]
             if all(token < self.vocab_size for token in ids):
-                return np.array(ids, self.dtype)
+                return cast(TokenArray, np.array(ids, self.dtype))
         raise ConfigError(
             f"tokenizer.kind=none knows token ids only, and {text[:40]!r} is not ids below {self.vocab_size:,}",
             where="tokenizer.kind",
