@@ -125,8 +125,8 @@ def test_the_live_block_has_the_same_fields() -> None:
     stream = Terminal()
     display = LiveDisplay(stream)
     display.step(VIEW)
-    display.close()
     lines = screen(stream.getvalue())
+    display.close()
     assert len(lines) == 4
     for field in FIELDS:
         assert field in "\n".join(lines)
@@ -141,8 +141,8 @@ def test_messages_scroll_above_the_block() -> None:
     display.message("saved step 750", "info")
     display.message("the disk is nearly full", "warning")
     display.step(replace(VIEW, step=780))
-    display.close()
     lines = screen(stream.getvalue())
+    display.close()
     assert [line.strip() for line in lines[:2]] == ["12:41:07 saved step 750", "12:41:07 the disk is nearly full"]
     assert lines[2].startswith("Step   780/26,235")
     assert len(lines) == 6, "the block is there once, below"
@@ -166,9 +166,9 @@ def test_the_block_says_what_data_is_waited_for_as_long_as_it_is() -> None:
         assert len(shown) == num_rows
         assert (f"  {WAIT}" in "\n".join(shown)) == (text is not None)
     assert "\x1b[2J" not in stream.getvalue()
-    display.close()
     display.waiting(None)
     assert len(screen(stream.getvalue())) == 5
+    display.close()
 
 
 def test_plain_lines_say_what_data_is_waited_for() -> None:
@@ -188,8 +188,8 @@ def test_a_narrow_terminal_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> Non
     stream = Terminal()
     display = LiveDisplay(stream)
     display.step(VIEW)
-    display.close()
     lines = screen(stream.getvalue())
+    display.close()
     assert len(lines) == 4
     assert all(len(line) <= 40 for line in lines)
 
@@ -258,3 +258,13 @@ def test_a_logged_step_costs_little() -> None:
     display = LiveDisplay(Terminal(), clock=lambda: float(next(now)))
     display.step(VIEW)
     assert cost(lambda: [display.step(VIEW) for _ in range(50)]) / 50 < 4
+
+
+def test_a_run_that_was_stopped_leaves_no_stale_block() -> None:
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.step(VIEW)
+    display.message("Saved step-00000771")
+    display.close()
+    (line,) = screen(stream.getvalue())
+    assert line.endswith("Saved step-00000771")

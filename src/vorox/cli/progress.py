@@ -191,6 +191,7 @@ class LiveDisplay:
         with self._lock:
             live, self._live = self._live, None
             if live is not None and self._started:
+                live.transient = self._view is not None and self._view.step < self._view.total_steps  # it is stale
                 with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
                     live.stop()
 

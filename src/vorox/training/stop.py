@@ -65,7 +65,9 @@ class StopRequest:
                 hint="run the same command again to go on",
             )
         if first and sys.stderr.isatty():
-            os.write(2, f"\n{name}: finishing the step and saving; Ctrl-C again leaves at once.\n".encode())
+            text = f"{name}: finishing the step and saving; Ctrl-C again leaves at once."
+            # In the last line of a live display, which is drawn again: a line more would leave a part of it behind.
+            os.write(2, (f"\r{text}\x1b[K" if sys.stdout.isatty() else f"\n{text}\n").encode())
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
