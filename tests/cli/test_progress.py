@@ -166,9 +166,9 @@ def test_the_block_says_what_data_is_waited_for_as_long_as_it_is() -> None:
         assert len(shown) == num_rows
         assert (f"  {WAIT}" in "\n".join(shown)) == (text is not None)
     assert "\x1b[2J" not in stream.getvalue()
-    display.waiting(None)
-    assert len(screen(stream.getvalue())) == 5
     display.close()
+    display.waiting(None)
+    assert screen(stream.getvalue()) == [], "the run did not end, so nothing of the block is true any more"
 
 
 def test_plain_lines_say_what_data_is_waited_for() -> None:
