@@ -91,9 +91,9 @@ def test_a_run_stands_for_its_recorded_configuration() -> None:
     ("arguments", "what", "hint"),
     [
         (["show", "my.yaml", "--orgins"], "no option --orgins", "--origins"),
-        (["show", "my.yaml", "--optimizer.lr", "3"], "--optimizer.lr has no value", "--optimizer.lr=VALUE"),
+        (["show", "my.yaml", "--optimizer.lr"], "--optimizer.lr has no value", "--optimizer.lr=VALUE"),
         (["show", "my.yaml", "more.yaml"], "'more.yaml' is one word too many", ""),
-        (["show", "my.yaml", "--lr=3"], "no option --lr", "--optimizer.lr="),
+        (["show", "my.yaml", "--lrr=3"], "no option --lrr", "--lr"),
         (["show", "my.yaml", "-x"], "no option -x", "options"),
         (["show", "missing.yaml"], "no preset and no file missing.yaml", ""),
         (["diff", "my.yaml", "quickstrt"], "no preset and no file quickstrt", "quickstart"),
@@ -110,4 +110,11 @@ def test_words_are_sorted() -> None:
     words = sort_words(["--a.b=1", "x.yaml", "c.d=2", "--backend=torch", "preset=y"], options=(), max_positional=1)
     assert words.positional == ("x.yaml",)
     assert words.overrides == ("--a.b=1", "c.d=2", "--backend=torch", "preset=y")
+    words = sort_words(
+        ["--config", "x.yaml", "--lr", "1e-3", "--batch-size=8", "--eval.x", "-1", "--data=t.txt", "--data", "u/"],
+        options=(), max_positional=1,
+    )  # fmt: skip
+    assert (words.positional, words.data) == (("x.yaml",), ("t.txt", "u/"))
+    assert words.overrides == ("--lr=1e-3", "--batch_size=8", "--eval.x=-1")
+    assert sort_words(["--data={mode: cached}"], options=(), max_positional=0).overrides == ("--data={mode: cached}",)
     assert sort_words(["configs/a=b.yaml"], options=(), max_positional=1).positional == ("configs/a=b.yaml",)

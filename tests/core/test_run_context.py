@@ -392,6 +392,6 @@ def test_latest_is_the_one_begun_last_not_the_one_touched_last(tmp_path: Path) -
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run was ever started here"):
+    with pytest.raises(ConfigError, match="holds none"):
         find_run(tmp_path / "runs", "latest")
     assert run_directories(tmp_path / "runs") == []

@@ -7,6 +7,7 @@ but typer until a command runs, so that ``vorox --help`` is there in a blink and
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,6 +23,7 @@ from vorox.cli.parity import parity
 from vorox.cli.replay import replay
 from vorox.cli.streams import outliving_streams
 from vorox.cli.train import train
+from vorox.cli.variables import unknown_variables
 
 app = typer.Typer(
     name="vorox",
@@ -29,6 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -41,7 +44,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     del version
@@ -56,6 +59,14 @@ app.command(context_settings=OVERRIDES_CONTEXT)(parity)
 app.command()(generate)
 app.command()(export)
 app.add_typer(config.app)
+
+
+@app.command("help")
+def show_help(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", show_default=False)] = None,
+) -> None:
+    """Show the help of a command."""
+    app(args=[*(words or []), "--help"], prog_name="vorox")
 
 
 _MOST_OPEN_FILES = 65_536
@@ -79,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _allow_open_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with outliving_streams(outlives_reader=words[:1] == ["train"]):
+        for line in unknown_variables(os.environ):
+            sys.stderr.write(f"warning: {line}\n")
         try:
             app(args=words, prog_name="vorox")
         except SystemExit as end:  # typer ends every command so

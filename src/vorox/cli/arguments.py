@@ -18,12 +18,14 @@ class Words:
     """A command line, sorted.
 
     Attributes:
-        positional: Words that are neither overrides nor options, in order.
-        overrides: ``a.b=v`` and ``--a.b=v``, in order.
+        positional: Words that are neither overrides nor options, in order; ``--config FILE`` is one.
+        overrides: ``a.b=v`` and ``--a.b=v``, in order; ``--a.b v`` is written with the ``=``.
+        data: What ``--data`` names: the user's own text.
     """
 
     positional: tuple[str, ...]
     overrides: tuple[str, ...]
+    data: tuple[str, ...] = ()
 
 
 def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: int) -> Words:
@@ -37,25 +39,27 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
     Raises:
         ConfigError: There is an option that the command does not have, or a word too many.
     """
-    from vorox.core.config.fields import nearest, schema_fields
     from vorox.core.config.overrides import is_override
-    from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
-    known = {key for key in (*schema_fields(), *SYNONYMS) if "." not in key} | {"preset"}
     positional: list[str] = []
     overrides: list[str] = []
-    for word in words:
-        name = word.partition("=")[0]
-        dotted = "." in name or name.removeprefix("--") in known
-        if is_override(word) and (dotted or not word.startswith("-")):
+    data: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in {"--config", "--data"} and not value.startswith("{"):
+            (positional if name == "--config" else data).append(value if equals else _next_value(name, rest))
+            continue
+        key = _key_of_option(name)
+        _refuse_blanks_around_equals(word, key, rest)
+        if key is not None and word.startswith("-"):
+            overrides.append(f"--{key}={value if equals else _next_value(name, rest)}")
+        elif is_override(word) and not word.startswith("-"):
             overrides.append(word)
         elif word.startswith("-") and len(word) > 1:
-            if dotted and "=" not in word:
-                raise ConfigError(f"{word} has no value", where=word, hint=f"write {word}=VALUE, with the = sign")
-            near = nearest(name, options) or [f"--{key}=" for key in nearest(name.lstrip("-"))]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(options)}"
-            raise ConfigError(f"there is no option {name}", where=word, hint=hint)
+            raise _no_such_option(name, options)
         else:
             positional.append(word)
     if len(positional) > max_positional:
@@ -63,4 +67,62 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
         raise ConfigError(
             f"{extra!r} is one word too many", where=extra, hint="settings are given as section.key=VALUE"
         )
-    return Words(tuple(positional), tuple(overrides))
+    return Words(tuple(positional), tuple(overrides), tuple(data))
+
+
+def _key_of_option(name: str) -> str | None:
+    """The key that an option names, dotted or a known word, with ``-`` for ``_`` if need be."""
+    from vorox.core.config.fields import schema_fields
+    from vorox.core.config.synonyms import SYNONYMS
+
+    bare = name.removeprefix("--")
+    if "." in bare and not bare.startswith("-"):
+        return bare
+    known = {key for key in (*schema_fields(), *SYNONYMS) if "." not in key} | {"preset"}
+    return next((key for key in (bare, bare.replace("-", "_")) if key in known), None)
+
+
+def _next_value(name: str, rest: list[str]) -> str:
+    """The word behind an option, taken off the rest."""
+    from vorox.core.errors import ConfigError
+
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{name} has no value", where=name, hint=f"write {name}=VALUE")
+    return rest.pop(0)
+
+
+def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]) -> None:
+    """Refuse ``key = value``, ``key= value`` and ``key =value`` with what to write instead.
+
+    Raises:
+        ConfigError: There are blanks around the ``=``.
+    """
+    from vorox.core.config.fields import find_field
+    from vorox.core.config.synonyms import key_of
+    from vorox.core.errors import ConfigError
+
+    name, equals, value = word.partition("=")
+    behind = rest[0] if rest else ""
+    if key is None or find_field(key_of(key)) is None or value:
+        return
+    if equals and behind and "=" not in behind and not behind.startswith("-"):
+        meant = f"{word}{behind}"
+    elif not equals and behind.startswith("="):
+        meant = f"{word}={behind[1:] or (rest[1] if len(rest) > 1 else 'VALUE')}"
+    elif not equals and not word.startswith("-"):
+        meant = f"{word}=VALUE"
+    else:
+        return
+    raise ConfigError(f"{name} has no value", where=word, hint=f"write {meant}, without blanks around the =")
+
+
+def _no_such_option(name: str, options: Sequence[str]) -> Exception:
+    from vorox.core.config.fields import nearest
+    from vorox.core.config.synonyms import SYNONYMS
+    from vorox.core.errors import ConfigError
+
+    own = (*options, "--config", "--data")
+    near = nearest(name, [*own, *(f"--{synonym}" for synonym in SYNONYMS if "." not in synonym)])
+    near = near or [f"--{key}=" for key in nearest(name.lstrip("-"))]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(own)}; settings: --section.key=VALUE"
+    return ConfigError(f"there is no option {name}", where=name, hint=hint)

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.arguments import OVERRIDES_CONTEXT, sort_words
+from vorox.cli.arguments import OVERRIDES_CONTEXT, Words, sort_words
 
 if TYPE_CHECKING:
-    from vorox.core.config import ResolvedConfig
+    from vorox.core.config import ConfigSource, ResolvedConfig
     from vorox.core.config.explain import Explanation
 
 app = typer.Typer(
     name="config", help="Show, explain and compare configurations.", no_args_is_help=True, add_completion=False
 )
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [a.b=v ...]", show_default=False)]
+WordList = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [a.b=v ...]", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def show(
-    words: Words = None,
+    words: WordList = None,
     origins: Annotated[bool, typer.Option("--origins", help="Say where every value comes from.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +44,7 @@ def show(
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def explain(
     key: Annotated[str, typer.Argument(help="Such as optimizer.lr, schedule or data.sources.0.weight.")],
-    words: Words = None,
+    words: WordList = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a setting is, what it accepts, and what it is in a configuration."""
@@ -98,23 +98,61 @@ def diff(
 def _resolve(words: list[str], options: tuple[str, ...]) -> ResolvedConfig:
     from vorox.core.config import resolve_config
 
-    sorted_words = sort_words(words, options=options, max_positional=1)
-    source = configuration_source(sorted_words.positional[0]) if sorted_words.positional else None
-    return resolve_config(source, sorted_words.overrides)
+    return resolve_config(*named_configuration(sort_words(words, options=options, max_positional=1)))
+
+
+def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
+    """What ``load_config`` takes for the words of a command: a configuration and overrides.
+
+    ``--data PATH`` alone is a configuration that fits the text; beside a configuration it replaces the sources.
+    """
+    source = configuration_source(words.positional[0]) if words.positional else None
+    overrides = list(words.overrides)
+    if not words.data:
+        return source, overrides
+    from vorox.core.config.own_text import config_for_text
+    from vorox.data.text.recognition import recognise
+
+    prefix = "data.sources.0."
+    given = [
+        word.removeprefix("--").removeprefix(prefix) for word in overrides if f"{prefix}" in word.partition("=")[0]
+    ]
+    text = recognise(words.data, {name: value for name, _, value in (word.partition("=") for word in given)})
+    typer.echo(text.summary, err=True)
+    is_base = any(word.removeprefix("--").startswith("preset=") for word in overrides)
+    if source is not None or is_base:
+        return source, [f"data.sources={json.dumps([text.source])}", *overrides]
+    return config_for_text(
+        str(text.source["name"]), text.source, text_bytes=text.text_bytes, repeated_words=text.repeated_words,
+        opening=text.opening,
+    ), overrides  # fmt: skip
 
 
 def configuration_source(name: str) -> str | Path:
-    """What ``load_config`` takes for a name: a preset or file as it is, a run by its recorded configuration."""
+    """What ``load_config`` takes for a name: a preset or file as it is, a run by its recorded configuration.
+
+    Raises:
+        ConfigError: The name is that of text to train on.
+    """
     from vorox.core.config.presets import run_presets
     from vorox.core.errors import ConfigError
     from vorox.core.run_lookup import find_run
 
-    if name in run_presets() or Path(name).is_file():
+    path = Path(name)
+    if name in run_presets() or (path.is_file() and path.suffix.lower() in _CONFIGURATION_ENDINGS):
         return name
     try:
         return find_run("runs", name) / "config.yaml"
     except ConfigError:
+        from vorox.data.text.recognition import refuse_text_as_configuration
+
+        refusal = refuse_text_as_configuration(name) if path.exists() else None
+        if refusal is not None:
+            raise refusal from None
         return name  # load_config says what there is instead
+
+
+_CONFIGURATION_ENDINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".py"})
 
 
 def _explanation_lines(explanation: Explanation) -> list[str]:

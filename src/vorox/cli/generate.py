@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: RunName,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Id, the beginning of one, a path, or 'latest'.")
+    ],
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT ...]", show_default=False, help="Texts to continue, as -p.")
+    ] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", help="Text to continue; may be repeated. Default: eval.prompts."),
@@ -38,14 +43,17 @@ def generate(
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import find_run
     from vorox.data.tokenizers.tokenizer import load
+    from vorox.training.checkpointing import verify
     from vorox.training.sampling import SamplingSettings, complete
 
-    directory = find_run(root, run)
+    path = checkpoint_named(run)
+    directory = find_run(root, run) if path is None else path.parent.parent
     config = recorded_config(directory, [] if device is None else [f"runtime.device={device}"])
-    texts = [text for text in prompts or config.eval.prompts for _ in range(num_samples)]
-    if not texts:
+    given = [*(texts or ()), *(prompts or ())] or list(config.eval.prompts)
+    chosen = [text for text in given for _ in range(num_samples)]
+    if not chosen:
         raise ConfigError("there is no text to continue", where="--prompt", hint='add -p "def main("')
-    checkpoint = find_checkpoint(directory, step)
+    checkpoint = find_checkpoint(directory, step) if path is None or step is not None else verify(path)
     tokenizer = load(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
     engine = open_engine(config, checkpoint)
     engine.load(checkpoint.path)
@@ -60,7 +68,7 @@ def generate(
         end_of_text_id=tokenizer.end_of_text_id,
         max_positions_tokens=int(checkpoint.metadata["spec"]["max_positions_tokens"]),
     )
-    found = complete(engine, tokenizer, texts, settings)
+    found = complete(engine, tokenizer, chosen, settings)
     if as_json:
         completions = [{"prompt": prompt, "completion": text} for prompt, text in found]
         print_json({"run": directory.name, "step": checkpoint.step, "completions": completions})
@@ -69,6 +77,16 @@ def generate(
         if number:
             typer.echo("-" * 40)
         typer.echo(printable(prompt + text))
+
+
+def checkpoint_named(name: str) -> Path | None:
+    """The checkpoint of a run that a path names; ``None`` where it names none."""
+    from pathlib import Path
+
+    from vorox.core.run_lookup import is_run
+
+    path = Path(name)
+    return path if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent) else None
 
 
 def find_checkpoint(directory: Path, step: int | None) -> Checkpoint:

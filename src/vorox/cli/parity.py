@@ -33,7 +33,7 @@ def parity(
     the exit code is then 7. Use precision.dtype=fp32; lower precisions are meant to differ.
     """
     from vorox.backends import check_installed
-    from vorox.cli.config import configuration_source
+    from vorox.cli.config import named_configuration
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.data.estimate import estimate
@@ -42,10 +42,10 @@ def parity(
     from vorox.training.schedule import Schedule, horizon
 
     sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
-    if not sorted_words.positional:
+    if not sorted_words.positional and not sorted_words.data:
         raise ConfigError("no configuration is named", where="parity", hint="vorox parity quickstart")
-    source = configuration_source(sorted_words.positional[0])
-    configs = [load_config(source, [*sorted_words.overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
+    source, overrides = named_configuration(sorted_words)
+    configs = [load_config(source, [*overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
     for name in (FIRST, SECOND):
         check_installed(name)
     config = configs[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vorox.cli.preparation import PreparationDisplay
+    from vorox.core.config import ConfigSource
     from vorox.core.schema import RunConfig
     from vorox.training.display import Display, Level, StepView
 
@@ -25,8 +28,9 @@ def train(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [a.b=v ...]", show_default=False,
-            help=f"A preset ({DEFAULT_PRESET} if none is named), a YAML file or a run; then settings.",
+            metavar="[CONFIG] [--data PATH] [a.b=v ...]", show_default=False,
+            help=f"A preset ({DEFAULT_PRESET} if none is named), a YAML or Python file or a run; --data: your own "
+            "text, a file or folder; then settings.",
         ),
     ] = None,
     resume: Annotated[
@@ -45,7 +49,9 @@ def train(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Train as many steps as fit into this time.")] = None,
+    minutes: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Train as many steps as fit into this time: 3, 0.5, 90s, 2h.")
+    ] = None,
     nproc: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes on this machine that train as one run.")
     ] = 1,
@@ -55,7 +61,8 @@ def train(
 ) -> None:  # fmt: skip
     """Train a model, or go on with a run that was interrupted.
 
-    Settings are given as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4.
+    Settings are given as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4. Common
+    names are understood: --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
     `vorox config explain KEY` says what a setting does.
     """
     sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
@@ -75,7 +82,8 @@ def train(
         raise ConfigError(
             "a dry run is one process", where="--nproc", hint="leave --nproc out: one process plans for all devices"
         )
-    config, resume_from = _choose(sorted_words.positional, overrides, resume, name)
+    limit = None if minutes is None else parse_minutes(minutes)
+    config, resume_from = _choose(replace(sorted_words, overrides=tuple(overrides)), resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe
 
@@ -85,14 +93,14 @@ def train(
     command = ["vorox", "train", *(words or []), "--resume", resume]
     command += [] if from_weights is None else ["--from-weights", from_weights]
     command += [] if name is None else ["--name", name]
-    command += [] if minutes is None else ["--minutes", f"{minutes:g}"]
+    command += [] if limit is None else ["--minutes", f"{limit:g}"]
     if nproc > 1:
         from vorox.cli.launch import launch
 
         raise typer.Exit(launch(nproc, command[1:]))
-    if minutes is not None and resume_from == "auto":
-        config, resume_from, minutes = _begun_before(config, minutes)
-    _run(config, resume_from, minutes, command, _named_keys(sorted_words, config))
+    if limit is not None and resume_from == "auto":
+        config, resume_from, limit = _begun_before(config, limit)
+    _run(config, resume_from, limit, command, _named_keys(sorted_words, config))
 
 
 def _named_keys(words: Words, config: RunConfig) -> list[str]:
@@ -101,26 +109,24 @@ def _named_keys(words: Words, config: RunConfig) -> list[str]:
     from vorox.core.config.overrides import parse_override
     from vorox.core.config.synonyms import key_of
 
-    if words.positional:
+    if words.positional or words.data:
         return list(flat_values(config))
     return [key_of(".".join(map(str, parse_override(word).path))) for word in words.overrides]
 
 
-def _choose(
-    positional: Sequence[str], overrides: Sequence[str], resume: str, name: str | None
-) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
+def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
     """The configuration, and where to go on from."""
-    from vorox.cli.config import configuration_source
+    from vorox.cli.config import named_configuration
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
 
+    source, overrides = named_configuration(words)
     settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
-    source = configuration_source(positional[0]) if positional else None
     if resume == "auto" or resume == "never":
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
-            typer.echo(f"No configuration named: the preset {DEFAULT_PRESET}.")
             source = DEFAULT_PRESET
+            typer.echo(f"No configuration named: the preset {source}.")
         from vorox.training.weights_source import load_config_with_weights
 
         return load_config_with_weights(source, settings), resume
@@ -131,6 +137,25 @@ def _choose(
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
 
 
+def parse_minutes(text: str) -> float:
+    """Minutes from a number of them, or from a time with its unit: 2, 0.5, 90s, 2m, 1h30m.
+
+    Raises:
+        ConfigError: It is no time.
+    """
+    from vorox.core.errors import ConfigError
+
+    bare = text.strip().lower()
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", bare):
+        return float(bare)
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)[a-z]*\s*", bare)
+    if not parts or "".join(re.findall(r"\d+(?:\.\d+)?\s*[hms][a-z]*\s*", bare)) != bare:
+        raise ConfigError(
+            f"--minutes {text} is no time", where="--minutes", hint="write --minutes=2, 0.5, 90s or 1h30m"
+        )
+    return sum(float(number) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[unit] for number, unit in parts)
+
+
 def _quoted(text: str) -> str:
     """A text as the value of an override, so that nothing in it is taken for a number or a list."""
     from vorox.core.config.yaml_writer import write_scalar
@@ -138,7 +163,7 @@ def _quoted(text: str) -> str:
     return write_scalar(text)
 
 
-def _resumed_path(resume: str, source: str | Path | None, overrides: Sequence[str]) -> Path:
+def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[str]) -> Path:
     """The run or checkpoint that ``--resume`` names."""
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError

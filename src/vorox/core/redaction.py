@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from vorox.core.secrets import held_values
+
 MARK = "[redacted]"
 _MIN_ENVIRONMENT_SECRET = 8
 
@@ -155,13 +157,13 @@ def _kind(name: str) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Values of this process's environment that stand under a sensitive name, longest first."""
+    """Values of this process's environment under a sensitive name, and secrets that it holds, longest first."""
     found = {
         value
         for name, value in os.environ.items()
         if len(value) >= _MIN_ENVIRONMENT_SECRET and _is_secret(name, value) and not _is_path(value)
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted({*found, *held_values()}, key=len, reverse=True)
 
 
 def _is_path(value: str) -> bool:

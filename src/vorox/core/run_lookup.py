@@ -54,7 +54,10 @@ def find_run(root: Path | str, name: str) -> Path:
         return Path(name)
     runs = run_directories(root)
     if not runs:
-        raise ConfigError(f"there is no run {name}: no run was ever started here", where=str(root))
+        raise ConfigError(
+            f"there is no run {name}: the folder {root.absolute()} holds none", where=str(root.absolute()),
+            hint="change to the folder that holds `runs`, name it with --root, or begin a run: vorox train quickstart",
+        )  # fmt: skip
     if name == "latest":
         return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
     exact = [path for path in runs if path.name == name]
@@ -71,7 +74,9 @@ def find_run(root: Path | str, name: str) -> Path:
         )
     near = nearest(name, [path.name for path in runs])
     hint = f"did you mean {' or '.join(near)}?" if near else f"`latest` is {find_run(root, 'latest').name}"
-    raise ConfigError(f"there is no run {name}", where=str(root), hint=hint)
+    if Path(name).suffix in {".yaml", ".yml"} and Path(name).is_file():
+        hint = f"{name} is a configuration; its runs are in `vorox runs list`, and {hint}"
+    raise ConfigError(f"there is no run {name}", where=str(root.absolute()), hint=hint)
 
 
 def refuse_links(run_directory: Path) -> None:

@@ -20,6 +20,7 @@ from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig
+from vorox.core.secrets import held
 from vorox.data.parts import SourceReader
 from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
@@ -72,7 +73,7 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
             return run_directory / DATABASE_NAME
         case "postgres":
             require_psycopg()
-            dsn = os.environ.get(config.metadata_dsn_variable)
+            dsn = held(config.metadata_dsn_variable) or os.environ.get(config.metadata_dsn_variable)
             if not dsn:
                 raise ConfigError(
                     f"the environment has no {config.metadata_dsn_variable}, the connection string of the metadata "

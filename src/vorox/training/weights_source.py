@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.config import ResolvedConfig, resolve_config
+from vorox.core.config import ConfigSource, ResolvedConfig, resolve_config
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.run_lookup import find_run
@@ -52,7 +52,7 @@ class WeightsDescription:
     tokenizer: dict[str, str]
 
 
-def load_config_with_weights(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config_with_weights(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a configuration that takes architecture and tokenizer from the weights it starts from.
 
     Args:

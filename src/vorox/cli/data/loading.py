@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vorox.cli.arguments import sort_words
-from vorox.cli.config import configuration_source
+from vorox.cli.config import named_configuration
 
 if TYPE_CHECKING:
     from vorox.cli.preparation import PreparationDisplay
@@ -28,9 +28,7 @@ Words = Annotated[
 def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
     from vorox.core.config import load_config
 
-    sorted_words = sort_words(words, options=options, max_positional=1)
-    source = configuration_source(sorted_words.positional[0]) if sorted_words.positional else None
-    return load_config(source, sorted_words.overrides)
+    return load_config(*named_configuration(sort_words(words, options=options, max_positional=1)))
 
 
 @contextlib.contextmanager

@@ -166,7 +166,9 @@ def _print_occurrences(found: Sequence[Occurrence]) -> None:
 
 def sql(
     run: RunName,
-    statement: Annotated[str, typer.Argument(metavar="STATEMENT", help='Such as "select * from consumed".')],
+    words: Annotated[
+        list[str], typer.Argument(metavar="STATEMENT", help="Such as select '*' from consumed, in quotes or not.")
+    ],
     samples: Annotated[
         str | None,
         typer.Option(
@@ -183,6 +185,7 @@ def sql(
     as_json: AsJson = False,
 ) -> None:
     """Ask the run's metadata database one question in SQL. The statement can change nothing."""
+    statement = " ".join(words)
     from vorox.core.run_lookup import find_run
     from vorox.experiments.metadata import MetadataCache
     from vorox.training.metadata_database import existing_target, refresh_database

@@ -1,7 +1,9 @@
 """YAML, presets and overrides to one frozen ``RunConfig``, and what can be asked of it. The door to this room."""
 
 from vorox.core.config.resolve import (
+    ConfigSource,
     Difference,
+    GivenConfig,
     ResolvedConfig,
     config_digest,
     config_values,
@@ -19,7 +21,9 @@ from vorox.core.config.resolve import (
 )
 
 __all__ = [
+    "ConfigSource",
     "Difference",
+    "GivenConfig",
     "ResolvedConfig",
     "config_digest",
     "config_values",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from vorox.core.config.fields import find_field
 from vorox.core.config.tree import ConfigTree, Problem
@@ -169,6 +170,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 def settle_conditions(tree: ConfigTree) -> None:
     """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
+    _fit_micro_batch(tree)
     for key, value, switch, setting in IMPLIED:
         if tree.get(switch) == setting and not tree.said(key):
             tree.fill(key, value, f"{switch}={_show(setting)}")
@@ -201,6 +203,20 @@ def settle_conditions(tree: ConfigTree) -> None:
                     (key, switch),
                 )
             )
+
+
+def _fit_micro_batch(tree: ConfigTree) -> None:
+    """Lower the rows per forward pass to those of a step, where a later layer made the step smaller."""
+    rows, micro = tree.get("train.global_batch_sequences"), tree.get("train.micro_batch_sequences")
+    parts = (tree.get("parallel.data_parallel_size"), tree.get("parallel.fsdp_size"))
+    said = tree.origin("train.global_batch_sequences")
+    if said.layer <= tree.origin("train.micro_batch_sequences").layer or not all(
+        isinstance(number, int) and number > 0 for number in (rows, micro, *parts)
+    ):
+        return
+    each, rest = divmod(cast(int, rows), cast(int, parts[0]) * cast(int, parts[1]))
+    if not rest and 0 < each < cast(int, micro):
+        tree.fill("train.micro_batch_sequences", each, f"train.global_batch_sequences={rows}")
 
 
 def _same(value: Json, default: object) -> bool:

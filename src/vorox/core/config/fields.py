@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from vorox.core.config.synonyms import SYNONYMS
 from vorox.core.schema import RunConfig
 from vorox.core.schema.section import Section
 
@@ -25,24 +26,11 @@ REQUIRED: Final = object()
 
 
 _NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
-    "batch_size": "train.global_batch_sequences",
     "betas": "optimizer.beta1",
-    "block_size": "data.sequence_length_tokens",
-    "context_length": "data.sequence_length_tokens",
-    "dropout": "model.dropout_fraction",
-    "grad_clip": "optimizer.clip_norm",
     "gradient_accumulation_steps": "train.micro_batch_sequences",
-    "learning_rate": "optimizer.lr",
-    "max_iters": "train.num_steps",
-    "max_steps": "train.num_steps",
-    "n_embd": "model.hidden_size",
-    "n_head": "model.num_heads",
-    "n_layer": "model.num_layers",
-    "seq_len": "data.sequence_length_tokens",
-    "sequence_length": "data.sequence_length_tokens",
-    "target_epochs": "train.num_epochs",
+    "tokenizer_name": "tokenizer.path",
 }
-"""What the settings are called in other trainers, so that their users are pointed to ours."""
+"""Settings of other trainers that ours resemble without meaning the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +97,9 @@ def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -
             part = max(part, 0.8)
         return max(whole, 0.5 * part + 0.5 * whole, 0.95 * part if part > 0.85 else 0.0)
 
-    if candidates is None and last in _NAMES_ELSEWHERE:
-        return [_NAMES_ELSEWHERE[last]]
+    elsewhere = _NAMES_ELSEWHERE.get(last) or SYNONYMS.get(last)
+    if candidates is None and elsewhere is not None:
+        return [elsewhere]
     ranked = sorted(((likeness(name), name) for name in pool), key=lambda pair: (-pair[0], pair[1]))
     best = ranked[0][0] if ranked else 0.0
     return [name for value, name in ranked[:limit] if value >= 0.6 and value >= best - 0.1]

@@ -10,6 +10,7 @@ a number, ``"8"`` is not 8; ``1e9`` is taken for an integer where one is asked f
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,10 @@ from vorox.core.config.conditions import SOURCE_LISTS
 from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.python_file import read_python
+from vorox.core.config.streaming_form import settle_streaming_form
 from vorox.core.config.synonyms import key_of
+from vorox.core.config.text_dependence import WITH_ITS_SOURCES, fit_learning_rate, names_sources
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.validation import validate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
@@ -92,11 +96,25 @@ class Difference:
         return f"{self.key}: {write_inline(self.before)} -> {write_inline(self.after)}"
 
 
-def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+@dataclass(frozen=True, slots=True)
+class GivenConfig:
+    """A configuration that is in no file: its name, for messages and the run's name, and its values.
+
+    What it leaves open is fitted to it where that is known: the learning rate to the width of the model.
+    """
+
+    name: str
+    values: dict[str, Json]
+
+
+ConfigSource = str | Path | GivenConfig
+
+
+def load_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, resolve and validate.
 
     Args:
-        source: Name of a run preset, or a YAML file; ``None`` starts from the defaults.
+        source: Name of a run preset, a YAML or Python file, or values; ``None`` starts from the defaults.
         overrides: ``a.b=v`` or ``--a.b=v``.
 
     Raises:
@@ -105,7 +123,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
     return resolve_config(source, overrides).config
 
 
-def resolve_config(source: str | Path | None, overrides: Sequence[str] = ()) -> ResolvedConfig:
+def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """As ``load_config``, with origins."""
     tree = ConfigTree(model_presets())
     assignments: list[Assignment] = []
@@ -116,19 +134,40 @@ def resolve_config(source: str | Path | None, overrides: Sequence[str] = ()) -> 
             what = error.what + (f"; {error.hint}" if error.hint else "")
             tree.problems.append(Problem(what, f"override {text}", kind="misread"))
     base = [assignment for assignment in assignments if assignment.path == ("preset",)]
-    chain = _chain(source, base[-1].value if base else None)
-    for name, document in chain:
-        for what, line in document.problems:
-            tree.problems.append(Problem(what, f"{name}:{line}", kind="misread"))
-        tree.apply_layer(document_assignments(document, name))
-    tree.apply_layer([assignment for assignment in assignments if assignment.path != ("preset",)])
+    said = [assignment for assignment in assignments if assignment.path != ("preset",)]
+    fit = isinstance(source, GivenConfig)
+    layers = [_Layer(name, document) for name, document in _chain(source, base[-1].value if base else None)]
+    for number, layer in enumerate(layers):
+        for what, line in layer.document.problems:
+            tree.problems.append(Problem(what, f"{layer.name}:{line}", kind="misread"))
+        above = [entry for other in layers[number + 1 :] for entry in other.assignments]
+        own_text = names_sources([*above, *said])
+        tree.apply_layer(layer.assignments if own_text else [*layer.assignments, *layer.with_its_sources])
+        fit = fit or (own_text and bool(layer.with_its_sources))
+    tree.apply_layer(said)
+    settle_streaming_form(tree)
+    if fit:
+        fit_learning_rate(tree)
     top = source if source is not None else (base[-1].value if base else None)
     if top is not None:
-        _name_run(tree, str(top))
+        _name_run(tree, top.name if isinstance(top, GivenConfig) else str(top))
     config, problems = validate(tree)
     if config is None:
-        raise _refusal(problems, "the overrides" if source is None else str(source))
+        name = source.name if isinstance(source, GivenConfig) else str(source)
+        raise _refusal(problems, "the overrides" if source is None else name)
     return ResolvedConfig(config, tree)
+
+
+class _Layer:
+    """A document of the chain, with what it says only for the sources that it names itself set apart."""
+
+    def __init__(self, name: str, document: YamlDocument) -> None:
+        self.name, self.document = name, document
+        special = document.value.pop(WITH_ITS_SOURCES, None)
+        lines = {path[1:]: line for path, line in document.lines.items() if path[0] == WITH_ITS_SOURCES}
+        inner = special if isinstance(special, dict) else {}
+        self.with_its_sources = document_assignments(YamlDocument(inner, lines, []), name)
+        self.assignments = document_assignments(document, name)
 
 
 def _refusal(problems: list[Problem], name: str) -> ConfigError:
@@ -141,10 +180,13 @@ def _refusal(problems: list[Problem], name: str) -> ConfigError:
     return ConfigError(f"{len(problems)} problems in {name}:\n" + "\n".join(lines))
 
 
-def _chain(source: str | Path | None, preset: Json) -> list[tuple[str, YamlDocument]]:
+def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDocument]]:
     """The documents that a configuration is made of, base first; ``preset`` replaces what the top one stands on."""
     chain: list[tuple[str, YamlDocument]] = []
     seen: list[Path] = []
+    if isinstance(source, GivenConfig):
+        chain.append((source.name, YamlDocument(copy.deepcopy(source.values), {}, [])))
+        source = None
     current: tuple[str, Path] | None = None if source is None else locate_config(source)
     if current is None and preset is not None:
         current, preset = locate_config(_preset_name(preset, "override preset")), None
@@ -153,7 +195,7 @@ def _chain(source: str | Path | None, preset: Json) -> list[tuple[str, YamlDocum
         if path.resolve() in seen or len(seen) >= _MAX_PRESET_CHAIN:
             raise ConfigError(f"preset {name} stands on itself or on more than {_MAX_PRESET_CHAIN} others", where=name)
         seen.append(path.resolve())
-        document = read_mapping(_read_text(path), name)
+        document = read_python(path, name) if path.suffix == ".py" else read_mapping(_read_text(path), name)
         chain.insert(0, (name, document))
         below = document.value.pop("preset", None)
         if len(chain) == 1 and preset is not None:
@@ -216,7 +258,7 @@ def _name_run(tree: ConfigTree, source: str) -> None:
     """Unless somebody named the run, name it after its file and its model."""
     if tree.said("run.name"):
         return
-    stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json"} else Path(source).name)
+    stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
     preset = tree.get("model.preset")
     label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
     name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
@@ -295,6 +337,10 @@ def json_schema() -> dict[str, Any]:
         "preset": {
             "type": "string",
             "description": f"What this file stands on: {', '.join(run_presets())}, or a file.",
+        },
+        WITH_ITS_SOURCES: {
+            "type": "object",
+            "description": "Settings that hold only as long as nobody names other data.sources over this file.",
         },
         **properties,
     }

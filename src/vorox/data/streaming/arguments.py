@@ -7,12 +7,13 @@ comes out is a valid configuration with ``data.mode: streaming``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from vorox.core.config.checks import find_problems
+from vorox.core.config.path_formats import format_of_path
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
@@ -23,10 +24,6 @@ UNIT_BYTES = 8 << 20
 """Text of a unit: a first batch within seconds."""
 
 _GUESSED_BYTES_PER_TOKEN = 4
-_FORMATS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt", ".csv": "csv", ".parquet": "parquet", ".bin": "bin",
-}  # fmt: skip
-_COMPRESSIONS = {".gz", ".zst"}
 
 
 def configuration(
@@ -112,8 +109,7 @@ def _source(name: str, value: str | Sequence[str] | Mapping[str, Any]) -> dict[s
 
 
 def _format_of(path: str) -> str:
-    suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _COMPRESSIONS]
-    known = _FORMATS.get(suffixes[-1] if suffixes else "")
+    known = format_of_path(path)
     if known is None and path.startswith("hf://"):
         known = "parquet"
     if known is None:

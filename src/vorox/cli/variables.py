@@ -1,0 +1,40 @@
+"""Environment variables that are spelled like ours and are none: a typo there changes nothing, and nobody notices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VARIABLES = (
+    "VOROX_CACHE",
+    "VOROX_COORDINATOR",
+    "VOROX_METADATA_DSN",
+    "VOROX_PROCESS_COUNT",
+    "VOROX_PROCESS_INDEX",
+)
+"""Every variable of this name that is read."""
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that begins like ours and is not read.
+
+    Names that end in ``_DSN`` are left out: ``log.metadata_dsn_variable`` may name any.
+    """
+    names = sorted(
+        name
+        for name in environment
+        if name.startswith("VOROX_") and name not in VARIABLES and not name.endswith("_DSN")
+    )
+    return [f"there is no variable {name}, and it changes nothing; {_advice(name)}" for name in names]
+
+
+def _advice(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    from vorox.core.config.fields import leaf_keys
+
+    meant = name.removeprefix("VOROX_").replace("__", "_").lower()
+    key = next((key for key in leaf_keys() if key.replace(".", "_") == meant), "section.key")
+    return f"settings are given as {key}=VALUE"

@@ -1,0 +1,62 @@
+"""A configuration for a text of which only the size is known (``presets/own_text.yaml``).
+
+An entry of ``data.sources`` and what was measured of its text go in; a ``GivenConfig`` comes out, which the command
+line may change like any preset.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, cast
+
+from vorox.core.config.presets import PRESETS_DIRECTORY
+from vorox.core.config.resolve import GivenConfig
+from vorox.core.config.yaml_reader import Json, read_mapping
+
+_SMALLEST_BPE = 512
+_NOT_MERGES = 257
+"""The bytes and the end of text, which every byte-level vocabulary has."""
+
+
+@functools.cache
+def _table() -> dict[str, Json]:
+    path = PRESETS_DIRECTORY / "own_text.yaml"
+    document = read_mapping(path.read_text(encoding="utf-8"), path.name)
+    assert not document.problems, document.problems
+    return document.value
+
+
+def config_for_text(
+    name: str, source: dict[str, Any], *, text_bytes: int, repeated_words: int, opening: str
+) -> GivenConfig:
+    """The configuration for a text.
+
+    Args:
+        name: For messages and the run's name.
+        source: The entry of ``data.sources``.
+        text_bytes: Its size, about.
+        repeated_words: Different words that occur twice or more in its beginning. A BPE merges each of them, so a
+            vocabulary of that many is one that the text supports; half of them are left for what is held out.
+        opening: What the samples begin with.
+    """
+    sizes = cast("list[dict[str, Any]]", _table()["sizes"])
+    size = next(entry for entry in sizes if entry["up_to_bytes"] is None or text_bytes <= entry["up_to_bytes"])
+    values: dict[str, Any] = copy.deepcopy(cast("dict[str, Any]", _table()["common"]))
+    for section, entry in size.items():
+        if isinstance(entry, dict):
+            values[section] = values.get(section, {}) | entry
+    values["data"]["sources"] = [source]
+    if source["format"] == "bin":
+        values["tokenizer"] = {"kind": "none"}
+    else:
+        supported = _NOT_MERGES + repeated_words // 2
+        vocabulary = min(int(values["tokenizer"]["vocab_size"]), supported)
+        values["tokenizer"] = {"kind": "byte"} if vocabulary < _SMALLEST_BPE else {
+            "kind": "bpe", "vocab_size": vocabulary // 128 * 128,
+        }  # fmt: skip
+    if opening and source["format"] != "bin":
+        values["eval"]["prompts"] = [opening]
+    else:
+        values["eval"] = {key: value for key, value in values["eval"].items() if not key.startswith("sample")}
+    return GivenConfig(name, values)

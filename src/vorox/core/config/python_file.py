@@ -1,0 +1,101 @@
+"""A configuration written as a Python file: ``config``, a mapping or a function without arguments that returns one.
+
+The file is run, once, like a program of the user; its mapping goes on as if it had been read from YAML. Keys of a
+literal mapping keep their lines. What the file raises is a ``ConfigError`` at the line that raised it.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+from vorox.core.config.yaml_reader import MAX_DEPTH, Json, KeyPath, YamlDocument
+from vorox.core.errors import ConfigError, VoroxError
+
+
+def read_python(path: Path, name: str) -> YamlDocument:
+    """Run a file and read its ``config``.
+
+    Raises:
+        ConfigError: The file cannot be run, has no ``config``, or that is not made of plain values.
+    """
+    lines = _lines(path, name)
+    try:
+        config: object = runpy.run_path(str(path), run_name="vorox_config").get("config")
+        values: object = config() if callable(config) else config
+    except (Exception, SystemExit) as error:
+        if isinstance(error, VoroxError):
+            raise
+        raise ConfigError(f"{type(error).__name__}: {error}", where=_place(error, path, name)) from error
+    if not isinstance(values, Mapping):
+        kind = type(cast("object", values)).__name__
+        found = "there is none" if config is None else f"it is of type {kind}"
+        raise ConfigError(
+            f"`config` must be a mapping, or a function that returns one; {found}", where=name,
+            hint='write config = {"train": {"num_steps": 100}, ...}',
+        )  # fmt: skip
+    problems: list[tuple[str, int]] = []
+    plain = _plain(cast("Mapping[Any, Any]", values), (), lines, problems)
+    return YamlDocument(cast("dict[str, Json]", plain), lines, problems)
+
+
+def _place(error: BaseException, path: Path, name: str) -> str:
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{name}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{name}:{frames[-1].lineno}" if frames else name
+
+
+def _plain(value: Any, path: KeyPath, lines: Mapping[KeyPath, int], problems: list[tuple[str, int]]) -> Json:
+    """A copy of plain values only; tuples are lists, paths are texts."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping) and len(path) < MAX_DEPTH:
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): _plain(item, (*path, str(key)), lines, problems) for key, item in items}
+    if isinstance(value, list | tuple) and len(path) < MAX_DEPTH:
+        entries = cast("Sequence[Any]", value)
+        return [_plain(item, (*path, index), lines, problems) for index, item in enumerate(entries)]
+    key, kind = ".".join(map(str, path)), type(cast("object", value)).__name__
+    problems.append((f"{key} is of type {kind}; write plain values", lines.get(path, 1)))
+    return None
+
+
+def _lines(path: Path, name: str) -> dict[KeyPath, int]:
+    """Lines of the keys of literal mappings that ``config`` is or returns."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"SyntaxError: {error.msg}", where=f"{name}:{error.lineno or 1}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=name) from error
+    lines: dict[KeyPath, int] = {}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "config" for target in targets):
+            _collect(cast("ast.Assign | ast.AnnAssign", node).value, (), lines)
+        elif isinstance(node, ast.FunctionDef) and node.name == "config":
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Return):
+                    _collect(inner.value, (), lines)
+    return lines
+
+
+def _collect(node: ast.expr | None, path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    if isinstance(node, ast.Dict):
+        for key, item in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant):
+                lines[(*path, str(key.value))] = key.lineno
+                _collect(item, (*path, str(key.value)), lines)
+    elif isinstance(node, ast.List | ast.Tuple):
+        for index, item in enumerate(node.elts):
+            lines[(*path, index)] = item.lineno
+            _collect(item, (*path, index), lines)

@@ -1,0 +1,112 @@
+"""``data.settings`` and ``data.source``: the form in which streaming trainers write where their data comes from.
+
+```yaml
+data:
+  settings: {prefetch_size: 1000, shuffle_buffer: true, cache_dsn: "postgresql://USER:PASSWORD@HOST:5432/DATABASE"}
+  source: {name: dolma, urls: ["s3://bucket/part1.txt"]}
+```
+
+Both sections are taken out of the tree, and the keys that they mean are filled in. The connection string is kept for
+this process only (``core.secrets``): the resolved configuration says ``log.metadata: postgres`` and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+from urllib.parse import unquote, urlsplit
+
+from vorox.core import secrets
+from vorox.core.config.conditions import EXCLUSIVE
+from vorox.core.config.path_formats import format_of_path
+from vorox.core.config.source_presets import source_presets
+from vorox.core.config.tree import ConfigTree
+from vorox.core.config.yaml_reader import Json
+
+_SETTINGS: Final = ("prefetch_size", "shuffle_buffer", "cache_dsn")
+_SOURCE: Final = ("name", "urls")
+_SHORTEST_PASSWORD = 8  # a shorter one is a word that occurs in every message
+
+
+def settle_streaming_form(tree: ConfigTree) -> None:
+    """Translate both sections, if they are there."""
+    settings, source = _take(tree, "data.settings", _SETTINGS), _take(tree, "data.source", _SOURCE)
+    if source:
+        _translate_source(tree, source)
+    if "shuffle_buffer" in settings:
+        _fill(tree, "data.shuffle", settings["shuffle_buffer"], "data.settings.shuffle_buffer")
+    if "prefetch_size" in settings:
+        _translate_prefetch(tree, settings["prefetch_size"])
+    if "cache_dsn" in settings:
+        _translate_dsn(tree, settings["cache_dsn"])
+
+
+def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]:
+    """Take a section out of the tree; a key that it does not have is a problem."""
+    value = tree.get(key)
+    if value is None:
+        return {}
+    origin = tree.origin(key)
+    tree.reset(key)
+    if not isinstance(value, dict):
+        tree.add_problem(f"{key} must be a section with the keys {', '.join(known)}", origin, (key,))
+        return {}
+    for name in value.keys() - set(known):
+        tree.add_problem(f"unknown key {key}.{name}; there are {', '.join(known)}", origin, (f"{key}.{name}",))
+    return {name: item for name, item in value.items() if name in known}
+
+
+def _fill(tree: ConfigTree, key: str, value: Json, origin: str) -> None:
+    if not tree.said(key):
+        tree.fill(key, value, origin)
+
+
+def _translate_prefetch(tree: ConfigTree, samples: Json) -> None:
+    """Samples that are read ahead, as whole batches."""
+    batch = tree.get("train.global_batch_sequences")
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        key = "data.settings.prefetch_size"
+        tree.add_problem(f"{key} must be a number of samples, at least 1", tree.origin(key), (key,))
+    elif isinstance(batch, int) and batch > 0:
+        _fill(tree, "data.loader.prefetch_batches", -(-samples // batch), f"data.settings.prefetch_size={samples}")
+
+
+def _translate_dsn(tree: ConfigTree, dsn: Json) -> None:
+    key = "data.settings.cache_dsn"
+    if not isinstance(dsn, str) or not dsn.startswith(("postgresql://", "postgres://")):
+        what = f"{key} must be a connection string, postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+        tree.add_problem(what, tree.origin(key), (key,))
+        return
+    variable = str(tree.get("log.metadata_dsn_variable"))
+    secrets.hold(variable, dsn)
+    password = unquote(urlsplit(dsn).password or "")
+    if len(password) >= _SHORTEST_PASSWORD:
+        secrets.hold(f"password in {variable}", password)
+    _fill(tree, "log.metadata", "postgres", key)
+
+
+def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:
+    key = "data.source"
+    if tree.get("data.sources") is not None:
+        tree.add_problem("data.source and data.sources both say what is read; keep one", tree.origin(key), (key,))
+        return
+    urls = source.get("urls")
+    paths = [urls] if isinstance(urls, str) else urls if isinstance(urls, list) else []
+    name = source.get("name")
+    if not isinstance(name, str):
+        name = "text"
+    entry: dict[str, Json] = {"name": name}
+    formats = {format_of_path(path) for path in paths if isinstance(path, str)}
+    if len(formats) == 1 and None not in formats:
+        entry |= {"format": cast("str", formats.pop()), "paths": list(paths)}
+    elif name in source_presets():
+        entry |= {"preset": name} | ({"paths": list(paths)} if paths else {})
+    else:
+        what = (
+            "the files of data.source.urls are of different or unknown formats; write data.sources with the format "
+            "of each" if paths else f"data.source.name={name} is no named source; give data.source.urls"
+        )  # fmt: skip
+        tree.add_problem(what, tree.origin(key), (key,))
+        entry["format"] = "python_stdlib"  # so that what follows from it is not reported as well
+    tree.fill("data.sources", [entry], key)
+    if all(tree.get(length) is None for length in EXCLUSIVE[0]):
+        tree.fill("train.num_epochs", 1.0, "one pass over data.source")

@@ -1,0 +1,260 @@
+"""A user's own text by its path: its format, its text column, its size and how it begins.
+
+Paths go in; an entry of ``data.sources`` comes out, with what is needed to choose a model for it and one line that
+says what was recognised. Only listings, headers and the first mebibyte of text are read. What is ambiguous is refused
+with the setting that decides it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import PurePath
+from typing import Any, Final, cast
+
+from vorox.core.config.path_formats import format_of_path
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data import storage
+from vorox.data.documents import Document, UnitSpan
+from vorox.data.storage import StoredFile, has_magic, scheme_of
+from vorox.data.text import compression
+from vorox.data.text.content import open_content
+from vorox.data.text.formats import cut, read_records, suffixes
+
+_SAMPLE_BYTES = 1 << 20
+_SAMPLE_FILES = 64
+_RECORDS_LOOKED_AT = 50
+_TEXT_FIELDS = ("text", "content", "body", "document", "article")
+_EXPANSION: Final[Mapping[str, int]] = {"gz": 3, "zst": 3, "parquet": 2}
+_WORD = re.compile(r"\s?\w+|[^\w\s]+")
+_PROMPT_CHARACTERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class RecognisedText:
+    """A user's own text.
+
+    Attributes:
+        source: An entry of ``data.sources``.
+        text_bytes: Its text, about.
+        repeated_words: Different words that occur at least twice in the first mebibyte: what a BPE can learn at least.
+        opening: The first words, to be completed by the model; empty for token shards.
+        summary: One line: what was found and how it is read.
+    """
+
+    source: dict[str, Any]
+    text_bytes: int
+    repeated_words: int
+    opening: str
+    summary: str
+
+
+def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> RecognisedText:
+    """Recognise files, folders or globs as one source.
+
+    Args:
+        paths: Where the text is.
+        given: What the user says of the source already (``format``, ``text_field``, ``delimiter``); it wins.
+
+    Raises:
+        ConfigError: The format or the text column is not obvious.
+        DataError: There is nothing there, or it cannot be read.
+    """
+    given = given or {}
+    files = [file for path in paths for file in storage.list_files(path, ("",))]
+    counted = _bytes_by_format(files)
+    if not counted and "format" not in given:
+        endings = ", ".join(sorted({PurePath(file.uri).suffix or "(none)" for file in files})[:6])
+        raise ConfigError(
+            f"the format is not known by the name: {endings or 'no files'}", where=", ".join(paths),
+            hint="add data.sources.0.format=txt, or jsonl, csv, parquet or bin",
+        )  # fmt: skip
+    name = str(given.get("format") or max(counted, key=lambda key: counted[key]))
+    chosen = [file for file in files if format_of_path(file.uri) == name or "format" in given]
+    source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
+    if name == "csv" and "delimiter" not in given:
+        source["delimiter"] = _delimiter(chosen[0])
+    if name in {"jsonl", "csv", "parquet"} and "text_field" not in given:
+        source["text_field"] = _text_field(name, chosen[0], str(source.get("delimiter", ",")))
+    sample = "" if name == "bin" else _sample(source, chosen)
+    return RecognisedText(
+        source, _text_bytes(chosen), _repeated_words(sample), _opening(sample), _summary(source, files, chosen, counted)
+    )
+
+
+def _bytes_by_format(files: Sequence[StoredFile]) -> dict[str, int]:
+    """Bytes of each format; a single file without a known ending is text, if its first bytes are."""
+    sizes: dict[str, int] = {}
+    for file in files:
+        known = format_of_path(file.uri)
+        if known is None and len(files) == 1:
+            known = "txt"
+        if known is not None:
+            sizes[known] = sizes.get(known, 0) + file.size_bytes
+    return sizes
+
+
+def _name(paths: Sequence[str]) -> str:
+    path = PurePath(paths[0].rstrip("/"))
+    stem = path.name
+    while PurePath(stem).suffix:
+        stem = PurePath(stem).stem
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "text"
+
+
+def _locations(paths: Sequence[str], name: str, chosen: Sequence[StoredFile]) -> list[str]:
+    """The paths as they are where a source finds its files by itself, else a glob for each ending."""
+    listed = suffixes(SourceConfig.model_validate({"name": "x", "format": name}))
+    others = sorted({_ending(file.uri) for file in chosen if not file.uri.lower().endswith(listed)})
+    locations: list[str] = []
+    for path in paths:
+        inside = [file for file in chosen if storage.place_in(storage.absolute(path), file.uri) not in {None, ""}]
+        is_folder = scheme_of(path) is None and not has_magic(path) and any(
+            file.uri.startswith(f"{storage.absolute(path).rstrip('/')}/") for file in inside
+        )  # fmt: skip
+        if not is_folder or not others:
+            locations.append(path)
+            continue
+        here = {_ending(file.uri) for file in inside}
+        if here - set(others):
+            locations.append(path)
+        locations += [f"{path.rstrip('/')}/**/*{ending}" for ending in others if ending in here]
+    return locations
+
+
+def _ending(uri: str) -> str:
+    path = PurePath(uri)
+    return "".join(path.suffixes[-2:]) if path.suffix in compression.SUFFIXES else path.suffix
+
+
+def _delimiter(file: StoredFile) -> str:
+    first = next(iter(_lines(file)), "")
+    return max(",\t;|", key=first.count)
+
+
+def _lines(file: StoredFile) -> Iterator[str]:
+    with open_content(file, 0, _SAMPLE_BYTES // 4) as content:
+        head = content.read(_SAMPLE_BYTES // 4)
+    yield from head.decode("utf-8-sig", "replace").splitlines()
+
+
+def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
+    """The column of the text: the only one that holds text, or one of the usual name.
+
+    Raises:
+        ConfigError: It is not obvious.
+    """
+    columns = _text_columns(name, file, delimiter)
+    usual = next((field for field in _TEXT_FIELDS if field in columns), None)
+    if usual is not None:
+        return usual
+    if len(columns) == 1:
+        return columns[0]
+    said = f"{', '.join(columns[:8])} all hold text" if columns else "no column holds text"
+    raise ConfigError(
+        f"the column of the text is not obvious: {said}", where=file.uri,
+        hint=f"add data.sources.0.text_field={columns[0] if columns else 'COLUMN'}",
+    )  # fmt: skip
+
+
+def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
+    if name == "parquet":
+        parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
+        with storage.open_seekable(file) as content:
+            schema = parquet.read_schema(content)
+        return [str(one.name) for one in schema if str(one.type) in {"string", "large_string", "string_view"}]
+    if name == "csv":
+        rows = list(itertools.islice(csv.reader(io.StringIO("\n".join(_lines(file))), delimiter=delimiter), 51))
+        columns = rows[0] if rows else []
+        held = {column: [row[index] for row in rows[1:] if index < len(row)] for index, column in enumerate(columns)}
+        return [column for column, values in held.items() if any(re.search(r"[^\W\d_]", value) for value in values)]
+    found: dict[str, None] = {}
+    for line in itertools.islice((line for line in _lines(file) if line.strip()), _RECORDS_LOOKED_AT):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut off, or for the reader to complain about
+        if isinstance(record, dict):
+            record = cast("dict[str, Any]", record)
+            found |= {key: None for key, value in record.items() if isinstance(value, str)}
+    return list(found)
+
+
+def _sample(source: Mapping[str, Any], files: Sequence[StoredFile]) -> str:
+    """The first texts, up to a mebibyte."""
+    config = SourceConfig.model_validate({**source, "paths": ("-",)})
+    texts: list[str] = []
+    left = _SAMPLE_BYTES
+    for index, file in enumerate(files[:_SAMPLE_FILES]):
+        piece = next(cut(config, file, 0, None, left), None) if file.size_bytes else None
+        if piece is None:
+            continue
+        span = UnitSpan(index, piece.start_byte, piece.end_byte, 0)
+        for record in read_records(config, file, span, lambda _: True):
+            if isinstance(record, Document):
+                texts.append(record.text[:left])
+                left -= len(texts[-1])
+            if left <= 0:
+                return "\n".join(texts)
+    return "\n".join(texts)
+
+
+def _repeated_words(sample: str) -> int:
+    counts: dict[str, int] = {}
+    for word in _WORD.findall(sample):
+        counts[word] = counts.get(word, 0) + 1
+    return sum(count > 1 and len(word.encode()) > 1 for word, count in counts.items())
+
+
+def _opening(sample: str) -> str:
+    line = next((line.strip() for line in sample.splitlines() if len(line.strip()) > 1), "")
+    if len(line) <= _PROMPT_CHARACTERS:
+        return line
+    return line[:_PROMPT_CHARACTERS].rpartition(" ")[0] or line[:_PROMPT_CHARACTERS]
+
+
+def _text_bytes(files: Sequence[StoredFile]) -> int:
+    total = 0
+    for file in files:
+        kind = compression.SUFFIXES.get(PurePath(file.uri).suffix.lower()) or PurePath(file.uri).suffix.lower()[1:]
+        total += file.size_bytes * _EXPANSION.get(kind, 1)
+    return total
+
+
+def _summary(
+    source: Mapping[str, Any], files: Sequence[StoredFile], chosen: Sequence[StoredFile], counted: Mapping[str, int]
+) -> str:
+    size = sum(file.size_bytes for file in chosen)
+    detail = {
+        "txt": "a file is a document",
+        "jsonl": f"a line is a document, its text in {source.get('text_field')!r}",
+        "csv": f"a row is a document, its text in {source.get('text_field')!r}",
+        "parquet": f"a row is a document, its text in {source.get('text_field')!r}",
+        "bin": "token shards",
+    }[str(source["format"])]
+    others = sorted(name for name in counted if name != source["format"])
+    left_out = len(files) - len(chosen)
+    rest = f"; left out: {left_out:,} other" + (f" ({', '.join(others)})" if others else "") if left_out else ""
+    number = "1 file" if len(chosen) == 1 else f"{len(chosen):,} files"
+    return f"Data {source['name']}: {source['format']}, {number}, {size:,} bytes, {detail}{rest}"
+
+
+def refuse_text_as_configuration(path: str) -> ConfigError | None:
+    """What to answer where a path to text stands in place of a configuration; ``None`` if it is no such path."""
+    try:
+        files = storage.list_files(path, ("",))
+    except DataError:
+        return None
+    known = {format_of_path(file.uri) for file in files} - {None}
+    if not known:
+        return None
+    return ConfigError(
+        f"{path} is text to train on, not a configuration", where=path, hint=f"run vorox train --data {path}"
+    )

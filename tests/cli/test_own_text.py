@@ -1,0 +1,149 @@
+"""A user's own text: recognised, given a model that fits it, and trained at the first command."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from vorox.cli import main
+from vorox.cli.arguments import sort_words
+from vorox.cli.config import named_configuration
+from vorox.core.config import load_config
+from vorox.core.schema import RunConfig
+
+TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon. " * 40 for number in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+
+
+def _txt() -> str:
+    Path("my.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    return "my.txt"
+
+
+def _notes() -> str:
+    Path("notes/deep").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        Path("notes", "deep" if number % 2 else "", f"{number}.md").write_text(text, encoding="utf-8")
+    return "notes/"
+
+
+def _jsonl() -> str:
+    lines = [json.dumps({"id": number, "url": "x", "content": text}) for number, text in enumerate(TEXTS)]
+    Path("a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return "a.jsonl"
+
+
+def _compressed() -> str:
+    Path("a.jsonl.gz").write_bytes(gzip.compress(Path(_jsonl()).read_bytes()))
+    return "a.jsonl.gz"
+
+
+def _csv() -> str:
+    with Path("b.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter=";")
+        rows.writerow(["number", "story"])
+        rows.writerows([number, text] for number, text in enumerate(TEXTS))
+    return "b.csv"
+
+
+def _parquet() -> str:
+    parquet.write_table(arrow.table({"n": list(range(len(TEXTS))), "body": TEXTS}), "p.parquet")
+    return "p.parquet"
+
+
+def configuration(*words: str) -> RunConfig:
+    return load_config(*named_configuration(sort_words(words, options=(), max_positional=1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "format_name", "text_field"),
+    [
+        (_txt, "txt", "text"),
+        (_notes, "txt", "text"),
+        (_jsonl, "jsonl", "content"),
+        (_compressed, "jsonl", "content"),
+        (_csv, "csv", "story"),
+        (_parquet, "parquet", "body"),
+    ],
+)
+def test_text_is_recognised_and_named_in_the_answer_to_its_path(
+    make: Callable[[], str], format_name: str, text_field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make()
+    assert main(["train", path]) == 2
+    assert main(["data", "stats", path]) == 2
+    assert capsys.readouterr().err.count(f"vorox train --data {path}") == 2
+    config = configuration("--data", path)
+    source = config.data.sources[0]
+    assert (source.format, source.text_field) == (format_name, text_field)
+    assert format_name in capsys.readouterr().err
+    assert config.eval.prompts
+    assert all(prompt not in {"def ", "import ", "class "} for prompt in config.eval.prompts)
+
+
+def test_the_model_grows_with_the_text_and_the_rate_falls_with_the_model() -> None:
+    Path("small.txt").write_text("\n".join(TEXTS)[:30_000], encoding="utf-8")
+    words = " ".join(f"word{number} word{number}" for number in range(60_000))
+    Path("large.txt").write_text(words, encoding="utf-8")
+    small, large = configuration("--data", "small.txt"), configuration("--data", "large.txt")
+    assert small.tokenizer.kind == "byte", "a text of 20 words supports no vocabulary"
+    assert large.tokenizer.kind == "bpe"
+    assert small.model.hidden_size < large.model.hidden_size
+    assert small.train.num_steps is not None
+    assert large.train.num_steps is not None
+    assert small.train.num_steps < large.train.num_steps
+    wide = configuration("--data", "large.txt", "model.hidden_size=512", "model.num_heads=8")
+    assert wide.optimizer.lr < large.optimizer.lr < 0.01
+    assert configuration("--data", "large.txt", "--lr", "2e-4").optimizer.lr == 2e-4
+
+
+def test_text_replaces_the_sources_of_a_named_configuration() -> None:
+    config = configuration("gpt2-124m", "--data", _jsonl())
+    assert config.model.preset == "gpt2-124m"
+    assert [source.paths for source in config.data.sources] == [("a.jsonl",)]
+
+
+def test_what_is_ambiguous_is_asked_for_and_then_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("two.jsonl").write_text(json.dumps({"title": "A", "abstract": "B"}) + "\n", encoding="utf-8")
+    assert main(["train", "--data", "two.jsonl", "--dry-run"]) == 2
+    assert "data.sources.0.text_field=title" in capsys.readouterr().err
+    assert configuration("--data", "two.jsonl", "data.sources.0.text_field=abstract").data.sources[0].format == "jsonl"
+    Path("strange.xyz").write_text("text", encoding="utf-8")
+    Path("other.xyz").write_text("text", encoding="utf-8")
+    assert main(["train", "--data", "*.xyz", "--dry-run"]) == 2
+    assert "data.sources.0.format=txt" in capsys.readouterr().err
+    assert main(["train", "--data", "nothing.txt", "--dry-run"]) == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quickstart", "--data", "notes/"],
+        ["mine.yaml"],
+        ["quickstart", "data.sources=[{name: n, format: txt, paths: [notes/]}]"],
+    ],
+)
+def test_other_text_does_not_inherit_what_the_quickstart_was_tuned_for(words: list[str]) -> None:
+    _notes()
+    Path("mine.yaml").write_text(
+        "preset: quickstart\ndata:\n  sources:\n    - {name: n, format: txt, paths: [notes/]}\n", encoding="utf-8"
+    )
+    own, quickstart = configuration(*words), load_config("quickstart")
+    assert quickstart.optimizer.lr == 1e-2
+    assert quickstart.eval.prompts
+    assert own.optimizer.lr < quickstart.optimizer.lr
+    assert own.eval.prompts == ()
+    assert own.optimizer.name == "adamw"
+    assert own.model.hidden_size == quickstart.model.hidden_size
