@@ -93,13 +93,13 @@ def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypa
     assert f"{needed:,} bytes" in error.what
     assert f"{needed - 1:,} are free" in error.what
     assert {"checkpoint.keep_last", "run.directory"} <= set(error.hint.replace(",", " ").replace("(", " ").split())
-    (directory,) = run_directories(tmp_path / "runs")
-    assert not (directory / "chain.jsonl").exists()
+    assert run_directories(tmp_path / "runs") == [], "refused before the first step"
     with monkeypatch.context() as patch:
         leave_free(patch, needed)
         assert run(config).progress.step == 12
         leave_free(patch, 0)
         run(config)  # nothing is left to save
+    (directory,) = run_directories(tmp_path / "runs")
     assert len(read_chain(directory)) == 12
     assert len(step_directories(directory)) <= checkpoint_room(config, spec, 12).most
 

@@ -277,10 +277,6 @@ class RunContext:
         return self.directory / "metrics.jsonl"
 
     @property
-    def events_path(self) -> Path:
-        return self.directory / "events.jsonl"
-
-    @property
     def chain_path(self) -> Path:
         return self.directory / "chain.jsonl"
 
@@ -341,7 +337,9 @@ class RunContext:
         try:
             yield
         except (VoroxError, KeyboardInterrupt):
-            has_steps = self.chain_path.exists() and self.chain_path.stat().st_size
+            # The chain is buffered; the metrics of step 1 and the record of a step that was not finite are not.
+            signs = (self.chain_path, self.metrics_path, self.directory / "nonfinite")
+            has_steps = any(path.exists() and path.stat().st_size for path in signs)
             if self._is_new and not has_steps and not has_checkpoint(self.directory):
                 self._closed = True
                 _let_go(self.directory, self._lock)
