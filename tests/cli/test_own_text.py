@@ -147,3 +147,23 @@ def test_other_text_does_not_inherit_what_the_quickstart_was_tuned_for(words: li
     assert own.eval.prompts == ()
     assert own.optimizer.name == "adamw"
     assert own.model.hidden_size == quickstart.model.hidden_size
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("make", [_txt, _jsonl])
+def test_own_text_trains_at_the_first_command(
+    make: Callable[[], str], backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(backend)
+    small = [
+        "--steps",
+        "2",
+        "model.num_layers=1",
+        "model.hidden_size=32",
+        "model.num_heads=2",
+        "log.matmul_ceiling=false",
+    ]
+    code = main(["train", "--data", make(), f"backend={backend}", "runtime.device=cpu", *small])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert list(Path("runs").glob("*/checkpoints/step-00000002/model.safetensors"))

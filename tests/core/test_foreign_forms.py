@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli.train import parse_minutes
+from vorox.cli.train import _default_preset, parse_minutes
 from vorox.core import secrets
 from vorox.core.config import dump_yaml, load_config, resolve_config
 from vorox.core.config.synonyms import SYNONYMS, key_of
@@ -118,7 +118,22 @@ def test_errors_of_a_python_file_have_their_line(text: str, place: str, what: st
     assert what in said
 
 
-# Second names
+# Options of a GPT trainer
+
+
+def test_gpt_options_without_a_configuration_start_from_that_trainer() -> None:
+    options = ["--model.n_layer=12", "--batch_size=512", "--num_tokens=1000000000", "--save_dir=./checkpoints"]
+    assert _default_preset(options) == "gpt2-shards"
+    assert _default_preset(["--lr=1e-3", "--steps=5"]) == "quickstart"
+    config = load_config("gpt2-shards", ["--data_dir=shards", *options])
+    model, train = config.model, config.train
+    assert (model.family, model.num_layers, model.num_heads, model.hidden_size) == ("gpt2", 12, 12, 768)
+    assert (model.vocab_size, model.dropout_fraction, model.intermediate_size) == (50304, 0.0, None)
+    assert (train.global_batch_sequences, train.micro_batch_sequences) == (512, 16)
+    assert (config.data.sequence_length_tokens, train.num_tokens) == (1024, 10**9)
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 6e-4, 0.1)
+    assert (config.run.directory, config.data.sources[0].paths) == ("./checkpoints", ("shards",))
+    assert config.data.sources[0].format == "bin"
 
 
 def test_every_second_name_means_a_key_that_exists() -> None:

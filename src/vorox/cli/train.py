@@ -125,7 +125,7 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
     settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
     if resume == "auto" or resume == "never":
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
-            source = DEFAULT_PRESET
+            source = _default_preset(overrides)
             typer.echo(f"No configuration named: the preset {source}.")
         from vorox.training.weights_source import load_config_with_weights
 
@@ -135,6 +135,14 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
     path = _resumed_path(resume, source, settings)
     directory = path.parent.parent if path.parent.name == "checkpoints" else path
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
+
+
+def _default_preset(overrides: Sequence[str]) -> str:
+    """Where a command without a configuration starts: options of a GPT trainer have that trainer's defaults."""
+    from vorox.core.config.synonyms import GPT_SYNONYMS
+
+    names = {word.removeprefix("--").partition("=")[0] for word in overrides}
+    return "gpt2-shards" if names & GPT_SYNONYMS.keys() else DEFAULT_PRESET
 
 
 def parse_minutes(text: str) -> float:

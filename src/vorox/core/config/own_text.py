@@ -18,6 +18,9 @@ _SMALLEST_BPE = 512
 _NOT_MERGES = 257
 """The bytes and the end of text, which every byte-level vocabulary has."""
 
+_GPT2_IDS = {"kind": "none", "vocab_size": 50257, "end_of_text_id": 50256}
+"""What token shards hold unless the command line says otherwise."""
+
 
 @functools.cache
 def _table() -> dict[str, Json]:
@@ -48,7 +51,7 @@ def config_for_text(
             values[section] = values.get(section, {}) | entry
     values["data"]["sources"] = [source]
     if source["format"] == "bin":
-        values["tokenizer"] = {"kind": "none"}
+        values["tokenizer"] = dict(_GPT2_IDS)
     else:
         supported = _NOT_MERGES + repeated_words // 2
         vocabulary = min(int(values["tokenizer"]["vocab_size"]), supported)

@@ -26,7 +26,10 @@ GPT_SYNONYMS: Final[Mapping[str, str]] = {
     "from_pretrained": "train.from_weights",
     "data_dir": "data.sources",
 }
-"""Options of a GPT trainer on token shards. ``data_dir`` means one source: a folder of ``.bin`` shards."""
+"""Options of a GPT trainer on token shards. ``data_dir`` means one source: a folder of ``.bin`` shards.
+
+Where no configuration is named, one of these starts from the preset ``gpt2-shards``, which has that trainer's defaults.
+"""
 
 SYNONYMS: Final[Mapping[str, str]] = {
     **GPT_SYNONYMS,
