@@ -130,7 +130,7 @@ def test_a_corrupt_checkpoint_is_passed_over(directory: Path) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 13), (12, 12), (5, 4), (-1, 3)])
 def test_a_range_that_was_not_recorded(directory: Path, first: int, last: int) -> None:
-    with pytest.raises(ConfigError, match="are no range of this run"):
+    with pytest.raises(ConfigError, match="no range of this run"):
         again(directory, first, last)
 
 

@@ -146,9 +146,9 @@ def _check_range(
         raise DataError("no step is recorded", where=str(recorded.path), hint="train the run first")
     if not 0 <= first_step < last_step <= known:
         raise ConfigError(
-            f"the states {first_step:,} to {last_step:,} are no range of this run, which recorded {known:,} steps",
+            f"--from {first_step} --to {last_step} is no range of this run, which recorded {known:,} steps",
             where=str(recorded.path),
-            hint=f"from 0 to {known:,} would be all of it",
+            hint=f"replay all of it: --from 0 --to {known}",
         )
     if changed_at is not None and changed_at < last_step:
         raise ConfigError(

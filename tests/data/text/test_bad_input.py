@@ -102,7 +102,7 @@ def test_a_wrong_field_of_json_lines_names_those_there_are(tmp_path: Path) -> No
     (first, second) = records(source(tmp_path, "jsonl"))
     assert isinstance(first, BadRecord)
     assert isinstance(second, BadRecord)
-    assert first.reason == "no field 'text'; the record has 'id', 'meta'"
+    assert first.reason == "no field 'text'; the record has 'id', 'meta': set the source's text_field"
     dotted = records(source(tmp_path, "jsonl", text_field="meta.body", metadata_fields=["id", "meta", "none"]))
     assert [r.text for r in dotted if isinstance(r, Document)] == ["x", "y"]
     assert [r.metadata for r in dotted if isinstance(r, Document)] == [

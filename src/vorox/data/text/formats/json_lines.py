@@ -95,7 +95,9 @@ def parse_record(
     text = _field(fields, text_field)
     if text is _ABSENT:
         present = ", ".join(repr(key) for key in list(fields)[:8])
-        raise UnreadableRecord(f"no field {text_field!r}; the record has {present or 'no fields'}")
+        raise UnreadableRecord(
+            f"no field {text_field!r}; the record has {present or 'no fields'}: set the source's text_field"
+        )
     if not isinstance(text, str):
         raise UnreadableRecord(f"field {text_field!r} is not a string but {_kind(text)}")
     surrogate = lone_surrogate(text)
