@@ -83,3 +83,9 @@ def test_a_command_line_of_options_only_starts_from_the_shapes_of_gpt2(
     assert "gpt2-shards" in output
     assert "124,4" in output, "124 million parameters with a vocabulary of 50,304"
     assert not Path("saved").exists()
+
+
+def test_a_folder_of_shards_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", "fineweb100B", "--dry-run"]) == 0, capsys.readouterr().err
+    assert main(["train", "fineweb100B"]) == 2
+    assert "vorox train --data fineweb100B" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""Slips on the command line: each is understood, or answered with the exit code and the words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vorox.cli import main
+
+CONFIGURATION = """
+model: {num_layers: 1, hidden_size: 32, num_heads: 2}
+data: {sources: [{name: t, format: txt, paths: [t.txt]}], sequence_length_tokens: 32}
+tokenizer: {kind: byte}
+train: {num_steps: 5, global_batch_sequences: 4, micro_batch_sequences: 4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    Path("tiny.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    Path("t.txt").write_text("A cat sat on the mat. " * 500, encoding="utf-8")
+    Path("tabs.yaml").write_text("train:\n\tnum_steps: 3\n", encoding="utf-8")
+    Path("cfg.toml").write_text("[train]\nnum_steps = 3\n", encoding="utf-8")
+    Path("indent.yaml").write_text("train:\n  num_steps: 3\n   num_tokens: 3\n", encoding="utf-8")
+    Path("twice.yaml").write_text(CONFIGURATION + "train: {num_steps: 6}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--learning_rate=3e-4", "lr: 0.0003"),
+        ("--learning_rate 3e-4", "lr: 0.0003"),
+        ("--lr 1e-3", "lr: 0.001"),
+        ("--bs 16", "global_batch_sequences: 16"),
+        ("--batch_size 2", "micro_batch_sequences: 2"),
+        ("--epochs 3", "num_epochs: 3.0"),
+        ("--steps 10", "num_steps: 10"),
+        ("--max_steps=10", "num_steps: 10"),
+        ("--device cuda", "device: cuda"),
+        ("--seed 7", "seed: 7"),
+        ("train.num_steps=1e3", "num_steps: 1000"),
+        ("runtime.compile=True", "compile: true"),
+    ],
+)
+def test_common_names_are_understood(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--config", "tiny.yaml", *words.split()]) == 0
+    assert f" {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("train t.txt", "vorox train --data t.txt"),
+        ("data stats t.txt", "vorox train --data t.txt"),
+        ("train tiny.yaml optimizer.lr = 1e-3", "optimizer.lr=1e-3"),
+        ("train tiny.yaml optimizer.lr= 1e-3", "optimizer.lr=1e-3"),
+        ("train tiny.yaml optimizer.lr =1e-3", "optimizer.lr=1e-3"),
+        ("train tiny.yaml more words", "section.key=VALUE"),
+        ("train tiny.yaml --stepz 3", "--steps"),
+        ("train tiny.yaml --qqqq 3", "--section.key=VALUE"),
+        ("train tiny.yaml optimizer.clip_norm=None", "optimizer.clip_norm=null"),
+        ("train tiny.yaml runtime.device=gpu", "cuda"),
+        ("train tiny.yaml data.sources.0.format=md", "format=txt"),
+        ("train tiny.yaml --minutes 2x", "--minutes=2"),
+        ("train tabs.yaml", "indent with blanks"),
+        ("train cfg.toml", "`train:`"),
+        ("train indent.yaml", "one column"),
+        ("train twice.yaml", "train is given twice"),
+        ("generate latest -p hi", "vorox train quickstart"),
+        ("generate latest hi there", "vorox train quickstart"),
+        ("replay tiny-llama", "--root"),
+    ],
+)
+def test_slips_are_answered_with_what_to_write(command: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert answer in said
+    assert "[redacted]" not in said
+
+
+def test_the_folder_that_was_looked_in_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "show", "latest"]) == 2
+    assert str(tmp_path / "runs") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["-h"], ["--help"], ["help"], ["train", "-h"], ["help", "train"], ["help", "data", "build"]]
+)
+def test_help_has_many_names(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert (
+        f"Usage: vorox {' '.join(word for word in words if word[0] != '-' and word != 'help')}"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("word", ["-V", "--version"])
+def test_the_version_has_two_names(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    assert capsys.readouterr().out.startswith("vorox ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "answer"),
+    [("VOROX_CACH", "VOROX_CACHE"), ("VOROX_TRAIN_NUM_STEPS", "train.num_steps="), ("VOROX_OTHER_DSN", None)],
+)
+def test_a_variable_that_is_none_of_ours_is_warned_of(
+    variable: str, answer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "2")
+    assert main(["--version"]) == 0
+    said = capsys.readouterr().err
+    assert (variable in said) == (answer is not None)
+    assert answer is None or answer in said
+
+
+def test_a_checkpoint_is_named_by_its_path_and_a_prompt_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert main(["train", "tiny.yaml", "--steps", "1", "--device", "cpu", "log.matmul_ceiling=false"]) == 0
+    checkpoint = next(Path("runs").glob("*/checkpoints/step-*"))
+    capsys.readouterr()
+    assert main(["generate", str(checkpoint), "The cat", "--tokens", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("The cat")
+    run = checkpoint.parent.parent.name
+    assert main(["data", "sql", run, "select", "count(*)", "from", "consumed"]) == 0
