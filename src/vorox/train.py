@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from vorox import backends
 from vorox.core.config import config_digest
 from vorox.core.disk_errors import explained_disk_errors
@@ -25,6 +27,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.preparation import HowToBuild
 from vorox.data.tokenizers.store import kept_by_run
+from vorox.models.memory import check_host_memory
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
@@ -133,7 +136,11 @@ def make_setting(
     build: bool = True,
     tokenizer_directory: Path | None = None,
 ) -> Setting:
-    """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it."""
+    """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it.
+
+    Raises:
+        DoesNotFitError: A step takes more memory than the machine has.
+    """
     if not dist.is_main:  # where caches are shared, they are built by then
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else kept_by_run(tokenizer_directory, config.tokenizer)
@@ -146,7 +153,10 @@ def make_setting(
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,
     )
-    return Setting(config, corpus, spec, backends.load(config.backend).create(config, spec, dist), log, dist)
+    engine = backends.load(config.backend).create(config, spec, dist)
+    if engine.environment().get("device_kind") == "cpu":
+        check_host_memory(spec, config, psutil.virtual_memory().total)
+    return Setting(config, corpus, spec, engine, log, dist)
 
 
 def _open_run(

@@ -6,7 +6,7 @@ import pytest
 
 from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
-from vorox.models.memory import MemoryBudget, MemoryEstimate, training_memory
+from vorox.models.memory import MemoryBudget, MemoryEstimate, check_host_memory, planned_memory, training_memory
 from vorox.models.spec import model_spec
 
 
@@ -70,3 +70,42 @@ def test_the_remedy_is_of_what_is_too_large() -> None:
     for found in (budget(10, 99, 80), budget(10, 99, None)):
         assert "train.micro_batch_sequences" in found.error("training").hint
         assert "data.sequence_length_tokens" in found.error("training").hint
+
+
+def test_the_mask_of_documents_grows_with_the_square_of_a_row() -> None:
+    _, short = estimate([], document_mask=True)
+    _, long = estimate([], document_mask=True, sequence_length_tokens=4096)
+    assert short.mask_bytes == 8 * 1024**2 * 3  # a byte and a bf16 for every pair of positions
+    assert long.mask_bytes == 16 * short.mask_bytes
+    assert estimate([])[1].mask_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "available_gib", "key"),
+    [
+        (["data.sequence_length_tokens=1000000"], 16, "data.sequence_length_tokens"),
+        (["train.micro_batch_sequences=12", "train.global_batch_sequences=12"], 1, "train.micro_batch_sequences"),
+    ],
+)
+def test_a_step_beyond_the_host_is_refused_with_a_setting_that_fits(
+    overrides: list[str], available_gib: int, key: str
+) -> None:
+    def check(more: list[str]) -> None:
+        config = load_config("quickstart", ["data.sequence_length_tokens=2048", *overrides, *more])
+        spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=2048)
+        check_host_memory(spec, config, available_gib << 30)
+
+    with pytest.raises(DoesNotFitError) as caught:
+        check([])
+    assert caught.value.exit_code == 3
+    named = [word for word in caught.value.hint.split() if "=" in word]
+    assert key in {word.split("=")[0] for word in named}
+    for word in named:
+        check([word])
+
+
+def test_a_model_beyond_the_host_is_refused_with_no_other_remedy() -> None:
+    config = load_config("quickstart", [])
+    spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
+    with pytest.raises(DoesNotFitError, match=r"model\.num_layers"):
+        check_host_memory(spec, config, planned_memory(spec, config).optimizer_bytes)

@@ -453,3 +453,26 @@ def test_evaluations_are_on_record(straight: dict[str, Any], tmp_path: Path) -> 
     bits = record["loss"] * record["num_target_tokens"] / np.log(2)
     assert record["bits_per_byte"] == pytest.approx(bits / record["num_target_bytes"])
     assert record["num_target_bytes"] <= record["num_target_tokens"], "a byte per target, none for the end of the text"
+
+
+def test_steps_that_cannot_be_fast_are_announced_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate is measured in a moment, on products of bounded size, and a step is held against it."""
+    measured: list[int] = []
+
+    def matmul_seconds(self: NumpyEngine, m: int, k: int, n: int) -> float:
+        measured.append(max(m, k, n))
+        return 100.0
+
+    def kill() -> None:
+        raise Killed
+
+    monkeypatch.setattr(NumpyEngine, "matmul_seconds", matmul_seconds)
+    at_step(monkeypatch, 1, kill)
+    rows = ["data.sequence_length_tokens=512", "train.global_batch_sequences=512", "train.micro_batch_sequences=512"]
+    with pytest.raises(Killed):
+        run(configuration(tmp_path, [*rows, "eval.every_steps=null"]))
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert "A step of 262,144 tokens takes at least" in (directory / "log.txt").read_text()
+    assert max(measured) == 1 << 15

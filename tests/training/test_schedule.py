@@ -133,3 +133,11 @@ def test_a_cache_that_is_too_small_for_the_warm_up() -> None:
     assert "30 steps was fixed by the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
     assert Horizon.from_json(length.to_json()) == length
     assert Horizon.from_json({"total_steps": 1, "warmup_steps": 2, "tokens_per_step": 3}) == Horizon(1, 2, 3)
+
+
+def test_a_step_that_is_larger_than_the_text_is_said() -> None:
+    length = Horizon(total_steps=2, warmup_steps=0, tokens_per_step=4_000_000)
+    (warning,) = length.warnings(2_000_000)
+    assert "4,000,000" in warning
+    assert "data.sequence_length_tokens" in warning
+    assert length.warnings(4_000_000) == []

@@ -194,11 +194,10 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     yield f"validates on   {text.listed.held_out}"
     kind = config.tokenizer.kind
     state = "ready" if text.listed.tokenizer is not None else "to be trained"
-    known = (
-        f"{text.vocab_size:,} tokens"
-        if text.listed.tokenizer is not None or kind == "bpe"
-        else "vocabulary from the text"
-    )
+    if text.listed.tokenizer is not None:
+        known = f"{text.vocab_size:,} tokens"
+    else:
+        known = f"at most {text.vocab_size:,} tokens" if kind == "bpe" else "vocabulary from the text"
     yield f"tokenizer      {kind}, {known}: {state}"
     for cache in text.caches:
         state = f"ready, {cache.rows:,} rows" if cache.rows is not None else "to be built"
@@ -268,7 +267,7 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
         f"length         {about}{length.total_steps:,} steps, {quantities.count(tokens)} tokens, "
         f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; warm-up {length.warmup_steps:,} steps"
     )
-    for warning in filter(None, (length.warning, length.repetition_warning(text.num_train_tokens))):
+    for warning in length.warnings(text.num_train_tokens):
         yield f"               note: {warning}"
     saves = [f"every {config.checkpoint.every_steps:,} steps"] if config.checkpoint.every_steps else []
     saves += (
@@ -304,8 +303,7 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     """The estimate, against what this machine has where the host's memory is the device's."""
     import psutil
 
-    from vorox.core.errors import DoesNotFitError
-    from vorox.models.memory import planned_memory
+    from vorox.models.memory import check_host_memory, planned_memory
 
     estimate = planned_memory(spec, config)
     parts = {
@@ -314,6 +312,7 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
         "optimizer": estimate.optimizer_bytes,
         "activations": estimate.activation_bytes,
         "logits": estimate.logits_bytes,
+        "attention mask": estimate.mask_bytes,
         "copy for checkpoints": estimate.snapshot_bytes,
     }
     total_bytes = estimate.total_bytes_on(device)
@@ -321,21 +320,5 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     against = f" of {quantities.size(available)}" if device == "cpu" else ""
     detail = ", ".join(f"{name} {quantities.size(value)}" for name, value in parts.items() if value)
     yield f"memory         about {quantities.size(total_bytes)}{against}: {detail}"
-    if device == "cpu" and total_bytes > available:
-        raise DoesNotFitError(
-            f"training takes about {quantities.size(total_bytes)}, this machine has {quantities.size(available)}",
-            where="memory",
-            hint=_smaller(config),
-        )
-
-
-def _smaller(config: RunConfig) -> str:
-    """Settings that need less memory and change little else."""
-    hints: list[str] = []
-    if config.train.micro_batch_sequences > 1:
-        hints.append(f"train.micro_batch_sequences={config.train.micro_batch_sequences // 2}")
-    if config.train.activation_checkpointing == "none":
-        hints.append("train.activation_checkpointing=block")
-    if config.checkpoint.asynchronous:
-        hints.append("checkpoint.asynchronous=false")
-    return " or ".join([*hints, "a smaller model"])
+    if device == "cpu":
+        check_host_memory(spec, config, available)

@@ -26,6 +26,7 @@ class MemoryEstimate:
         optimizer_bytes: Moments of the optimizer.
         activation_bytes: What the backward pass needs of the forward pass.
         logits_bytes: Logits of a chunk, and their gradient.
+        mask_bytes: Which position may see which, where documents of a row are kept apart.
         snapshot_bytes: Host memory of the copy that a checkpoint is written from in the background.
     """
 
@@ -34,6 +35,7 @@ class MemoryEstimate:
     optimizer_bytes: int
     activation_bytes: int
     logits_bytes: int
+    mask_bytes: int = 0
     snapshot_bytes: int = 0
 
     @property
@@ -45,6 +47,7 @@ class MemoryEstimate:
             + self.optimizer_bytes
             + self.activation_bytes
             + self.logits_bytes
+            + self.mask_bytes
         )
 
     def total_bytes_on(self, device_kind: str) -> int:
@@ -62,6 +65,7 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         optimizer=config.optimizer.name,
         recompute_blocks=config.train.activation_checkpointing == "block",
         loss_chunk_tokens=config.loss.chunk_tokens,
+        document_mask=config.data.document_mask,
     )
     return replace(
         step, snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0
@@ -77,6 +81,7 @@ def training_memory(
     optimizer: str,
     recompute_blocks: bool,
     loss_chunk_tokens: int,
+    document_mask: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of one training step.
 
@@ -88,6 +93,7 @@ def training_memory(
         optimizer: ``adamw`` keeps two moments of every parameter, ``muon`` one of the matrices.
         recompute_blocks: Only block inputs are kept, and one block at a time is computed again.
         loss_chunk_tokens: Positions whose logits exist at once.
+        document_mask: Attention gets a mask of all pairs of positions, as booleans and as numbers to add.
     """
     weights = FP32_BYTES * spec.num_parameters
     state = 2 * weights
@@ -104,7 +110,50 @@ def training_memory(
         optimizer_bytes=state,
         activation_bytes=blocks + 2 * stream,
         logits_bytes=2 * FP32_BYTES * chunk * spec.vocab_size,
+        mask_bytes=positions * sequence_length_tokens * (1 + dtype_bytes) if document_mask else 0,
     )
+
+
+def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
+    """Refuse a run on the CPU whose steps take more memory than the machine has, before the first of them.
+
+    Raises:
+        DoesNotFitError: They do; settings that fit are named.
+    """
+    needed_bytes = planned_memory(spec, config).total_bytes_on("cpu")
+    if needed_bytes > available_bytes:
+        fitting = _fitting_settings(spec, config, available_bytes)
+        tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+        raise DoesNotFitError(
+            f"a micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB, this machine has "
+            f"{available_bytes / 2**30:,.1f} GiB",
+            where="memory",
+            hint=f"set {' or '.join(fitting)}" if fitting else "lower model.num_layers or model.hidden_size",
+        )  # fmt: skip
+
+
+def _fitting_settings(spec: ModelSpec, config: RunConfig, available_bytes: int) -> list[str]:
+    """Single settings that are enough for a run to fit, the largest value of each."""
+
+    def fits(section: str, **values: object) -> bool:
+        changed = getattr(config, section).model_copy(update=values)
+        return (
+            planned_memory(spec, config.model_copy(update={section: changed})).total_bytes_on("cpu") <= available_bytes
+        )
+
+    rows, length = config.train.micro_batch_sequences, config.data.sequence_length_tokens
+    lengths = [1 << power for power in range(length.bit_length() - 1, 4, -1)]
+    choices: list[tuple[str, str, list[object]]] = [
+        ("train", "micro_batch_sequences", [part for part in range(rows - 1, 0, -1) if rows % part == 0]),
+        ("train", "activation_checkpointing", ["block"]),
+        ("checkpoint", "asynchronous", [False]),
+        ("data", "sequence_length_tokens", [shorter for shorter in lengths if shorter < length]),
+    ]
+    found = [
+        (section, name, next((value for value in values if fits(section, **{name: value})), None))
+        for section, name, values in choices
+    ]
+    return [f"{section}.{name}={str(value).lower()}" for section, name, value in found if value is not None]
 
 
 def _kept_per_position(spec: ModelSpec) -> int:
@@ -145,7 +194,7 @@ class MemoryBudget:
 
     def error(self, doing: str) -> DoesNotFitError:
         """The error for a device, or a host, that had no memory left."""
-        rest_bytes = self.planned.activation_bytes + self.planned.logits_bytes
+        rest_bytes = self.planned.activation_bytes + self.planned.logits_bytes + self.planned.mask_bytes
         has = "" if self.available_bytes is None else f"; there are {self.available_bytes / 2**30:,.2f} GiB"
         what = (
             f"out of memory while {doing}: parameters, gradients and optimizer state take about "

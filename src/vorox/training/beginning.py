@@ -119,9 +119,10 @@ def _tell_notes(setting: Setting, run: RunContext, length: Horizon) -> None:
     cached = length.cache_warning(num_cached_rows(setting.corpus), setting.config.train.global_batch_sequences)
     for warning in filter(None, (length.warning, cached)):
         setting.log.event("long_warmup", warning, level="warning")
-    repetition = length.repetition_warning(feed.dataset_size(setting.config, setting.corpus).tokens)
-    if repetition is not None:
-        setting.log.event("repetition", repetition, level="warning")
+    tokens = feed.dataset_size(setting.config, setting.corpus).tokens
+    for kind, text in (("large_step", length.step_warning(tokens)), ("repetition", length.repetition_warning(tokens))):
+        if text is not None:
+            setting.log.event(kind, text, level="warning")
     held_out = setting.corpus.held_out
     setting.log.event("held_out", f"Validates on {held_out}", held_out=held_out)
     notes = setting.corpus.notes

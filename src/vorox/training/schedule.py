@@ -58,6 +58,20 @@ class Horizon:
             "learns little more; give it more text in data.sources, or a shorter train.num_tokens or train.num_steps"
         )
 
+    def warnings(self, dataset_tokens: float) -> list[str]:
+        """What a user should know about this length and so much text, before anything is cached."""
+        found = (self.warning, self.step_warning(dataset_tokens), self.repetition_warning(dataset_tokens))
+        return [text for text in found if text is not None]
+
+    def step_warning(self, dataset_tokens: float) -> str | None:
+        """What a user should know about steps that are larger than the text, if they are."""
+        if self.tokens_per_step <= dataset_tokens:
+            return None
+        return (
+            f"a step has {self.tokens_per_step:,} tokens and the text only {dataset_tokens:,.0f}: every step reads all "
+            "of it; lower data.sequence_length_tokens or train.global_batch_sequences"
+        )
+
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
         """What a user should know about a warm-up that is longer than what is cached by now, if it is."""
         steps = cached_rows // global_batch_sequences

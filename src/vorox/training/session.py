@@ -54,6 +54,11 @@ DETERMINISM = {
     "D2": "the same bits on this machine",
 }
 
+_MAX_MEASURED_POSITIONS = 1 << 15
+"""Longer products run at the same rate and would hold up the first step."""
+_LONG_STEP_SECONDS = 30
+"""A step that cannot be faster is announced, because nothing is shown before the first one is done."""
+
 
 @contextlib.contextmanager
 def open_log(run: RunContext, display: Display, distributed: DistributedContext) -> Generator[RunLog]:
@@ -239,9 +244,17 @@ def _limits(setting: Setting) -> Limits:
     dtype = config.precision.dtype
     arithmetic = "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
     peak = peak_flops_per_second(str(facts.get("device", "")), arithmetic)
+    ceiling = _matmul_ceiling(setting) if _measures_ceiling(setting) else None
+    if ceiling is not None:
+        row_tokens = config.data.sequence_length_tokens
+        num_tokens = config.train.global_batch_sequences * row_tokens
+        work = _work(setting.spec, config.data.document_mask, num_tokens, row_tokens)
+        seconds = work.least_flops / ceiling
+        if seconds > _LONG_STEP_SECONDS:
+            setting.log.info(f"A step of {num_tokens:,} tokens takes at least {seconds:,.0f} s at this rate")
     return Limits(
         peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
-        ceiling_flops_per_second=_matmul_ceiling(setting) if _measures_ceiling(setting) else None,
+        ceiling_flops_per_second=ceiling,
     )
 
 
@@ -253,7 +266,7 @@ def _matmul_ceiling(setting: Setting) -> float:
     """Measure, in a moment before step 1, the matmul rate of all devices of the run on the matrices of this model."""
     config, spec = setting.config, setting.spec
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
-    positions = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+    positions = min(config.train.micro_batch_sequences * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
     measured = measure_ceiling(shapes, setting.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     setting.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
