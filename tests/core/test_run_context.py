@@ -117,8 +117,9 @@ def test_recorded_config_takes_overrides(config: RunConfig) -> None:
     with RunContext.open_or_create(config) as run:
         pass
     assert recorded_config(run.directory, ["train.num_steps=30"]).train.num_steps == 30
-    with pytest.raises(ConfigError, match="no preset and no file"):
+    with pytest.raises(ConfigError) as lost:
         recorded_config(run.directory / "missing")
+    assert "vorox train CONFIG --resume missing" in lost.value.hint
 
 
 def test_notes_are_kept_and_redacted(config: RunConfig) -> None:

@@ -68,6 +68,43 @@ def test_an_error_while_reading_ends_the_run_and_is_no_verdict(
     assert run(longer, resume_from=finished).progress.step == 16
 
 
+RECORDS = ("chain.jsonl", "run.json", "config.yaml", "plan.jsonl", "attempts.bin", "evaluations.jsonl", "configs")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_cannot_be_read_is_not_called_damaged(
+    name: str, number: int, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(recorded_config(finished, ["train.num_steps=14", "optimizer.lr=0.02"]), resume_from=finished)
+    longer = recorded_config(finished, ["train.num_steps=16"])
+    before = (finished / name).read_bytes() if (finished / name).is_file() else b""
+    with monkeypatch.context() as patch:
+        fail_reading(patch, name, number)
+        with pytest.raises(CheckpointError) as failed:
+            run(longer, resume_from=finished)
+    assert failed.value.exit_code == 5
+    assert Path(failed.value.where).name == name
+    assert "same command again" in failed.value.hint
+    assert not before or (finished / name).read_bytes() == before
+    assert run(longer, resume_from=finished).progress.step == 16
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_run_directory_that_the_disk_refuses(number: int, tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+
+    def refuse(operation: FileOperation) -> None:
+        if tmp_path / "runs" in operation.path.parents:
+            raise OSError(number, os.strerror(number), str(operation.path))
+
+    with atomic.observe(refuse), pytest.raises(CheckpointError) as failed:
+        run(config)
+    assert failed.value.exit_code == 5
+    assert str(tmp_path / "runs") in failed.value.where
+    assert "same command again" in failed.value.hint
+
+
 def test_verifying_tells_unreadable_from_corrupt(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         fail_reading(patch, "state.bin", errno.EIO)

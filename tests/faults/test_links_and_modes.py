@@ -64,7 +64,8 @@ def test_retention_lets_a_link_go_and_not_what_it_points_to(tmp_path: Path) -> N
 def test_putting_aside_renames_the_link(tmp_path: Path) -> None:
     first, second = two_runs(tmp_path)
     before = content(first)
-    run(recorded_config(second), resume_from=checkpoint_path(second, 8))  # step 12 is abandoned with that
+    longer = recorded_config(second, ["train.num_steps=10"])
+    run(longer, resume_from=checkpoint_path(second, 8))  # step 12 is abandoned with that
     assert checkpoint_path(second, 12).with_name("step-00000012.replaced-1").is_symlink()
     assert content(first) == before
 
@@ -99,6 +100,17 @@ def test_a_link_out_of_the_run_directory_is_refused(name: str, tmp_path: Path) -
         with pytest.raises(ConfigError):
             request_save(directory)
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("target", ["nonfinite", "nowhere", "metrics.jsonl"])
+def test_a_link_that_leads_to_no_directory_is_refused(target: str, tmp_path: Path) -> None:
+    """To itself, to nothing, and to a file, which would be opened through the link."""
+    directory = run(configuration(tmp_path)).run_directory
+    (directory / "nonfinite").symlink_to(target)
+    with pytest.raises(ConfigError) as refused:
+        run(recorded_config(directory, ["train.num_steps=16"]), resume_from=directory)
+    assert refused.value.exit_code == 2
+    assert refused.value.where == str(directory / "nonfinite")
 
 
 def test_no_file_is_opened_through_a_link(tmp_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_a_good_name_arrives_and_a_link_in_its_way_is_refused(tmp_path: Path) ->
     assert (outside / "tokenizer.json").read_bytes() == b"precious"
 
 
+def test_a_dangling_link_where_a_checkpoint_belongs_is_set_aside(tmp_path: Path) -> None:
+    found = contents(tmp_path / "mirror", "tokenizer/tokenizer.json")
+    place = tmp_path / "runs" / "run" / "checkpoints" / "step-00000004"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(tmp_path / "nowhere")
+    assert bring_back(found, tmp_path / "runs" / "run", lambda text, level="info": None) == place
+    assert (place / "payload").read_bytes() == b"evil"
+    assert not place.is_symlink()
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_every_name_is_checked_by_one_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The test can fail: without the check, the file arrives outside."""
     monkeypatch.setattr(bringing_back, "_inside", lambda folder, name: folder / name)

@@ -143,6 +143,20 @@ def test_across_a_resume_with_another_configuration(directory: Path) -> None:
     assert str(again(directory, 12)) == "bit-exact, 4 steps"
 
 
+def test_from_the_state_at_which_the_configuration_changed(directory: Path) -> None:
+    """Without its checkpoint, the way there leads through steps of the configuration before."""
+    changed = recorded_config(directory, ["optimizer.lr=0.5", "checkpoint.keep_last=9", "train.num_steps=14"])
+    run(changed, resume_from=directory)
+    assert str(again(directory, 12)) == "bit-exact, 2 steps"
+    checkpoint_path(directory, 12).rename(directory / "checkpoints" / "away")
+    with pytest.raises(
+        ConfigError, match="state 8, and the configuration of this run was changed at step 12"
+    ) as refused:
+        again(directory, 12)
+    assert refused.value.exit_code == 2
+    assert "8" in refused.value.hint
+
+
 # The caches changed
 
 

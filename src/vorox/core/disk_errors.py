@@ -12,8 +12,9 @@ from pathlib import Path
 from vorox.core.atomic import is_disk_full
 from vorox.core.errors import CheckpointError
 
+_CHECK = "check the disk or the network share, or move the run to another disk"
 _FAILING = {
-    errno.EIO: "the disk answers with errors: move the run to another disk",
+    **dict.fromkeys((errno.EIO, errno.ESTALE), _CHECK),
     errno.EROFS: "mount the file system so that it can be written, or use another one",
 }
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from vorox.core import atomic
 from vorox.core.config import config_digest, dump_yaml, load_config, model_label, slug
+from vorox.core.disk_errors import disk_error
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import code_record, environment_record, git_record
 from vorox.core.errors import ConfigError, Preempted, VoroxError
@@ -180,7 +181,7 @@ class RunContext:
             return run
         except OSError as error:
             _let_go(directory if is_new else None, lock)
-            raise ConfigError(
+            raise disk_error(error, str(directory)) or ConfigError(
                 f"the run directory cannot be written: {error.strerror or error}",
                 where=str(error.filename or directory),
                 hint="set run.directory to a folder that you may write to",
@@ -389,7 +390,7 @@ def _let_go(directory: Path | None, lock: FileLock | None) -> None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):  # a disk that fails says nothing about the file
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 

@@ -80,16 +80,18 @@ def find_run(root: Path | str, name: str) -> Path:
 
 
 def refuse_links(run_directory: Path) -> None:
-    """Refuse a run directory in which a name is a symbolic link to another place, which writing would change.
+    """Refuse a run directory in which a name is a symbolic link, unless it leads to a directory inside.
+
+    Writing would change what lies elsewhere, and no file is opened through a link.
 
     Raises:
         ConfigError: There is such a link.
     """
     home = run_directory.resolve()
     for path in sorted(run_directory.iterdir()) if run_directory.is_dir() else ():
-        if path.is_symlink() and not path.resolve().is_relative_to(home):
+        if path.is_symlink() and not (path.is_dir() and path.resolve().is_relative_to(home)):
             raise ConfigError(
-                f"{path.name} in the run directory is a link to {path.readlink()}, and a run writes to no other place",
+                f"{path.name} in the run directory is a link to {path.readlink()}, and a run writes through none",
                 where=str(path),
                 hint="move what it points to here in its place; to keep runs on another disk, set run.directory",
                 saved="nothing was written",

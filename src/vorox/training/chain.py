@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json
+from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, DataError
 from vorox.core.records import Progress, StepValues
 from vorox.training.history import StepHistory, read_history
@@ -132,13 +133,16 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
         last_step: The step that it should reach at least.
 
     Raises:
-        DataError: The file cannot be read.
+        CheckpointError: The disk did not deliver the file.
+        DataError: It cannot be read.
     """
     path = run_directory / CHAIN_NAME
     try:
         records = read_history(path, skip_damaged=True)
     except OSError as error:
-        raise DataError(f"the chain cannot be read: {error.strerror}", where=str(path)) from error
+        raise disk_error(error, str(path)) or DataError(
+            f"the chain cannot be read: {error.strerror}", where=str(path), hint="check its permissions"
+        ) from error
     entries = {step: entry for step, record in records.items() if (entry := _entry(record)) is not None}
     missing: list[range] = []
     changed: list[int] = []

@@ -31,6 +31,7 @@ from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.validation import validate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
 from vorox.core.config.yaml_writer import write_inline, write_yaml
+from vorox.core.disk_errors import disk_error
 from vorox.core.errors import ConfigError
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
@@ -238,7 +239,10 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        hint = "check the path and its permissions"
+        raise disk_error(error, str(path)) or ConfigError(
+            f"cannot be read: {error.strerror}", where=str(path), hint=hint
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"not valid UTF-8 at byte {error.start}", where=str(path)) from error
 

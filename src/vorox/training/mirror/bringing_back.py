@@ -132,7 +132,7 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | No
             for name in names:
                 atomic.make_directory((directory / name).parent)
                 atomic.rename(record / name, directory / name)
-            if target.exists():
+            if os.path.lexists(target):
                 set_aside(target, "corrupt", "it did not verify when the mirror was asked")
             atomic.rename(staged, target)
         except OSError as error:
