@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 from vorox.core.errors import ConfigError
@@ -48,6 +50,15 @@ class TestTheDefault:
         assert source.holdout.split == "tail"
         assert len(records(source, "train")) == len(records(source, "validation")) == num_files
         assert 0 < held_out_bytes(source) < source.size_bytes / 50
+
+    @pytest.mark.parametrize("num_rows", [3, 80])
+    def test_of_few_rows_of_a_parquet_file_more_are(self, tmp_path: Path, num_rows: int) -> None:
+        column = [f"record {n} " * 5 for n in range(num_rows)]
+        parquet.write_table(arrow.table({"text": column}), str(tmp_path / "a.parquet"))
+        source = held(tmp_path, "parquet", held_out_fraction=0.01)
+        held_out, trained = (len(records(source, split)) for split in ("validation", "train"))
+        assert held_out and trained
+        assert held_out + trained == num_rows
 
     def test_of_many_texts_whole_files_are(self, tmp_path: Path) -> None:
         for n in range(300):

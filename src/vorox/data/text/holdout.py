@@ -24,6 +24,8 @@ from vorox.data.text.splits import NOTHING, SPLITS, Split, file_split, holds_out
 _FEWEST_HELD_OUT_FILES = 4
 _MOST_OFF = 4
 """``auto`` holds out files where their share of the bytes is at most this many times too large or too small."""
+_LARGER_SHARES, _LARGEST_SHARE = (4, 16, 64), 0.5
+"""Of few records a share is held out that is this many times larger, until it holds one."""
 _PROBE_BYTES = 1 << 20
 _MOST_PROBED_BYTES = 64 << 20
 
@@ -66,6 +68,10 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
     if has_many_records(source.config):
         yield _rule(validation, "document")
     yield _rule(validation, "tail")
+    if has_many_records(source.config):  # few records, and none at whose end the file may be cut: rows of a Parquet file
+        for factor in _LARGER_SHARES:
+            share = min(_LARGEST_SHARE, validation.held_out_fraction * factor)
+            yield _rule(validation, "document").model_copy(update={"held_out_fraction": share})
 
 
 def _rule(validation: ValidationConfig, split: str) -> ValidationConfig:
