@@ -236,6 +236,7 @@ DATA = [
     row("own folder", "train --data txt --dry-run", 0),
     row("own jsonl", "train --data a.jsonl --dry-run", 0),
     row("own csv", "train --data c.csv --dry-run", 0, "content"),
+    row("token shards without a header", "train --data train.bin", 4, "data.sources.0.ids_dtype=uint16"),
 ]
 
 RUNS = [
@@ -292,6 +293,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         }.items():
             Path(name).write_text(content, encoding="utf-8", newline="")
         Path("b.txt").write_bytes(b"\x7fELF" + struct.pack("<200I", *range(200)))
+        Path("train.bin").write_bytes(struct.pack("<4000H", *range(4000)))
         Path("u16.txt").write_bytes((tiny_runs.TEXT * 20).encode("utf-16"))
         Path("l1.txt").write_bytes("Größe, Maß und Öl für alle. ".encode("latin-1") * 50)
         shutil.make_archive("archive", "zip", "txt")

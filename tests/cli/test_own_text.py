@@ -63,6 +63,18 @@ def _parquet() -> str:
     return "p.parquet"
 
 
+def _nested_parquet() -> str:
+    documents = [{"text": text, "number": number} for number, text in enumerate(TEXTS)]
+    parquet.write_table(arrow.table({"n": list(range(len(TEXTS))), "doc": documents}), "n.parquet")
+    return "n.parquet"
+
+
+def _nested_jsonl() -> str:
+    lines = [json.dumps({"id": str(number), "doc": {"text": text}}) for number, text in enumerate(TEXTS)]
+    Path("n.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return "n.jsonl"
+
+
 def configuration(*words: str) -> RunConfig:
     return load_config(*named_configuration(sort_words(words, options=(), max_positional=1)))
 
@@ -76,6 +88,8 @@ def configuration(*words: str) -> RunConfig:
         (_compressed, "jsonl", "content"),
         (_csv, "csv", "story"),
         (_parquet, "parquet", "body"),
+        (_nested_parquet, "parquet", "doc.text"),
+        (_nested_jsonl, "jsonl", "doc.text"),
     ],
 )
 def test_text_is_recognised_and_named_in_the_answer_to_its_path(
@@ -107,6 +121,18 @@ def test_the_model_grows_with_the_text_and_the_rate_falls_with_the_model() -> No
     wide = configuration("--data", "large.txt", "model.hidden_size=512", "model.num_heads=8")
     assert wide.optimizer.lr < large.optimizer.lr < 0.01
     assert configuration("--data", "large.txt", "--lr", "2e-4").optimizer.lr == 2e-4
+
+
+def test_the_warm_up_follows_the_length_unless_somebody_said_it() -> None:
+    text = _txt()
+    whole, short = configuration("--data", text), configuration("--data", text, "--steps", "40")
+    assert whole.train.num_steps is not None
+    assert whole.schedule.warmup_steps is not None
+    assert 10 <= whole.schedule.warmup_steps <= whole.train.num_steps / 10
+    assert short.schedule.warmup_steps == 4
+    assert configuration("--data", text, "--steps", "40", "--warmup_steps", "20").schedule.warmup_steps == 20
+    fraction = configuration("--data", text, "--steps", "40", "schedule.warmup_steps=null", "schedule.warmup_tokens=99")
+    assert fraction.schedule.warmup_tokens == 99
 
 
 def test_text_replaces_the_sources_of_a_named_configuration() -> None:

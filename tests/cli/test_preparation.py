@@ -17,7 +17,7 @@ RATES = {
     "ratio_to_uint32": 0.3555,
     "ratio_to_uint16": 0.711,
 }
-FIGURES = "1.23k documents/s, 3.2 MB/s, 1.00M tokens/s, 12 chunks, 99.88% full, size 36% of uint32, 71% of uint16"
+FIGURES = "1.23k documents/s, 3.2 MB/s, 1.00M tokens/s, 12 chunks, 99.88% full"
 
 
 class Clock:
@@ -58,12 +58,30 @@ def test_plain_lines_are_few() -> None:
 
 def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "130")
     stream = Terminal()
     drive(stream)
     lines = stream.getvalue().split("\n")
     assert len(lines) == 2
     assert lines[0].count("\r") > 20
     assert lines[0].endswith(f"packing stdlib train 100% ({FIGURES}), 30 s\x1b[K")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("name", ["stdlib", "a-corpus-with-a-name-that-is-longer-than-most-others-are-by-far"])
+def test_no_line_is_wider_than_the_terminal(columns: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream, clock = Terminal(), Clock()
+    display = PreparationDisplay(stream, clock)
+    for second in range(31):
+        clock.now = float(second)
+        display(f"build {name} train", second, 30, RATES)
+    clock.now = 3599.0
+    display.close()
+    lines = [line.replace("\x1b[K", "") for line in stream.getvalue().replace("\n", "\r").split("\r")]
+    assert max(map(len, lines)) < columns
+    assert any("left" in line for line in lines)
 
 
 def test_only_what_is_known_is_shown() -> None:

@@ -131,6 +131,7 @@ def test_a_cache_that_is_too_small_for_the_warm_up() -> None:
     length = Horizon(100, 30, 1_000, 1_000_000)
     assert length.cache_warning(300, 10) is None
     assert "30 steps was fixed by the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
+    assert Horizon(100, 30, 1_000, 10_000).cache_warning(100, 10) is None, "all of the text is cached"
     assert Horizon.from_json(length.to_json()) == length
     assert Horizon.from_json({"total_steps": 1, "warmup_steps": 2, "tokens_per_step": 3}) == Horizon(1, 2, 3)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -20,6 +21,9 @@ from vorox.cli.quantities import count, duration, eta, percent, printable
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
 _REDRAW_EVERY_SECONDS = 0.1
+_PLAIN_COLUMNS = 119
+_DURATION_COLUMNS = 11
+"""Room for the time that a phase took, which ends its line: ``, 59m 59s``."""
 _WORDS = {
     "list": "reading",
     "build": "packing",
@@ -61,7 +65,9 @@ class PreparationDisplay:
             self._done_at_first = done
         if phase.startswith("check "):  # counted in bytes
             rates = {"text_mb_per_second": (done - self._done_at_first) / (now - self._began) / 1e6}
-        self._last = _line(phase, done, total, rates, self._eta_seconds(done, total, now) if rates else None)
+        columns = shutil.get_terminal_size().columns - 1 if self._live else _PLAIN_COLUMNS
+        eta_seconds = self._eta_seconds(done, total, now) if rates else None
+        self._last = _line(phase, done, total, rates, eta_seconds, max_columns=columns - _DURATION_COLUMNS)
         if not self._shown_at or now - self._shown_at >= every:
             self._shown_at = now
             self._write(self._last, "" if self._live else "\n")
@@ -99,22 +105,33 @@ class PreparationDisplay:
             self._stream.flush()
 
 
-def _line(phase: str, done: int, total: int, rates: Mapping[str, float], eta_seconds: float | None) -> str:
+def _line(
+    phase: str, done: int, total: int, rates: Mapping[str, float], eta_seconds: float | None, *, max_columns: int
+) -> str:
+    """The line of a phase, with as many of its figures as fit; the time left stays, and a long name is cut."""
     verb, _, rest = phase.partition(" ")
-    words = " ".join([_WORDS.get(verb, verb), rest]).strip()
+    left = [] if eta_seconds is None else [f"{eta(eta_seconds)} left"]
     share = f" {100 * done / total:3.0f}%" if total else ""
-    fields: list[str] = []
-    if rates.get("documents_per_second"):
-        fields.append(f"{count(rates['documents_per_second'])} documents/s")
+    room = max_columns - len(share) - len(f" ({left[0]})" if left else "")
+    words = " ".join([_WORDS.get(verb, verb), rest]).strip()[: max(0, room)] + share
+    figures = _figures(rates)
+    while figures and len(words) + len(f" ({', '.join([*figures, *left])})") > max_columns:
+        figures.pop()
+    return f"{words} ({', '.join([*figures, *left])})" if figures or left else words
+
+
+def _figures(rates: Mapping[str, float]) -> list[str]:
+    """Figures of a phase, the most telling first."""
+    figures: list[str] = []
+    if rates.get("documents_per_second", 0) >= 1:
+        figures.append(f"{count(rates['documents_per_second'])} documents/s")
     if rates.get("text_mb_per_second"):
-        fields.append(f"{rates['text_mb_per_second']:.1f} MB/s")
+        figures.append(f"{rates['text_mb_per_second']:.1f} MB/s")
     if rates.get("tokens_per_second"):
-        fields.append(f"{count(rates['tokens_per_second'])} tokens/s")
+        figures.append(f"{count(rates['tokens_per_second'])} tokens/s")
     if rates.get("chunks"):
-        fields.append(f"{rates['chunks']:,.0f} chunks")
-        fields.append(f"{percent(rates['utilisation_fraction'], 2)} full")
+        figures.append("1 chunk" if rates["chunks"] == 1 else f"{rates['chunks']:,.0f} chunks")
+        figures.append(f"{percent(rates['utilisation_fraction'], 2)} full")
         smaller = (percent(rates[f"ratio_to_{name}"]) for name in ("uint32", "uint16"))
-        fields.append("size {} of uint32, {} of uint16".format(*smaller))
-    if eta_seconds is not None:
-        fields.append(f"{eta(eta_seconds)} left")
-    return f"{words}{share}" + (f" ({', '.join(fields)})" if fields else "")
+        figures.append("size {} of uint32, {} of uint16".format(*smaller))
+    return figures

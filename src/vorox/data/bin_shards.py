@@ -68,8 +68,8 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
         known = " or ".join(f"{magic} version {version}" for magic, version in _TOKEN_BYTES)
         raise DataError(
             f"the file begins with magic {magic}, version {version}: that is no token shard ({known})", where=where,
-            hint="if it is nothing but token ids, as nanoGPT's train.bin, set the source's ids_dtype=uint16 or "
-            "uint32; else say the format that it has",
+            hint="if it is nothing but token ids, as nanoGPT's train.bin, add data.sources.0.ids_dtype=uint16 or "
+            "uint32 (0 is the first source); otherwise set data.sources.0.format to the format that it has",
         )  # fmt: skip
     for header_bytes in (HEADER_BYTES, SHORT_HEADER_BYTES):
         if size_bytes == header_bytes + num_tokens * token_bytes:

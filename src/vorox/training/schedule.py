@@ -73,9 +73,11 @@ class Horizon:
         )
 
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
-        """What a user should know about a warm-up that is longer than what is cached by now, if it is."""
+        """What a user should know about a warm-up that is longer than what is cached by now, if only a part is."""
         steps = cached_rows // global_batch_sequences
         if self.dataset_tokens is None or self.warmup_steps <= steps:
+            return None
+        if cached_rows * self.tokens_per_step >= self.dataset_tokens * global_batch_sequences:
             return None
         return (
             f"the warm-up of {self.warmup_steps:,} steps was fixed by the full dataset of about "

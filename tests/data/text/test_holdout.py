@@ -57,7 +57,8 @@ class TestTheDefault:
         parquet.write_table(arrow.table({"text": column}), str(tmp_path / "a.parquet"))
         source = held(tmp_path, "parquet", held_out_fraction=0.01)
         held_out, trained = (len(records(source, split)) for split in ("validation", "train"))
-        assert held_out and trained
+        assert held_out
+        assert trained
         assert held_out + trained == num_rows
 
     def test_of_many_texts_whole_files_are(self, tmp_path: Path) -> None:

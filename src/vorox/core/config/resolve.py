@@ -26,7 +26,13 @@ from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.python_file import read_python
 from vorox.core.config.streaming_form import settle_streaming_form
 from vorox.core.config.synonyms import key_of
-from vorox.core.config.text_dependence import WITH_ITS_SOURCES, fit_learning_rate, names_sources
+from vorox.core.config.text_dependence import (
+    WITH_ITS_SOURCES,
+    fit_learning_rate,
+    fit_warmup,
+    names_sources,
+    names_warmup,
+)
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.validation import validate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
@@ -149,6 +155,8 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
     settle_streaming_form(tree)
     if fit:
         fit_learning_rate(tree)
+    if isinstance(source, GivenConfig) and not names_warmup(said):
+        fit_warmup(tree)
     top = source if source is not None else (base[-1].value if base else None)
     if top is not None:
         _name_run(tree, top.name if isinstance(top, GivenConfig) else str(top))

@@ -33,6 +33,12 @@ def names_sources(assignments: Iterable[Assignment]) -> bool:
     return False
 
 
+def names_warmup(assignments: Iterable[Assignment]) -> bool:
+    """Whether any of them says how long the learning rate rises."""
+    paths = (translated(assignment).path for assignment in assignments)
+    return any(path[0] == "schedule" and (len(path) < 2 or str(path[1]).startswith("warmup")) for path in paths)
+
+
 def fit_learning_rate(tree: ConfigTree) -> None:
     """Fill in ``optimizer.lr``, unless somebody said it: inversely proportional to the width of the model."""
     width = tree.get("model.hidden_size")
@@ -40,3 +46,10 @@ def fit_learning_rate(tree: ConfigTree) -> None:
         return
     lr = float(f"{min(_LARGEST_LR, _LR_TIMES_WIDTH / width):.1e}")
     tree.fill("optimizer.lr", lr, f"fitted to model.hidden_size={width}")
+
+
+def fit_warmup(tree: ConfigTree) -> None:
+    """Shorten a warm-up that was chosen for more steps than the run has to a tenth of them."""
+    steps, warmup = tree.get("train.num_steps"), tree.get("schedule.warmup_steps")
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > max(1, steps // 10):
+        tree.fill("schedule.warmup_steps", max(1, steps // 10), f"fitted to train.num_steps={steps}")

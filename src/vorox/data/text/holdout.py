@@ -68,7 +68,9 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
     if has_many_records(source.config):
         yield _rule(validation, "document")
     yield _rule(validation, "tail")
-    if has_many_records(source.config):  # few records, and none at whose end the file may be cut: rows of a Parquet file
+    if has_many_records(
+        source.config
+    ):  # few records, and none at whose end the file may be cut: rows of a Parquet file
         for factor in _LARGER_SHARES:
             share = min(_LARGEST_SHARE, validation.held_out_fraction * factor)
             yield _rule(validation, "document").model_copy(update={"held_out_fraction": share})

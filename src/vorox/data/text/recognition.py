@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import PurePath
@@ -152,9 +152,11 @@ def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
         ConfigError: It is not obvious.
     """
     columns = _text_columns(name, file, delimiter)
-    usual = next((field for field in _TEXT_FIELDS if field in columns), None)
-    if usual is not None:
-        return usual
+    by_depth = sorted(columns, key=lambda column: column.count("."))  # stable
+    for field in _TEXT_FIELDS:
+        usual = next((column for column in by_depth if column.rpartition(".")[2] == field), None)
+        if usual is not None:
+            return usual
     if len(columns) == 1:
         return columns[0]
     said = f"{', '.join(columns[:8])} all hold text" if columns else "no column holds text"
@@ -169,7 +171,7 @@ def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
         parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
         with storage.open_seekable(file) as content:
             schema = parquet.read_schema(content)
-        return [str(one.name) for one in schema if str(one.type) in {"string", "large_string", "string_view"}]
+        return list(_text_leaves([(one.name, one.type) for one in schema]))
     if name == "csv":
         rows = list(itertools.islice(csv.reader(io.StringIO("\n".join(_lines(file))), delimiter=delimiter), 51))
         columns = rows[0] if rows else []
@@ -182,9 +184,28 @@ def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
         except ValueError:
             continue  # cut off, or for the reader to complain about
         if isinstance(record, dict):
-            record = cast("dict[str, Any]", record)
-            found |= {key: None for key, value in record.items() if isinstance(value, str)}
+            found |= dict.fromkeys(_text_values(cast("dict[str, Any]", record)))
     return list(found)
+
+
+def _text_leaves(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """The columns of a Parquet schema that hold text; ``a.b`` is the field b of the struct a."""
+    types: Any = import_module("pyarrow.types")
+    for name, kind in fields:
+        if types.is_struct(kind):
+            inner = [kind.field(index) for index in range(kind.num_fields)]
+            yield from _text_leaves([(f"{name}.{one.name}", one.type) for one in inner])
+        elif str(kind) in {"string", "large_string", "string_view"}:
+            yield name
+
+
+def _text_values(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of a JSON object that hold text; ``a.b`` is the key b of the object a."""
+    for key, value in record.items():
+        if isinstance(value, str):
+            yield prefix + key
+        elif isinstance(value, dict) and not prefix:
+            yield from _text_values(cast("dict[str, Any]", value), f"{key}.")
 
 
 def _sample(source: Mapping[str, Any], files: Sequence[StoredFile]) -> str:
