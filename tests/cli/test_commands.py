@@ -357,7 +357,7 @@ def test_replay_names_what_differs(vorox: Run, house: Path) -> None:
 def test_replay_of_another_range_is_refused(vorox: Run) -> None:
     code, _, err = vorox("replay", "latest", "--from", "5", "--to", "99")
     assert code == 2
-    assert "from 0 to 12" in err
+    assert "--from 0 --to 12" in err
 
 
 # generate

@@ -54,12 +54,12 @@ def make_run(name: str, *, step: int | None, error: Exception | None = None) -> 
 
 def test_latest_is_the_last_run_with_a_checkpoint(vorox: Run) -> None:
     first = make_run("first", step=None)
-    assert find_run("runs", "latest") == first, "as long as no run has one"
+    assert find_run(Path("runs").absolute(), "latest") == first, "as long as no run has one"
     saved = make_run("saved", step=10)
     make_run("later", step=None, error=ConfigError("no such device"))
     aside = make_run("damaged", step=20)
     (aside / "checkpoints" / "step-00000020").rename(aside / "checkpoints" / "step-00000020.corrupt-1")
-    assert find_run("runs", "latest") == saved
+    assert find_run(Path("runs").absolute(), "latest") == saved
     assert saved.name in vorox("runs", "show", "nothing-like-it")[2]
 
 
@@ -91,7 +91,7 @@ def test_failed_collects_what_has_no_checkpoint_and_nothing_else(vorox: Run) -> 
         assert all(path.exists() for path in failed)
         assert vorox("runs", "remove", "--failed", "--yes")[0] == 0
         assert not any(path.exists() for path in failed)
-        assert set(run_directories(Path("runs"))) == {*kept, running.directory}
+        assert set(run_directories(Path("runs").absolute())) == {*kept, running.directory}
         code, out, _ = vorox("runs", "remove", "--failed", "--yes")
         assert code == 0
         assert "ended without a checkpoint" in out

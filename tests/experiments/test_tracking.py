@@ -207,7 +207,7 @@ def test_a_missing_tensorboard_is_refused_before_step_1(tmp_path: Path, monkeypa
         return original(name, *arguments, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"log\.tensorboard.*vorox\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"log\.tensorboard.*\[tensorboard\]"):
         TensorBoardSink(tmp_path, resume_step=0)
 
 
