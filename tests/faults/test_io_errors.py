@@ -16,7 +16,7 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.cli import app
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
-from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+from vorox.core.errors import CheckpointError, DataError, UnreadableCheckpointError
 from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.experiments.artifacts import list_checkpoints
@@ -204,3 +204,16 @@ def test_a_disk_that_takes_no_writes_any_more(number: int, kind: str, tmp_path: 
     assert failed.value.saved == "training state up to step 4 is safe in step-00000004"
     assert steps[-1] <= 8 + 3, "found at the next save, not at the end"
     assert run(config).fingerprint == straight.fingerprint
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_a_cache_that_the_disk_refuses_is_given_the_remedy_of_the_disk(number: int, tmp_path: Path) -> None:
+    def refuse(operation: FileOperation) -> None:
+        if operation.kind == "write" and operation.path.suffix == ".psc":
+            raise OSError(number, os.strerror(number), str(operation.path))
+
+    with atomic.observe(refuse), pytest.raises(DataError) as failed:
+        run(configuration(tmp_path))
+    assert failed.value.exit_code == 4
+    assert str(tmp_path / "cache") in failed.value.where
+    assert "same command again" in failed.value.hint

@@ -1,16 +1,18 @@
-"""Names that come from a mirror and lead out of the run directory: refused, nothing outside is written."""
+"""What a mirror brings: no name leads out of the run directory, and a disk that refuses is no fault of the mirror."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.staged_directory import StagedDirectory, hash_file
 from vorox.data.storage import StoredFile, list_files
@@ -115,3 +117,23 @@ def test_every_name_is_checked_by_one_function(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(bringing_back, "_inside", lambda folder, name: folder / name)
     fetch_checkpoint(checkpoint_files(tmp_path / "mirror", "../outside"), tmp_path / "run" / "staged")
     assert (tmp_path / "run" / "outside").read_bytes() == b"evil"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("kind", ["mkdir", "rename"])
+def test_a_disk_that_refuses_is_named_and_no_checkpoint_passed_over(number: int, kind: str, tmp_path: Path) -> None:
+    found = contents(tmp_path / "mirror", "tokenizer/tokenizer.json")
+    directory = tmp_path / "runs" / "run"
+    said: list[str] = []
+
+    def refuse(operation: FileOperation) -> None:
+        if operation.kind == kind:
+            raise OSError(number, os.strerror(number), str(operation.path))
+
+    with atomic.observe(refuse), pytest.raises(CheckpointError) as refused:
+        bring_back(found, directory, lambda text, level="info": said.append(text))
+    assert refused.value.exit_code == 5
+    assert str(tmp_path / "runs") in refused.value.where
+    assert "same command again" in refused.value.hint
+    assert said == []
+    assert bring_back(found, directory, lambda text, level="info": None) is not None

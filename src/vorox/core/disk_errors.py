@@ -12,7 +12,7 @@ from pathlib import Path
 from vorox.core.atomic import is_disk_full
 from vorox.core.errors import CheckpointError
 
-_CHECK = "check the disk or the network share, or move the run to another disk"
+_CHECK = "check the disk or the network share, or use another disk"
 _FAILING = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), _CHECK),
     errno.EROFS: "mount the file system so that it can be written, or use another one",

@@ -211,7 +211,7 @@ def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) 
     if not atomic.is_disk_full(error):
         return CheckpointError(
             f"the export cannot be written: {error.strerror}", where=str(error.filename or target),
-            saved="the checkpoint is as it was",
+            hint="check the disk, or export to another place", saved="the checkpoint is as it was",
         )  # fmt: skip
     needed_bytes = spec.num_parameters * (4 if dtype == "fp32" else 2)
     return CheckpointError(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.atomic import is_disk_full, make_directory, sweep_temporary
-from vorox.core.disk_errors import room_text
+from vorox.core.disk_errors import disk_error, room_text
 from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
@@ -331,9 +331,11 @@ def refused_write(error: OSError, directory: Path, *, saved: str, needed_bytes: 
     """What a write to the cache that the system refused means to a person."""
     where = str(error.filename or directory)
     if not is_disk_full(error):
+        known = disk_error(error, where)
         return DataError(
             f"the cache cannot be written: {os.strerror(error.errno) if error.errno else error}", where=where,
-            saved=saved, hint="give write permission, or set data.cache.directory to a place that has it",
+            saved=saved,
+            hint=known.hint if known else "give write permission, or set data.cache.directory to a place that has it",
         )  # fmt: skip
     return DataError(
         f"no room for the rest of the cache: {room_text(needed_bytes, directory, error)}",

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from vorox.core.lock import FileLock
 from vorox.core.log import Echo
@@ -50,7 +51,7 @@ def bring_back(found: Contents, directory: Path, tell: Echo, *, step: int | None
 
     Raises:
         ConfigError: What is here and what is there are two lines of work, or another process uses the directory.
-        CheckpointError: No checkpoint of the mirror is valid, or there is no room for it.
+        CheckpointError: No checkpoint of the mirror is valid, or the disk here is full, failing or read-only.
         DataError: The store refuses, or cannot be reached.
     """
     candidates = [entry for entry in found.line() if step is None or entry.step == step]
@@ -68,6 +69,11 @@ def bring_back(found: Contents, directory: Path, tell: Echo, *, step: int | None
             path = _fetch(candidate, directory, here, whole_run=step is None or not is_run(directory))
         except UnreadableCheckpointError:
             raise
+        except OSError as error:  # of the disk here: an older checkpoint would meet the same
+            raise disk_error(error, str(directory)) or ConfigError(
+                f"the mirrored checkpoint cannot be written here: {error.strerror or error}",
+                where=str(error.filename or directory), hint="set run.directory to a folder that you may write to",
+            ) from error  # fmt: skip
         except CheckpointError as error:
             failures.append(f"{candidate.name}: {error.what}")
             tell(f"The mirrored checkpoint {candidate.name} is damaged ({error}); taking the one before", "warning")
@@ -135,11 +141,6 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | No
             if os.path.lexists(target):
                 set_aside(target, "corrupt", "it did not verify when the mirror was asked")
             atomic.rename(staged, target)
-        except OSError as error:
-            raise ConfigError(
-                f"the mirrored checkpoint cannot be written here: {error.strerror or error}",
-                where=str(error.filename or directory), hint="free some space, or set run.directory to another place",
-            ) from error  # fmt: skip
         finally:
             shutil.rmtree(staged, ignore_errors=True)
             shutil.rmtree(record, ignore_errors=True)
