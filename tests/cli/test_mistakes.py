@@ -200,7 +200,14 @@ DATA = [
     row("UTF-16", "train tiny.yaml data.sources.0.paths=[u16.txt]", 4, "UTF-8"),
     row("Latin-1", "train tiny.yaml data.sources.0.paths=[l1.txt]", 4, "UTF-8"),
     row("an archive as text", "train tiny.yaml data.sources.0.paths=[archive.zip] data.sources.0.format=txt", 4, "zip"),
-    row("the wrong format", "train tiny.yaml data.sources.0.format=jsonl", 4, "txt"),
+    row("the wrong format", "train tiny.yaml data.sources.0.format=jsonl", 4, "data.sources.0.format=txt"),
+    row(
+        "the wrong format of a source that validates",
+        "train tiny.yaml 'data.validation.sources=[{name: v, format: csv, paths: [txt/]}]'",
+        4,
+        "data.validation.sources.0.format=txt",
+        unnamed=("data.sources.0",),
+    ),
     row(
         "the wrong field of jsonl",
         "train tiny.yaml data.sources=[{name:\\ j,format:\\ jsonl,paths:\\ [a.jsonl],text_field:\\ content}]",

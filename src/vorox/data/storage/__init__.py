@@ -2,7 +2,15 @@
 
 from vorox.data.storage.fetched import Fetched, reading_from
 from vorox.data.storage.local import local_path, root_of
-from vorox.data.storage.locations import STANDARD_LIBRARY, StoredFile, absolute, has_magic, place_in, scheme_of
+from vorox.data.storage.locations import (
+    STANDARD_LIBRARY,
+    NoSuchEnding,
+    StoredFile,
+    absolute,
+    has_magic,
+    place_in,
+    scheme_of,
+)
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, StoreUnreachable, in_one_budget, retry_budget
 from vorox.data.storage.transport import close_connections
 from vorox.data.storage.verbs import (
@@ -25,6 +33,7 @@ __all__ = [
     "ConditionFailed",
     "ContentVersions",
     "Fetched",
+    "NoSuchEnding",
     "RetryBudget",
     "RetryPolicy",
     "StoreUnreachable",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vorox.core.errors import DataError
-from vorox.data.storage.locations import STANDARD_LIBRARY, StoredFile, absolute
+from vorox.data.storage.locations import STANDARD_LIBRARY, NoSuchEnding, StoredFile, absolute
 
 
 def local_path(uri: str) -> Path:
@@ -71,12 +71,7 @@ def list_files(
             found = list(_walk(root, skip_directories))
             chosen = [path for path in found if path.name.lower().endswith(suffixes)]
             if found and not chosen:
-                endings = sorted({path.suffix or "(none)" for path in found})[:8]
-                raise DataError(
-                    f"the folder holds no {' or '.join(suffixes)} file; it holds {', '.join(endings)}",
-                    where=str(root), hint=f"say what these files are (data.sources.0.format=txt, jsonl, csv, ...), "
-                    f"or name them by a glob, such as {root}/**/*{endings[-1]}",
-                )  # fmt: skip
+                raise NoSuchEnding(str(root), suffixes, {path.suffix for path in found})
         elif root.exists():
             chosen = [root]
         else:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import MARK, redact
 
 STANDARD_LIBRARY = "stdlib:"
@@ -25,6 +26,22 @@ REMOTE_SCHEMES = ("s3", "gs", "hf", "http", "https")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _SECRET_VARIABLES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _MAGIC = re.compile(r"[*?[]")
+
+
+class NoSuchEnding(DataError):
+    """A folder that holds files, and none with an ending that was searched for.
+
+    Attributes:
+        endings: Some endings that it holds.
+    """
+
+    def __init__(self, folder: str, suffixes: Sequence[str], endings: Collection[str]) -> None:
+        self.endings = tuple(sorted(endings)[:8])
+        super().__init__(
+            f"the folder holds no {' or '.join(suffixes)} file; it holds "
+            f"{', '.join(ending or 'files without an ending' for ending in self.endings)}",
+            where=folder, hint=f"name the files by a glob, such as {folder.rstrip('/')}/**/*{self.endings[-1]}",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.data.storage import transport
-from vorox.data.storage.locations import StoredFile, absolute, fixed_part, has_magic, matches
+from vorox.data.storage.locations import NoSuchEnding, StoredFile, absolute, fixed_part, has_magic, matches
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, current_budget, with_retries
 from vorox.data.storage.transport import Receive
 
@@ -89,19 +89,14 @@ async def _list(
         *folders, name = uri[len(folder) :].split("/")
         if any(part.startswith(".") for part in (*folders, name)) or not name or skip_directories & set(folders):
             return False
-        endings.add("." + name.rpartition(".")[2] if "." in name else "(none)")
+        endings.add("." + name.rpartition(".")[2] if "." in name else "")
         return name.lower().endswith(suffixes)
 
     found = await store.search(folder, keep, ask)
     if found:
         return found
     if endings:
-        some = sorted(endings)[:8]
-        raise DataError(
-            f"the folder holds no {' or '.join(suffixes)} file; it holds {', '.join(some)}",
-            where=location, hint=f"say what these files are (data.sources.0.format=txt, jsonl, csv, ...), "
-            f"or name them by a glob, such as {folder}**/*{some[-1]}",
-        )  # fmt: skip
+        raise NoSuchEnding(location, suffixes, endings)
     raise DataError(
         "there is no such object, and no folder of this name holds any", where=location,
         hint="check the uri: the bucket or repository exists and can be read",

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vorox.core.config.path_formats import format_of_path
 from vorox.core.config.source_presets import source_presets
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
-from vorox.data.storage import STANDARD_LIBRARY, StoredFile, place_in
+from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place_in
 from vorox.data.text.formats import suffixes
 from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dataset
 
@@ -56,8 +57,12 @@ class FoundFile:
     place: str
 
 
-def find_files(config: SourceConfig) -> tuple[SourceConfig, list[FoundFile], list[Note]]:
+def find_files(config: SourceConfig, key: str) -> tuple[SourceConfig, list[FoundFile], list[Note]]:
     """The files of a source, those of its fallback if the paths are not there.
+
+    Args:
+        config: The source.
+        key: Its place in the configuration, for messages.
 
     Returns:
         The source as it is read (with the fallback's keys, if that is used), its files sorted by uri, and what there
@@ -67,13 +72,13 @@ def find_files(config: SourceConfig) -> tuple[SourceConfig, list[FoundFile], lis
         DataError: A location is missing, unreachable or holds nothing, and so is the fallback.
     """
     try:
-        return config, _find(config), []
+        return config, _find(config, key), []
     except DataError as error:
         if not config.fallback:
             raise
         instead = fallback_of(config)
         try:
-            found = _find(instead)
+            found = _find(instead, key)
         except DataError as second:
             raise DataError(
                 f"{error.what}; and the fallback {', '.join(config.fallback)} is not there either: {second.what}",
@@ -94,7 +99,7 @@ def fallback_of(config: SourceConfig) -> SourceConfig:
     return config.model_copy(update=values)
 
 
-def _find(config: SourceConfig) -> list[FoundFile]:
+def _find(config: SourceConfig, key: str) -> list[FoundFile]:
     endings = suffixes(config)
     if config.format == "python_stdlib":
         skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES | _GENERATED_DIRECTORIES
@@ -109,9 +114,19 @@ def _find(config: SourceConfig) -> list[FoundFile]:
             locations = (at_revision(path, config.revision),)
             root = locations[0]
         for location in locations:
-            for file in storage.list_files(location, endings):
+            for file in _list_files(location, endings, key):
                 found.setdefault(file.uri, _placed(file, root))
     return [found[uri] for uri in sorted(found)]
+
+
+def _list_files(location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:
+    """The files of a location; where all have other endings, the error names the format that they have."""
+    try:
+        return storage.list_files(location, suffixes)
+    except NoSuchEnding as error:
+        known = sorted({form for ending in error.endings if (form := format_of_path(f"name{ending}")) is not None})
+        formats = " or ".join(f"{key}.format={form}" for form in known) or f"{key}.format to what these files are"
+        raise DataError(error.what, where=error.where, hint=f"set {formats}, or {error.hint}") from error
 
 
 def _placed(file: StoredFile, root: str) -> FoundFile:

@@ -116,7 +116,7 @@ def list_source(
     _check(config, key)
     versions = versions or ContentVersions()
     with retry_budget(patience(config)):
-        config, found, notes = find_files(config)
+        config, found, notes = find_files(config, key)
     _check(config, key)
     candidates = [file for file in found if file.stored.size_bytes > 0]
     total = sum(file.stored.size_bytes for file in candidates)
