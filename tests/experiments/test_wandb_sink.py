@@ -80,10 +80,13 @@ def test_the_real_client_records_offline(tmp_path: Path, monkeypatch: pytest.Mon
     (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
     from wandb.proto import wandb_internal_pb2
 
+    def records() -> list[Any]:
+        return [wandb_internal_pb2.Record.FromString(data) for data in records_of(file.read_bytes())]
+
+    # The client's own process writes on for a moment after the client has finished; its last record is `exit`.
+    wait_until(lambda: "exit" in {record.WhichOneof("record_type") for record in records()})
     found: dict[int, float] = {}
-    for data in records_of(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in records():
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             found[int(items["_step"])] = float(items["loss"])
