@@ -268,3 +268,30 @@ def test_a_run_that_was_stopped_leaves_no_stale_block() -> None:
     display.close()
     (line,) = screen(stream.getvalue())
     assert line.endswith("Saved step-00000771")
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_nothing_on_a_terminal_is_wider_or_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.message("24,704 parameters on Intel(R) Xeon(R) Processor, 3,000 steps; determinism D2: the same bits here")
+    display.step(replace(VIEW, memory_bytes={"host": 3 * 2**30}))
+    lines = screen(stream.getvalue())
+    display.close()
+    assert all(len(line) <= width for line in lines)
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+    assert all(line.startswith(" " * 9) for line in lines[1:-4]), "what goes on below is indented"
+    assert "gnorm 0.42" in lines[-3]
+
+
+def test_a_finished_run_leaves_nothing_that_was_true_of_a_moment() -> None:
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.step(replace(VIEW, step=VIEW.total_steps, seconds_since_save=None))
+    display.message("Saved step-00026235")
+    display.close()
+    text = "\n".join(screen(stream.getvalue()))
+    assert "100.0%" in text
+    assert "no save yet" not in text
+    assert "queue" not in text

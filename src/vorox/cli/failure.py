@@ -8,8 +8,10 @@ message. Nothing is shown or written that ``redact`` has not seen.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -50,13 +52,24 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
     known = _known(error, arguments)
     lines = _four_lines(known, arguments)
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
-    sys.stderr.write(f"{red}{lines[0]}{reset}\n" + "\n".join(lines[1:]) + "\n")
+    what = _folded(lines[0]) if sys.stderr.isatty() else lines[0]  # paths and commands stay whole, to be copied
+    sys.stderr.write(f"{red}{what}{reset}\n" + "\n".join(lines[1:]) + "\n")
     return known.exit_code
 
 
 def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
     """What, where, saved, do."""
     return _four_lines(_known(error, arguments), arguments)
+
+
+def _folded(text: str) -> str:
+    """A text broken between words, no wider than the terminal."""
+    width = max(20, shutil.get_terminal_size().columns)
+    parts = (
+        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
+    return "\n".join("\n".join(part) for part in parts)
 
 
 def _known(error: BaseException, arguments: Sequence[str]) -> VoroxError:

@@ -67,8 +67,8 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
         if "eval/bits_per_byte" in values:
             text += f", {values['eval/bits_per_byte'][1]:.3f} bits per byte"
             reached = _xz_bits_per_byte(config)
-            text += f" (xz reaches {reached:.3f} on the same files)" if reached is not None else ""
-        lines.append(text)
+            text += f"\n            (xz reaches {reached:.3f} on the same files)" if reached is not None else ""
+        lines += text.split("\n")
     checkpoints = _checkpoint_steps(outcome.run_directory)
     if checkpoints:
         lines.append(f"  saved     {short_path(checkpoints[max(checkpoints)])}")

@@ -19,6 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 DEFAULT_ROOT = "runs"
+_MIN_COLUMNS = 3
 
 
 def print_json(value: Any) -> None:
@@ -40,19 +41,35 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         titles: Heads of the columns; those that stand in ``right``, separated by blanks, are aligned to the right.
         rows: Cells.
         right: See ``titles``.
-        optional: Heads of the columns that a narrow terminal leaves out, in this order; after them the first column
-            is cut in its middle.
+        optional: Heads of the columns that a narrow terminal leaves out, in this order; the columns that still do not
+            fit follow in a table of their own, below; at last the first column is cut in its middle.
     """
     width = terminal_width()
     columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
     for title in optional.split():
         if width is not None and _table_width(columns) > width:
             columns = [column for column in columns if column[0] != title]
-    if width is not None and (excess := _table_width(columns) - width) > 0:
-        longest = max(8, max(map(len, columns[0])) - excess)
-        columns[0] = [_cut_middle(cell, longest) for cell in columns[0]]
+    if width is None:
+        _print_columns(columns, right.split())
+        return
+    first, rest, is_below = columns[0], columns[1:], False
+    while rest or not is_below:
+        num_shown = next((n for n in range(len(rest), 0, -1) if _table_width([first, *rest[:n]]) <= width), 0)
+        if num_shown < min(_MIN_COLUMNS, len(rest)):
+            num_shown = len(rest)  # nothing is gained by a table of one or two columns
+        shown, rest = [first, *rest[:num_shown]], rest[num_shown:]
+        if (excess := _table_width(shown) - width) > 0:
+            longest = max(8, max(map(len, first)) - excess)
+            shown[0] = [_cut_middle(cell, longest) for cell in first]
+        if is_below:
+            typer.echo("")
+        _print_columns(shown, right.split())
+        is_below = True
+
+
+def _print_columns(columns: Sequence[Sequence[str]], right: Sequence[str]) -> None:
     padded = [
-        [cell.rjust(size) if column[0] in right.split() else cell.ljust(size) for cell in column]
+        [cell.rjust(size) if column[0] in right else cell.ljust(size) for cell in column]
         for column in columns
         for size in [max(map(len, column))]
     ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
-_BAR_CELLS = 40
+_MIN_BAR_CELLS, _BAR_CELLS = 4, 40
 _LINE_COLUMNS = 119
 _MIN_REDRAW_SECONDS = 0.1
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -177,9 +177,14 @@ class LiveDisplay:
     def message(self, text: str, level: Level = "info") -> None:
         from rich.text import Text
 
-        line = Text(f"{_time_of_day(self._clock())} ", style="dim")
-        line.append(printable(text), style=_STYLES[level])
-        self._draw(lambda: self._console.print(line))
+        def print_message() -> None:
+            whole = f"{_time_of_day(self._clock())} {printable(text)}"
+            folded = "\n".join(part for line in whole.split("\n") for part in _folded(line, self._console.width))
+            shown = Text(folded, style=_STYLES[level])
+            shown.stylize("dim", 0, len("00:00:00"))
+            self._console.print(shown)
+
+        self._draw(print_message)
 
     def sample(self, prompt: str, completion: str) -> None:
         from rich.text import Text
@@ -192,6 +197,8 @@ class LiveDisplay:
             live, self._live = self._live, None
             if live is not None and self._started:
                 live.transient = self._view is not None and self._view.step < self._view.total_steps  # it is stale
+                if self._view is not None and not live.transient:
+                    live.update(_block(self._view, None, self._console.width, is_final=True))
                 with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
                     live.stop()
 
@@ -214,18 +221,22 @@ class LiveDisplay:
                 self._live = None
 
 
-def _block(view: StepView, waiting: str | None, width: int) -> Text:
+def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = False) -> Text:
+    """The lines of the block; what is true of a moment only is left out of the final one."""
     from rich.text import Text
 
     done = min(1.0, view.step / view.total_steps)
-    filled = int(_BAR_CELLS * done)
-    bar = f"[{'#' * filled}{'-' * (_BAR_CELLS - filled)}]"
+    position = " | ".join(position_fields(view))
+    cells = max(_MIN_BAR_CELLS, min(_BAR_CELLS, width - len(position) - len("  [] ")))
+    filled = int(cells * done)
+    bar = f"[{'#' * filled}{'-' * (cells - filled)}]"
     block = Text(no_wrap=True, overflow="ellipsis")
     block.append(headline(view)[:width], style="bold" if math.isfinite(view.loss) else "bold red")
-    rows = [f"  {bar} " + " | ".join(position_fields(view))]
+    rows = [f"  {bar} {position}"]
     if view.time_fractions:
         rows.append("  time  " + " | ".join(time_fields(view)))
-    rows.append("  now   " + " | ".join(resource_fields(view)))
+    if not is_final:
+        rows.append("  now   " + " | ".join(resource_fields(view)))
     for row in rows:
         block.append("\n" + row)
     if waiting:
@@ -243,10 +254,10 @@ def sample_lines(prompt: str, completion: str) -> list[str]:
     return [f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in shown]
 
 
-def _folded(line: str) -> list[str]:
-    """A line as lines of fewer than 120 columns, broken between words only: paths and commands stay whole."""
+def _folded(line: str, columns: int = _LINE_COLUMNS) -> list[str]:
+    """A line as lines of so many columns, broken between words only: paths and commands stay whole."""
     return textwrap.wrap(
-        line, _LINE_COLUMNS, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+        line, max(20, columns), subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 

@@ -174,20 +174,25 @@ def compare(
     if not every:
         by_name = {row.name: row for row in rows}
         rows = [by_name[name] for name in COMMON_METRICS if name in by_name]
-    table = [[row.name, *(_last(value) for value in row.last), *(_best(value) for value in row.best)] for row in rows]
+    table = [
+        [row.name, *(_last(row.name, value) for value in row.last), *(_best(row.name, value) for value in row.best)]
+        for row in rows
+    ]
     print_table(["METRIC", "LAST-A", "LAST-B", "BEST-A", "BEST-B"], table, right="LAST-A LAST-B BEST-A BEST-B")
     if not every:
         typer.echo("\nEvery metric: --all")
 
 
-def _last(found: tuple[int, float] | None) -> str:
+def _last(name: str, found: tuple[int, float] | None) -> str:
     if found is None:
         return quantities.UNKNOWN
-    return quantities.count(found[1]) if 1e5 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
+    if name.endswith("_bytes"):
+        return quantities.size(found[1])
+    return quantities.count(found[1]) if 1e4 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
 
 
-def _best(found: tuple[int, float] | None) -> str:
-    return quantities.UNKNOWN if found is None else f"{_last(found)} @{found[0]:,}"
+def _best(name: str, found: tuple[int, float] | None) -> str:
+    return quantities.UNKNOWN if found is None else f"{_last(name, found)} @{found[0]:,}"
 
 
 def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
