@@ -243,6 +243,7 @@ DATA = [
     row("own folder", "train --data txt --dry-run", 0),
     row("own jsonl", "train --data a.jsonl --dry-run", 0),
     row("own csv", "train --data c.csv --dry-run", 0, "content"),
+    row("options of a GPT trainer without shards", "train --batch_size 8", 2, "--data_dir", "data download", "--data "),
     row("token shards without a header", "train --data train.bin", 4, "data.sources.0.ids_dtype=uint16"),
 ]
 

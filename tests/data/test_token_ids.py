@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiny_runs
+from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
@@ -121,3 +122,17 @@ def test_ids_go_with_token_shards_only(tmp_path: Path) -> None:
         load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=none"])
     with pytest.raises(ConfigError, match="257"):
         load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=bpe", "tokenizer.vocab_size=200"])
+
+
+def test_generated_ids_stand_apart_from_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    folder = nanogpt_folder(tmp_path / "web")
+    directory = tiny_runs.run(configuration(tmp_path, folder, ids_dtype="uint16")).run_directory
+    capsys.readouterr()
+    assert main(["generate", str(directory), "-p", "3", "--tokens", "2"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == "3"
+    assert all(word.isdigit() for word in words)

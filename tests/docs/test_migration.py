@@ -81,6 +81,7 @@ def test_a_command_line_of_options_only_starts_from_the_shapes_of_gpt2(
     assert main(["train", *words, "--data_dir", "fineweb100B", "--dry-run"]) == 0, capsys.readouterr().err
     output = capsys.readouterr().out
     assert "gpt2-shards" in output
+    assert max(map(len, output.splitlines())) < 120
     assert "124,4" in output, "124 million parameters with a vocabulary of 50,304"
     assert not Path("saved").exists()
 

@@ -76,7 +76,8 @@ def generate(
     for number, (prompt, text) in enumerate(found):
         if number:
             typer.echo("-" * 40)
-        typer.echo(printable(prompt + text))
+        gap = " " if config.tokenizer.kind == "none" else ""  # token ids stand apart
+        typer.echo(printable(prompt + gap + text))
 
 
 def checkpoint_named(name: str) -> Path | None:

@@ -88,14 +88,20 @@ def _cut_middle(text: str, size: int) -> str:
     return f"{text[: size - 1 - end]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - end :]}"
 
 
-def print_wrapped(lines: Iterable[str]) -> None:
-    """Print lines; on a terminal, one that is too long goes on below its second column, broken between words."""
-    width = terminal_width()
+def print_wrapped(lines: Iterable[str], *, plain_columns: int | None = None, indent_columns: int | None = None) -> None:
+    """Print lines; one that is too long goes on below its second column, broken between words.
+
+    Args:
+        lines: What to print.
+        plain_columns: The width where there is no terminal; ``None`` leaves lines whole there.
+        indent_columns: Where a line goes on; ``None``: four columns behind its beginning.
+    """
+    width = terminal_width() or plain_columns
     for line in lines:
         if width is None or len(line) <= width:
             typer.echo(line)
             continue
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        indent = " " * (len(line) - len(line.lstrip()) + 4 if indent_columns is None else indent_columns)
         for part in textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ):

@@ -86,9 +86,9 @@ def train(
     config, resume_from = _choose(replace(sorted_words, overrides=tuple(overrides)), resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe
+        from vorox.cli.output import print_wrapped
 
-        for line in describe(config, resume_from):
-            typer.echo(line)
+        print_wrapped(describe(config, resume_from), plain_columns=119, indent_columns=15)
         return
     command = ["vorox", "train", *(words or []), "--resume", resume]
     command += [] if from_weights is None else ["--from-weights", from_weights]
@@ -138,11 +138,25 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
 
 
 def _default_preset(overrides: Sequence[str]) -> str:
-    """Where a command without a configuration starts: options of a GPT trainer have that trainer's defaults."""
+    """Where a command without a configuration starts: options of a GPT trainer have that trainer's defaults.
+
+    Raises:
+        ConfigError: They name no token shards, and the default ones are not here.
+    """
     from vorox.core.config.synonyms import GPT_SYNONYMS
+    from vorox.core.errors import ConfigError
 
     names = {word.removeprefix("--").partition("=")[0] for word in overrides}
-    return "gpt2-shards" if names & GPT_SYNONYMS.keys() else DEFAULT_PRESET
+    if not names & GPT_SYNONYMS.keys():
+        return DEFAULT_PRESET
+    says_which_text = any(name == "data_dir" or name.startswith("data.source") for name in names)
+    if not says_which_text and not Path("fineweb100B").exists():
+        raise ConfigError(
+            "no token shards are named, and there is no folder fineweb100B", where=" ".join(overrides),
+            hint="add --data_dir DIR, or fetch them with `vorox data download fineweb100B`; to train on something else "
+            f"name it: vorox train {DEFAULT_PRESET} ..., or --data PATH",
+        )  # fmt: skip
+    return "gpt2-shards"
 
 
 def parse_minutes(text: str) -> float:

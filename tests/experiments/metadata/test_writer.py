@@ -42,14 +42,14 @@ class Database:
     def open(self) -> Any:
         self.opened += 1
         if self.is_away:
-            raise Away("nobody answers")
+            raise Away("nobody answers\n\tIs the server running?")
         return self
 
     def write(self, rows: Iterable[Row]) -> None:
         found = list(rows)
         self.gate.wait(WAIT_SECONDS)
         if self.is_away:
-            raise Away("went away")
+            raise Away("went away\n\tIs the server running?")
         self.batches.append(found)
         self.rows.update((entry.key, entry) for entry in found)
 
@@ -159,6 +159,7 @@ def test_nothing_is_lost_while_the_database_comes_and_goes(tmp_path: Path) -> No
     assert "metadata_away" in observed.kinds()
     assert "metadata_back" in observed.kinds()
     assert observed.kinds().count("metadata_away") == observed.kinds().count("metadata_back")
+    assert not any("\n" in text or "\t" in text for _, text, _ in observed.events)
 
 
 def test_older_rows_never_take_the_place_of_newer_ones(tmp_path: Path) -> None:

@@ -181,7 +181,8 @@ class MetadataWriter:
         self._keep(taken.values(), sync=True)
         self._in_flight = {}
         if self._failures == 1:
-            text = f"The metadata database is away ({type(error).__name__}: {error}); what it misses is kept in "
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            text = f"The metadata database is away ({reason}); what it misses is kept in "
             self._tell("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
 
     def _spool_pending(self) -> None:
