@@ -17,7 +17,7 @@ import psutil
 
 from vorox import backends
 from vorox.core.config import config_digest
-from vorox.core.disk_errors import explained_disk_errors
+from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
@@ -103,7 +103,7 @@ def train(
             _open_run(config, mirror.resume_from, argv, dist) as run,
             run.leaving_nothing_if_refused(),
             open_log(run, display, dist) as log,
-            explained_disk_errors(run.directory),
+            explained_machine_errors(run.directory),
             contextlib.closing(
                 make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)
             ) as setting,

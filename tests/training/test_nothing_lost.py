@@ -16,6 +16,7 @@ from vorox.core.json_lines import read_lines
 from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
 from vorox.core.run_lookup import run_directories
+from vorox.core.staged_directory import StagedDirectory
 from vorox.data.loader import BatchStream
 from vorox.train import Outcome
 from vorox.training import sampling
@@ -87,16 +88,41 @@ def test_a_failure_between_steps_is_saved_first(
         else:
             step = 6
             fail_once(patch, BatchStream, "__next__", error, call=7)
-        with pytest.raises(type(error)) as failed:
+        with pytest.raises(DoesNotFitError if isinstance(error, MemoryError) else type(error)) as failed:
             run(config)
     (directory,) = run_directories(tmp_path / "run" / "runs")
     assert list(step_directories(directory)) == [step]
-    if isinstance(error, DoesNotFitError):
+    if isinstance(failed.value, DoesNotFitError):
         assert f"step-{step:08d}" in getattr(failed.value, "saved", "")
     outcome = run(config)
     assert outcome.begun_at_step == step
     assert (outcome.fingerprint, chain(directory)) == (straight.fingerprint, chain(straight.run_directory))
     assert outcome.eval_losses == straight.eval_losses
+
+
+def _no_memory(*arguments: object, **named: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.usefixtures("_numpy_engine")
+@pytest.mark.parametrize("place", ["step", "batch", "copy", "write"])
+def test_a_machine_without_free_memory_is_no_crash(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, call, saved_step = {
+        "step": (NumpyEngine, "train_step", 8, 4),
+        "batch": (BatchStream, "__next__", 8, 7),  # between two steps, so the last one is saved first
+        "copy": (NumpyEngine, "snapshot", 2, 4),
+        "write": (StagedDirectory, "commit", 2, 4),
+    }[place]
+    config = configuration(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_once(patch, owner, name, MemoryError("Unable to allocate 3 GiB"), call=call)
+        with pytest.raises(DoesNotFitError) as failed:
+            run(config)
+    assert failed.value.exit_code == 3
+    assert f"step-{saved_step:08d}" in failed.value.saved
+    for setting in ("train.micro_batch_sequences", "data.loader.prefetch_batches", "checkpoint.asynchronous=false"):
+        assert setting in failed.value.hint
+    assert run(config).progress.step == 12
 
 
 @pytest.mark.parametrize(
@@ -253,7 +279,9 @@ def test_a_state_that_is_not_finite_is_never_saved(
     ],
 )
 @pytest.mark.parametrize("detached", [True, False])
-def test_both_engines_name_the_array(backend: str, settings: list[str], detached: bool, tmp_path: Path) -> None:
+def test_both_engines_name_the_array_and_what_takes_memory(
+    backend: str, settings: list[str], detached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
     from vorox.models.spec import model_spec
@@ -267,3 +295,9 @@ def test_both_engines_name_the_array(backend: str, settings: list[str], detached
     weights[name].reshape(-1)[-1] = np.inf
     engine.import_weights(weights.items())
     assert engine.snapshot(detached=detached).nonfinite_array() == name
+    copies = {"torch": "torch_engine.checkpoint.state", "jax": "jax_engine.engine.JaxEngine._engine_state"}[backend]
+    copies = "jax_engine.engine.OrbaxSnapshot.of" if "checkpoint.arrays=orbax" in settings else copies
+    monkeypatch.setattr(f"vorox.backends.{copies}", _no_memory)
+    with pytest.raises(DoesNotFitError) as failed:
+        engine.snapshot(detached=detached)
+    assert "train.micro_batch_sequences" in failed.value.hint

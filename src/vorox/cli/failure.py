@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vorox.core.atomic import make_directory, write_file
-from vorox.core.disk_errors import disk_error
+from vorox.core.disk_errors import disk_error, memory_error
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,
@@ -105,6 +105,8 @@ def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
 
 def _foreseen(error: BaseException) -> VoroxError | None:
     """Errors of the machine that need no traceback."""
+    if isinstance(error, MemoryError):
+        return memory_error(error)
     if isinstance(error, OSError) and (explained := disk_error(error, "")) is not None:
         return explained
     if (

@@ -1,4 +1,4 @@
-"""What a disk that is full, failing or read-only means to a person: an error with a remedy, never a crash."""
+"""What a disk that refuses, or a machine without free memory, means to a person: an error with a remedy, no crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from vorox.core.atomic import is_disk_full
-from vorox.core.errors import CheckpointError
+from vorox.core.errors import CheckpointError, DoesNotFitError
 
 _CHECK = "check the disk or the network share, or use another disk"
 _FAILING = {
@@ -53,15 +53,32 @@ def disk_error(error: OSError, place: str) -> CheckpointError | None:
     return CheckpointError(f"the disk refuses: {os.strerror(error.errno or 0)}", where=where, hint=hint)
 
 
+def memory_error(error: MemoryError) -> DoesNotFitError:
+    """The error to show where the machine has no memory left, outside of the engine, which knows more."""
+    import psutil
+
+    memory, reason = psutil.virtual_memory(), f" ({error})" if str(error) else ""
+    return DoesNotFitError(
+        f"out of memory on this machine{reason}: {memory.available / 2**30:,.2f} of {memory.total / 2**30:,.2f} GiB "
+        "are free now, and a limit on this process may be lower",
+        where="memory of the machine",
+        hint="lower train.micro_batch_sequences or data.loader.prefetch_batches, or set checkpoint.asynchronous=false, "
+        "which copies no state; then run the same command again",
+    )
+
+
 @contextlib.contextmanager
-def explained_disk_errors(place: Path) -> Generator[None]:
-    """Turn errors of the disk that nothing inside has dealt with into errors for a person.
+def explained_machine_errors(place: Path) -> Generator[None]:
+    """Turn errors of disk and memory that nothing inside has dealt with into errors for a person.
 
     Raises:
         CheckpointError: The disk is full, failing or read-only.
+        DoesNotFitError: The machine has no memory left.
     """
     try:
         yield
+    except MemoryError as error:
+        raise memory_error(error) from error
     except OSError as error:
         explained = disk_error(error, str(place))
         if explained is None:

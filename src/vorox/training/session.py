@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from vorox.core.config import config_digest, flat_values
-from vorox.core.disk_errors import explained_disk_errors
+from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
 from vorox.core.log import RunLog
@@ -139,7 +139,7 @@ def open_session(
         agreement = Agreement(dist, engine.data_shard, stop, checkpointer.due, chain)
         parts = Run(engine, batches, schedule, ledger, checkpointer, evaluations, observer, agreement)
         try:
-            with explained_disk_errors(run.directory), checkpointer:
+            with explained_machine_errors(run.directory), checkpointer:
                 yield parts, evaluations.best(progress)
         except VoroxError as error:
             error.saved = error.saved or checkpointer.safe()

@@ -327,16 +327,17 @@ class JaxEngine:
     def snapshot(self, *, detached: bool) -> EngineSnapshot:
         """The complete training state as it is now; a detached one is a copy in host memory."""
         several = jax.process_count() > 1
-        if self._config.checkpoint.arrays == "orbax":
-            counters = {"updates": float(self.state.updates)}
-            known = self.fingerprint() if several else None
-            return OrbaxSnapshot.of(
-                self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
-            )
-        if several:
-            return Snapshot(self._spec, self._engine_state(processes.gathered(self.state)))
-        state = host_copies(self.state) if detached else self.state
-        return Snapshot(self._spec, self._engine_state(state))
+        with devices.memory_errors("copying the state for a checkpoint", self._memory):
+            if self._config.checkpoint.arrays == "orbax":
+                counters = {"updates": float(self.state.updates)}
+                known = self.fingerprint() if several else None
+                return OrbaxSnapshot.of(
+                    self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
+                )
+            if several:
+                return Snapshot(self._spec, self._engine_state(processes.gathered(self.state)))
+            state = host_copies(self.state) if detached else self.state
+            return Snapshot(self._spec, self._engine_state(state))
 
     def load(self, directory: Path) -> None:
         """Replace the training state by one that a snapshot wrote and the caller has verified."""

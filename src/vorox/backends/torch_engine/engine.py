@@ -286,7 +286,8 @@ class TorchEngine:
 
     def snapshot(self, *, detached: bool) -> Snapshot:
         """The complete training state as it is now; a detached one is a copy in host memory."""
-        return Snapshot(self._spec, checkpoint.state(self.store, self.optimizer, detached=detached))
+        with devices.memory_errors("copying the state for a checkpoint", self._memory):
+            return Snapshot(self._spec, checkpoint.state(self.store, self.optimizer, detached=detached))
 
     def load(self, directory: Path) -> None:
         """Replace the training state by one that a snapshot wrote and the caller has verified."""
