@@ -8,10 +8,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
+from dataset_folders import write_mds, write_saved_dataset
 from vorox.cli import main
 from vorox.cli.arguments import sort_words
 from vorox.cli.config import named_configuration
@@ -75,6 +77,17 @@ def _nested_jsonl() -> str:
     return "n.jsonl"
 
 
+def _saved() -> str:
+    write_saved_dataset(Path("saved/train"), {"story": TEXTS})
+    write_saved_dataset(Path("saved/test"), {"story": TEXTS[:3]}, num_shards=1)
+    return "saved"
+
+
+def _mds() -> str:
+    write_mds(Path("mosaic"), [{"n": n, "body": text} for n, text in enumerate(TEXTS)], {"n": "int", "body": "str"})
+    return "mosaic"
+
+
 def configuration(*words: str) -> RunConfig:
     return load_config(*named_configuration(sort_words(words, options=(), max_positional=1)))
 
@@ -90,6 +103,8 @@ def configuration(*words: str) -> RunConfig:
         (_parquet, "parquet", "body"),
         (_nested_parquet, "parquet", "doc.text"),
         (_nested_jsonl, "jsonl", "doc.text"),
+        (_saved, "arrow", "story"),
+        (_mds, "mds", "body"),
     ],
 )
 def test_text_is_recognised_and_named_in_the_answer_to_its_path(
@@ -105,6 +120,14 @@ def test_text_is_recognised_and_named_in_the_answer_to_its_path(
     assert format_name in capsys.readouterr().err
     assert config.eval.prompts
     assert all(prompt not in {"def ", "import ", "class "} for prompt in config.eval.prompts)
+
+
+def test_token_ids_of_an_mds_folder_are_recognised() -> None:
+    write_mds(
+        Path("ids"), [{"input_ids": np.arange(n, dtype=np.uint16)} for n in range(9)], {"input_ids": "ndarray:uint16"}
+    )
+    config = configuration("--data", "ids")
+    assert (config.data.sources[0].tokens_field, config.tokenizer.kind) == ("input_ids", "none")
 
 
 def test_the_model_grows_with_the_text_and_the_rate_falls_with_the_model() -> None:

@@ -155,9 +155,7 @@ def _look_at_text(config: RunConfig) -> _Text:
 
 
 def _bytes_per_token(config: RunConfig, source: Source) -> float:
-    from vorox.data.text.formats import has_tokens
-
-    return _BYTES_PER_TOKEN["tokens" if has_tokens(source.config) else config.tokenizer.kind]
+    return _BYTES_PER_TOKEN["tokens" if source.config.has_tokens else config.tokenizer.kind]
 
 
 def _guessed_vocabulary(config: RunConfig) -> int:

@@ -18,7 +18,6 @@ from pathlib import Path
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.data.documents import Document
 from vorox.data.text.cutting import cut_units
-from vorox.data.text.formats import has_tokens
 from vorox.data.text.sources import Source, read_unit
 
 DEFAULT_MAX_BYTES = 16 << 20
@@ -82,7 +81,7 @@ def xz_baseline(
     Returns:
         ``None`` when nothing is held out, or when a source has tokens in place of text.
     """
-    if any(has_tokens(source.config) for source in sources):
+    if any(source.config.has_tokens for source in sources):
         return None
     texts = [[source.digest, source.definition] for source in sources]
     rules = [[source.holdout.split, source.holdout.held_out_fraction] for source in sources]

@@ -16,6 +16,7 @@ import xxhash
 
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.text.formats import ROW_GROUPS
 from vorox.data.tokenizers.tokenizer import Tokenizer, load
 
 Granularity = Literal["byte", "record", "row group", "file"]
@@ -47,7 +48,7 @@ class ByteFinder:
         Raises:
             DataError: A chunk is missing or damaged.
         """
-        if cache.recipe.source.get("format") == "parquet":
+        if cache.recipe.source.get("format") in ROW_GROUPS:
             return dict.fromkeys(rows.tolist(), "row group")
         pieces: dict[int, list[tuple[int, DocumentSpan]]] = {}
         for row in rows.tolist():

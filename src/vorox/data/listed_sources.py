@@ -19,7 +19,6 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
 from vorox.data.preparation import PrepareProgress
 from vorox.data.storage import ContentVersions
-from vorox.data.text.formats import has_tokens
 from vorox.data.text.holdout import describe, with_holdout
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, for_tokenizer, list_source, without_files
@@ -88,13 +87,13 @@ def list_sources(
     listed = [_list(source, f"data.sources.{index}", root, report, is_dry) for index, source in enumerate(data.sources)]
     sources = [_without(source, held_out) for source in listed]
     # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
-    sources = [source if has_tokens(source.config) else with_holdout(source, data) for source in sources]
+    sources = [source if source.config.has_tokens else with_holdout(source, data) for source in sources]
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
     if tokenizer is not None:
         identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
         sources = [
-            with_holdout(for_tokenizer(source, *identity), data) if has_tokens(source.config) else source
+            with_holdout(for_tokenizer(source, *identity), data) if source.config.has_tokens else source
             for source in sources
         ]
         validation = [for_tokenizer(source, *identity) for source in validation]

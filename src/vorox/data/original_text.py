@@ -21,7 +21,7 @@ from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.parts import cache_name, cache_of
 from vorox.data.provenance import DocumentOrigin, RowOrigin, Trail
 from vorox.data.storage import StoredFile, list_files
-from vorox.data.text.formats import has_tokens, read_record
+from vorox.data.text.formats import read_record
 from vorox.data.tokenizers.tokenizer import Tokenizer, load
 
 
@@ -82,7 +82,7 @@ class TextFinder:
         if config is None:
             raise _OtherNowError("the run's configuration no longer has this source")
         place = (document.ordinal, document.byte_offset, document.byte_length)
-        if has_tokens(config) and config.end_of_text_id is None:
+        if config.has_tokens and config.end_of_text_id is None:
             end = self._trail.readers[row.source_index].recipe.end_of_text_id
             config = config.model_copy(update={"end_of_text_id": end})
         record = read_record(config, self._file(document), 0, *place)

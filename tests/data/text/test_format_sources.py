@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from dataset_folders import arrow_stream, mds_shard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.bin_shards import write_shard
@@ -45,6 +46,10 @@ def as_parquet(texts: list[str]) -> bytes:
     return buffer.getvalue()
 
 
+def as_mds(texts: list[str]) -> bytes:
+    return mds_shard([{"text": text} for text in texts], {"text": "str"})[0]
+
+
 FORMS: dict[str, Callable[[list[str]], bytes]] = {
     "jsonl.gz": lambda texts: gzip.compress(as_lines(texts)),
     "jsonl.zst": lambda texts: zstandard.compress(as_lines(texts)),
@@ -52,6 +57,10 @@ FORMS: dict[str, Callable[[list[str]], bytes]] = {
     "csv.zst": lambda texts: zstandard.compress(as_csv(texts)),
     "parquet": as_parquet,
     "parquet.gz": lambda texts: gzip.compress(as_parquet(texts)),
+    "arrow": lambda texts: arrow_stream({"text": texts}, batch_rows=7),
+    "arrow.zst": lambda texts: zstandard.compress(arrow_stream({"text": texts}, batch_rows=7)),
+    "mds": as_mds,
+    "mds.zstd": lambda texts: zstandard.compress(as_mds(texts)),
     "bin": lambda texts: b"",
 }
 
@@ -73,8 +82,9 @@ def text_of(record: Record) -> str:
 
 def source(folder: Path, form: str, **options: Any) -> SourceConfig:
     own = {"end_of_text_id": END, "tokenizer": "any"} if form == "bin" else {}
+    paths = [f"{folder}/*.{form}" if form.startswith("mds") else str(folder)]  # as a folder, MDS has an index
     return SourceConfig.model_validate(
-        {"name": "s", "format": form.partition(".")[0], "paths": [str(folder)], **own, **options}
+        {"name": "s", "format": form.partition(".")[0], "paths": paths, **own, **options}
     )
 
 

@@ -93,23 +93,45 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
             f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
             keys=(f"{key}.paths", f"{key}.format"),
         )
-    if source.format == "bin" and source.tokenizer is None and config.tokenizer.kind != "none":
+    if source.has_tokens and source.tokenizer is None and config.tokenizer.kind != "none":
         yield Problem(
             f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
             f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer, or tokenizer.kind=none "
             "with tokenizer.vocab_size if nobody has it",
             keys=(f"{key}.tokenizer", f"{key}.format"),
         )
-    if source.format != "bin" and config.tokenizer.kind == "none":
+    if not source.has_tokens and config.tokenizer.kind == "none":
         yield Problem(
             f"{key} ({source.name}) has text, which tokenizer.kind=none cannot read; it is for token shards",
             keys=("tokenizer.kind", f"{key}.format"),
         )
-    if source.format == "bin" and config.tokenizer.kind in {"bpe", "char"}:
+    if source.has_tokens and config.tokenizer.kind in {"bpe", "char"}:
         yield Problem(
             f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
             "trained for this run cannot fit; use the tokenizer that wrote them",
             keys=("tokenizer.kind", f"{key}.format"),
+        )
+    if source.format == "bin" and source.ids_dtype in {"int32", "int64"}:
+        yield Problem(
+            f"{key}.ids_dtype={source.ids_dtype} is for format mds; the ids of token shards are uint16 or uint32",
+            keys=(f"{key}.ids_dtype", f"{key}.format"),
+        )
+    for name in ("tokenizer", "end_of_text_id", "ids_dtype"):
+        if source.format == "mds" and not source.has_tokens and getattr(source, name) is not None:
+            yield Problem(
+                f"{key}.{name} means token ids, and {key} ({source.name}) is read as text; set {key}.tokens_field to "
+                f"the column of the ids, or leave {name} out",
+                keys=(f"{key}.{name}", f"{key}.tokens_field"),
+            )
+    if source.tokens_field is not None and source.text_field != SourceConfig.model_fields["text_field"].default:
+        yield Problem(
+            f"{key} ({source.name}) names both tokens_field and text_field; leave one of them out",
+            keys=(f"{key}.tokens_field", f"{key}.text_field"),
+        )
+    if source.tokens_field is not None and source.metadata_fields:
+        yield Problem(
+            f"{key} ({source.name}) asks for metadata_fields of token ids; they travel with text only",
+            keys=(f"{key}.metadata_fields", f"{key}.tokens_field"),
         )
     try:
         exact_weight(source.weight)

@@ -35,8 +35,9 @@ def _on_the_hub(paths: Json) -> bool:
     return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
 
 
-_FILES = ("txt", "jsonl", "csv", "parquet", "bin")
-_FIELDS = ("jsonl", "csv", "parquet")
+_FILES = ("txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin")
+_FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
+_TOKENS = ("bin", "mds")
 _A_FILE_FORMAT = "a format other than python_stdlib"
 
 SOURCE_LISTS = ("data.sources", "data.validation.sources")
@@ -45,12 +46,13 @@ SOURCE_LISTS = ("data.sources", "data.validation.sources")
 _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("paths", "format", _is(*_FILES), _A_FILE_FORMAT),
     ("fallback", "format", _is(*_FILES), _A_FILE_FORMAT),
-    ("text_field", "format", _is(*_FIELDS), "format jsonl, csv or parquet"),
-    ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv or parquet"),
+    ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
+    ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
-    ("tokenizer", "format", _is("bin"), "format bin"),
-    ("end_of_text_id", "format", _is("bin"), "format bin"),
-    ("ids_dtype", "format", _is("bin"), "format bin"),
+    ("tokens_field", "format", _is("mds"), "format mds"),
+    ("tokenizer", "format", _is(*_TOKENS), "format bin or mds"),
+    ("end_of_text_id", "format", _is(*_TOKENS), "format bin or mds"),
+    ("ids_dtype", "format", _is(*_TOKENS), "format bin or mds"),
     ("hf_config", "format", _is(*_FILES), _A_FILE_FORMAT),
     ("hf_split", "format", _is(*_FILES), _A_FILE_FORMAT),
     ("revision", "format", _is(*_FILES), _A_FILE_FORMAT),

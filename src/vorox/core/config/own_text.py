@@ -50,7 +50,8 @@ def config_for_text(
         if isinstance(entry, dict):
             values[section] = values.get(section, {}) | entry
     values["data"]["sources"] = [source]
-    if source["format"] == "bin":
+    has_tokens = source["format"] == "bin" or "tokens_field" in source
+    if has_tokens:
         values["tokenizer"] = dict(_GPT2_IDS)
     else:
         supported = _NOT_MERGES + repeated_words // 2
@@ -58,7 +59,7 @@ def config_for_text(
         values["tokenizer"] = {"kind": "byte"} if vocabulary < _SMALLEST_BPE else {
             "kind": "bpe", "vocab_size": vocabulary // 128 * 128,
         }  # fmt: skip
-    if opening and source["format"] != "bin":
+    if opening and not has_tokens:
         values["eval"]["prompts"] = [opening]
     else:
         values["eval"] = {key: value for key, value in values["eval"].items() if not key.startswith("sample")}

@@ -9,6 +9,7 @@ from typing import Final
 COMPRESSED_ENDINGS: Final = frozenset({".gz", ".zst", ".zstd"})
 FORMAT_OF_ENDING: Final[Mapping[str, str]] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".bin": "bin",
+    ".arrow": "arrow", ".mds": "mds",
     **dict.fromkeys((".txt", ".md", ".markdown", ".rst", ".text", ".tex", ".html", ".htm", ".xml", ".org"), "txt"),
     **dict.fromkeys((".py", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".hpp", ".java", ".go", ".rs", ".rb"), "txt"),
 }  # fmt: skip

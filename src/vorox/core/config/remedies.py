@@ -22,7 +22,6 @@ _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
     "half": "fp16",
     "json": "jsonl",
     "tsv": "csv",
-    "arrow": "parquet",
 }
 """Words for a choice that do not resemble ours."""
 

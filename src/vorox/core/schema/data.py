@@ -34,11 +34,12 @@ class SourceConfig(Section):
         description="A named source, such as fineweb-edu, c4 or stdlib: fills in format, paths and fields where this "
         "entry does not say them itself.",
     )
-    format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "bin"] = Field(
+    format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin"] = Field(
         description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; "
         "txt: a file is a document; "
-        "jsonl, csv, parquet: a line or row is a document; bin: token shards, a document up to each end of text. "
-        "All but bin may also be .gz or .zst."
+        "jsonl, csv, parquet: a line or row is a document; arrow: folders of datasets.save_to_disk, a row is "
+        "a document; mds: folders of mosaicml-streaming, a sample is a document; bin: token shards, a document "
+        "up to each end of text. All but bin may also be .gz or .zst."
     )
     paths: tuple[str, ...] = Field(
         default=(),
@@ -60,6 +61,9 @@ class SourceConfig(Section):
     text_field: str = Field(
         default="text", description="Key or column of the text; a.b is the key b inside of a, unless a key is a.b."
     )
+    tokens_field: str | None = Field(
+        default=None, description="Column of an mds folder with token ids, read in place of text. None: text_field is."
+    )
     metadata_fields: tuple[str, ...] = Field(
         default=(), description="Other keys or columns that travel with a document when it is looked at or streamed."
     )
@@ -74,8 +78,10 @@ class SourceConfig(Section):
     end_of_text_id: int | None = Field(
         default=None, ge=0, description="Id that ends a document in token shards. None: that of the tokenizer."
     )
-    ids_dtype: Literal["uint16", "uint32"] | None = Field(
-        default=None, description="What the ids of token shards without a header are. None: the header says it."
+    ids_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = Field(
+        default=None,
+        description="What the ids are where the files do not say it: token shards without a header (unsigned), or an "
+        "mds column of bytes.",
     )
     max_record_bytes: int = Field(
         default=128 << 20,
@@ -141,6 +147,11 @@ class SourceConfig(Section):
         description="Without a byte from a store until a try is given up; the next goes on behind the last byte.",
     )
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its documents are token ids, not text."""
+        return self.format == "bin" or self.tokens_field is not None
+
 
 class ValidationConfig(Section):
     """The held-out split. Which text belongs to it never depends on anything but the text's place."""
@@ -148,8 +159,9 @@ class ValidationConfig(Section):
     split: Literal["auto", "named", "file", "document", "tail"] = Field(
         default="auto",
         description="What is held out whole. file, document: a share of them; tail: the end of every file; named: the "
-        "files with val or validation in their names. auto: the first that fits a source: named for token shards, "
-        "file where there are many files, document where records are, else tail; what was chosen is shown.",
+        "files with val or validation in their names or in those of their folders. auto: the first that fits a source: "
+        "named for token shards and folders with splits, file where there are many files, document where records are, "
+        "else tail; what was chosen is shown.",
     )
     held_out_fraction: float = Field(
         default=0.01,

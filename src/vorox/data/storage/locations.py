@@ -57,6 +57,7 @@ class StoredFile:
         version: What the store itself pins the content by: ``version:`` (S3), ``generation:`` (GCS), ``blob:`` (hub),
             ``etag:``, or the weaker ``modified:``. ``None`` for files of this machine, which are hashed.
         content: A hash of the content as the store tells it, for knowing copies; ``None`` where it tells none.
+        hashes: What an index beside the file says of its bytes, as (algorithm, hexadecimal digest).
     """
 
     uri: str
@@ -65,6 +66,7 @@ class StoredFile:
     modified_nanoseconds: int
     version: str | None = None
     content: str | None = None
+    hashes: tuple[tuple[str, str], ...] = ()
 
 
 def scheme_of(location: str) -> str | None:

@@ -40,7 +40,7 @@ def with_holdout(source: Source, data: DataConfig) -> Source:
     validation = data.validation
     if validation.sources:
         by_name = _rule(validation, "named")
-        return replace(source, holdout=by_name if _has_named_shards(source) else NOTHING)
+        return replace(source, holdout=by_name if _has_named_files(source) else NOTHING)
     if validation.split != "named" and validation.held_out_fraction == 0:
         return replace(source, holdout=NOTHING)
     if validation.split != "auto":
@@ -60,7 +60,7 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
 
     A cache that takes up new files must keep its rule, so what it is may not depend on how many files there are.
     """
-    if _has_named_shards(source):
+    if _has_named_files(source):
         yield _rule(validation, "named")
     by_file = _rule(validation, "file")
     if not grows and _holds_out_enough_files(source, by_file):
@@ -80,9 +80,9 @@ def _rule(validation: ValidationConfig, split: str) -> ValidationConfig:
     return validation.model_copy(update={"split": split})
 
 
-def _has_named_shards(source: Source) -> bool:
-    """Whether some token shards are for validation by their names, and others are not."""
-    return source.config.format == "bin" and len({is_named(place) for place in source.places}) == 2
+def _has_named_files(source: Source) -> bool:
+    """Whether some shards are for validation by their names or folders, and others are not."""
+    return source.config.format in {"bin", "mds", "arrow"} and len({is_named(place) for place in source.places}) == 2
 
 
 def _held_out_files(source: Source, rule: ValidationConfig) -> list[int]:

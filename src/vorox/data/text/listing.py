@@ -15,6 +15,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place_in
+from vorox.data.text.dataset_folders import files_of, training_splits
 from vorox.data.text.formats import suffixes
 from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dataset
 
@@ -31,8 +32,8 @@ _GENERATED_FILES = frozenset({
 _BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"})
 _BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 _OF_FILES = (
-    "format", "paths", "hf_config", "hf_split", "revision", "text_field", "metadata_fields", "delimiter",
-    "tokenizer", "end_of_text_id", "ids_dtype",
+    "format", "paths", "hf_config", "hf_split", "revision", "text_field", "tokens_field", "metadata_fields",
+    "delimiter", "tokenizer", "end_of_text_id", "ids_dtype",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ class Note:
     """Something about a source that a person should know although nothing is wrong.
 
     Attributes:
-        kind: ``fallback``, ``duplicates`` or ``empty_files``.
+        kind: ``fallback``, ``duplicates``, ``empty_files``, ``splits`` and so on.
         text: A sentence.
     """
 
@@ -72,20 +73,20 @@ def find_files(config: SourceConfig, key: str) -> tuple[SourceConfig, list[Found
         DataError: A location is missing, unreachable or holds nothing, and so is the fallback.
     """
     try:
-        return config, _find(config, key), []
+        return config, *_find(config, key)
     except DataError as error:
         if not config.fallback:
             raise
         instead = fallback_of(config)
         try:
-            found = _find(instead, key)
+            found, notes = _find(instead, key)
         except DataError as second:
             raise DataError(
                 f"{error.what}; and the fallback {', '.join(config.fallback)} is not there either: {second.what}",
                 where=error.where, hint=error.hint,
             ) from second  # fmt: skip
         what = f"source {config.name!r} is read from its fallback {', '.join(config.fallback)}"
-        return instead, found, [Note("fallback", f"{what}, because of {error.where}: {error.what}")]
+        return instead, found, [Note("fallback", f"{what}, because of {error.where}: {error.what}"), *notes]
 
 
 def fallback_of(config: SourceConfig) -> SourceConfig:
@@ -99,12 +100,12 @@ def fallback_of(config: SourceConfig) -> SourceConfig:
     return config.model_copy(update=values)
 
 
-def _find(config: SourceConfig, key: str) -> list[FoundFile]:
+def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
     endings = suffixes(config)
     if config.format == "python_stdlib":
         skip = _TEST_DIRECTORIES | _FOREIGN_DIRECTORIES | _GENERATED_DIRECTORIES
         listed = storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
-        return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_chosen(file.uri)]
+        return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_chosen(file.uri)], []
     found: dict[str, FoundFile] = {}
     for path in config.paths:
         if names_a_dataset(path):
@@ -114,15 +115,19 @@ def _find(config: SourceConfig, key: str) -> list[FoundFile]:
             locations = (at_revision(path, config.revision),)
             root = locations[0]
         for location in locations:
-            for file in _list_files(location, endings, key):
+            for file in _list_files(config, location, endings, key):
                 found.setdefault(file.uri, _placed(file, root))
-    return [found[uri] for uri in sorted(found)]
+    files = [found[uri] for uri in sorted(found)]
+    kept = frozenset(training_splits(config, [file.place for file in files]))
+    others = sorted({file.place.partition("/")[0] for file in files if file.place not in kept})
+    what = f"of source {config.name!r}, which has a split train, these are left out: {', '.join(others)}"
+    return [file for file in files if file.place in kept], [Note("splits", what)] if others else []
 
 
-def _list_files(location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:
+def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:
     """The files of a location; where all have other endings, the error names the format that they have."""
     try:
-        return storage.list_files(location, suffixes)
+        return files_of(config, location, suffixes)
     except NoSuchEnding as error:
         known = sorted({form for ending in error.endings if (form := format_of_path(f"name{ending}")) is not None})
         formats = " or ".join(f"{key}.format={form}" for form in known) or f"{key}.format to what these files are"

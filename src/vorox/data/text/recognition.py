@@ -25,8 +25,8 @@ from vorox.data import storage
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile, has_magic, scheme_of
 from vorox.data.text import compression
-from vorox.data.text.content import open_content
-from vorox.data.text.formats import cut, read_records, suffixes
+from vorox.data.text.content import Limits, open_content
+from vorox.data.text.formats import arrow, cut, mds, read_records, suffixes
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_FILES = 64
@@ -74,16 +74,17 @@ def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> R
         endings = ", ".join(sorted({PurePath(file.uri).suffix or "(none)" for file in files})[:6])
         raise ConfigError(
             f"the format is not known by the name: {endings or 'no files'}", where=", ".join(paths),
-            hint="add data.sources.0.format=txt, or jsonl, csv, parquet or bin",
+            hint="add data.sources.0.format=txt, or jsonl, csv, parquet, arrow, mds or bin",
         )  # fmt: skip
     name = str(given.get("format") or max(counted, key=lambda key: counted[key]))
     chosen = [file for file in files if format_of_path(file.uri) == name or "format" in given]
     source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
     if name == "csv" and "delimiter" not in given:
         source["delimiter"] = _delimiter(chosen[0])
-    if name in {"jsonl", "csv", "parquet"} and "text_field" not in given:
-        source["text_field"] = _text_field(name, chosen[0], str(source.get("delimiter", ",")))
-    sample = "" if name == "bin" else _sample(source, chosen)
+    if name not in {"txt", "bin"} and not given.keys() & {"text_field", "tokens_field"}:
+        source |= _field(name, chosen[0], str(source.get("delimiter", ",")))
+    has_tokens = name == "bin" or "tokens_field" in source
+    sample = "" if has_tokens else _sample(source, chosen)
     return RecognisedText(
         source, _text_bytes(chosen), _repeated_words(sample), _opening(sample), _summary(source, files, chosen, counted)
     )
@@ -166,11 +167,25 @@ def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
     )  # fmt: skip
 
 
+def _field(name: str, file: StoredFile, delimiter: str) -> dict[str, str]:
+    """The column of the text; of an MDS folder without any, the only one with token ids."""
+    if name == "mds":
+        texts, ids = mds.columns_of(file)
+        if not texts and len(ids) == 1:
+            return {"tokens_field": ids[0]}
+    return {"text_field": _text_field(name, file, delimiter)}
+
+
 def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
-    if name == "parquet":
-        parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
-        with storage.open_seekable(file) as content:
-            schema = parquet.read_schema(content)
+    if name == "mds":
+        return list(mds.columns_of(file)[0])
+    if name in {"parquet", "arrow"}:
+        if name == "arrow":
+            schema = arrow.schema_of(file, Limits())
+        else:
+            parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
+            with storage.open_seekable(file) as content:
+                schema = parquet.read_schema(content)
         return list(_text_leaves([(one.name, one.type) for one in schema]))
     if name == "csv":
         rows = list(itertools.islice(csv.reader(io.StringIO("\n".join(_lines(file))), delimiter=delimiter), 51))
@@ -258,6 +273,10 @@ def _summary(
         "jsonl": f"a line is a document, its text in {source.get('text_field')!r}",
         "csv": f"a row is a document, its text in {source.get('text_field')!r}",
         "parquet": f"a row is a document, its text in {source.get('text_field')!r}",
+        "arrow": f"a row is a document, its text in {source.get('text_field')!r}",
+        "mds": f"a sample is a document, its ids in {source.get('tokens_field')!r}"
+        if "tokens_field" in source
+        else f"a sample is a document, its text in {source.get('text_field')!r}",
         "bin": "token shards",
     }[str(source["format"])]
     others = sorted(name for name in counted if name != source["format"])

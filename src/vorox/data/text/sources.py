@@ -19,9 +19,11 @@ from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, damage_of
-from vorox.data.text.formats import cut, has_many_records, has_tokens, measure, read_records
+from vorox.data.text.formats import ROW_GROUPS, cut, has_many_records, measure, read_records
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 from vorox.data.text.splits import NOTHING, Split, document_filter
+
+_FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes identified, bytes to identify)."""
@@ -38,7 +40,7 @@ class Source:
         files: The same files by content.
         places: Their names relative to the location they were found under: what the held-out split goes by.
         end_bytes: How much of each file's content belongs to the source: all of it, except where ``max_bytes`` ends.
-            ``None`` for all of a compressed or Parquet file, whose length in text is not known before it is read.
+            ``None`` for all of a compressed, Parquet or Arrow file: its length in text is known when it is read.
         notes: What a person should know although nothing is wrong.
         holdout: Which of its text is held out: a rule that fits it, once ``holdout`` has chosen one.
     """
@@ -65,11 +67,13 @@ class Source:
         definition = {"format": config.format}
         if config.format == "python_stdlib":
             definition["selection"] = STDLIB_SELECTION
-        if config.format in {"jsonl", "csv", "parquet"}:
-            definition["text_field"] = config.text_field
+        if config.format in _FIELDS:
+            definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
+                "text_field": config.text_field,
+            }  # fmt: skip
         if config.format == "csv":
             definition["delimiter"] = config.delimiter
-        if config.format == "bin":
+        if config.has_tokens:
             definition["end_of_text_id"] = str(config.end_of_text_id)
             definition |= {} if config.ids_dtype is None else {"ids_dtype": config.ids_dtype}
         default = type(config).model_fields["max_record_bytes"].default
@@ -169,7 +173,7 @@ def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
 
 def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
     """How much of the next file ``max_bytes`` leaves: where it ends, its text, and whether nothing may follow it."""
-    in_text = config.format == "parquet" or compression_of(file.uri) is not None
+    in_text = config.format in ROW_GROUPS or compression_of(file.uri) is not None
     whole = None if in_text else file.size_bytes
     if config.max_bytes is None:
         return whole, file.size_bytes, False
@@ -204,7 +208,7 @@ def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: 
         ConfigError: The shards were written with another tokenizer.
     """
     config = source.config
-    if not has_tokens(config):
+    if not config.has_tokens:
         return source
     declared = config.tokenizer or ""
     same = names == ["none"] or declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
@@ -253,10 +257,10 @@ def _check(config: SourceConfig, key: str) -> None:
             f"format {config.format} needs at least one path", where=f"{key}.paths",
             hint="give files, folders or globs",
         )  # fmt: skip
-    if config.format not in {"jsonl", "csv", "parquet"} and config.text_field != "text":
+    if config.format not in _FIELDS and config.text_field != "text":
         raise ConfigError(
             f"format {config.format} has no fields, so text_field {config.text_field!r} would be ignored",
-            where=f"{key}.text_field", hint="leave it away, or say format: jsonl, csv or parquet",
+            where=f"{key}.text_field", hint=f"leave it away, or say format: {', '.join(sorted(_FIELDS))}",
         )  # fmt: skip
     if config.format not in {"txt", "jsonl", "csv"} and config.damaged_files != "stop":
         raise ConfigError(

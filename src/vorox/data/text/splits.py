@@ -40,8 +40,8 @@ def _threshold(validation: ValidationConfig) -> int:
 
 
 def is_named(place: str) -> bool:
-    """Whether the name of a file says that it is for validation: ``fineweb_val_000000.bin``, ``val.bin``."""
-    return _NAMED.search(place.rpartition("/")[2]) is not None
+    """Whether the name of a file, or of a folder that it is in, says that it is for validation: ``val.bin``."""
+    return any(_NAMED.search(name) for name in place.split("/"))
 
 
 def holds_out_files(validation: ValidationConfig) -> bool:

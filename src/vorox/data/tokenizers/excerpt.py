@@ -21,7 +21,6 @@ from vorox.data.text.formats import (
     boundary_before,
     cut,
     has_many_records,
-    has_tokens,
     read_records,
     records_are_lines,
 )
@@ -80,14 +79,19 @@ def excerpt(
 
 def _size(source: Source, spans: Sequence[UnitSpan]) -> int:
     """Bytes of text, about; none where a source has tokens in place of text."""
-    if has_tokens(source.config):
+    if source.config.has_tokens:
         return 0
     return sum(piece.text_bytes for span in spans for piece in _pieces(source, span, 1 << 62))
 
 
+def _has_marked_records(config: SourceConfig) -> bool:
+    """Whether records are many and their places known, so that none has to be looked for from the middle of a file."""
+    return has_many_records(config) and not records_are_lines(config)
+
+
 def _pieces(source: Source, span: UnitSpan, piece_bytes: int) -> Iterator[Piece]:
     """Runs of whole records in a span, or stretches of it where records are found from anywhere."""
-    if source.config.format in {"csv", "parquet"}:
+    if _has_marked_records(source.config):
         stored = source.stored[span.file_index]
         yield from cut(source.config, stored, span.start_byte, span.end_byte, piece_bytes, span.first_ordinal)
         return
@@ -124,7 +128,7 @@ def _texts(
     """The records that begin in the first ``wanted_bytes`` of a piece; a part of the text where the record is the
     span."""
     config, stored, index = source.config, source.stored[span.file_index], span.file_index
-    if config.format in {"csv", "parquet"}:
+    if _has_marked_records(config):
         taken = 0
         whole = UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal)
         for record in read_records(config, stored, whole, accept):

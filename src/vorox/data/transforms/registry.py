@@ -217,7 +217,7 @@ def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key
     configs = source.transforms if source.transforms is not None else data.transforms
     key = f"{source_key}.transforms" if own else "data.transforms"
     found = resolve_transforms(configs, split, key)
-    if source.format == "bin":
+    if source.has_tokens:
         for transform in found:
             if transform.kind != "tokens" or transform.args.get("level") == "character":
                 raise ConfigError(

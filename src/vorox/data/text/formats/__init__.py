@@ -17,12 +17,13 @@ from vorox.data.documents import BadRecord, Record, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text import compression
 from vorox.data.text.content import Limits, damage_of, length_bytes
-from vorox.data.text.formats import delimited, json_lines, lines, parquet, token_shards
+from vorox.data.text.formats import arrow, delimited, json_lines, lines, mds, parquet, token_shards
 from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
 from vorox.data.text.formats.lines import boundary_after, boundary_before, count_lines, records_are_lines
 from vorox.data.text.formats.pieces import Piece
 
 __all__ = [
+    "ROW_GROUPS",
     "Piece",
     "UnreadableRecord",
     "boundary_after",
@@ -31,7 +32,6 @@ __all__ = [
     "count_records",
     "cut",
     "has_many_records",
-    "has_tokens",
     "lone_surrogate",
     "measure",
     "parse_line",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Accept = Callable[[int], bool]
-"""Whether the record at a place belongs to the split: its first byte, or in Parquet its ordinal."""
+"""Whether the record at a place belongs to the split: its first byte, or its ordinal where it has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,14 @@ _FORMATS: dict[str, _Format] = {
     "jsonl": _Format((".jsonl", ".ndjson"), lines.cut_lines, _count_lines, json_lines.read_records),
     "csv": _Format((".csv", ".tsv"), delimited.cut, delimited.count, delimited.read_records, delimited.measure),
     "parquet": _Format((".parquet",), parquet.cut, parquet.count, parquet.read_records, parquet.measure),
+    "arrow": _Format((".arrow",), arrow.cut, arrow.count, arrow.read_records, arrow.measure),
+    "mds": _Format((".mds",), mds.cut, mds.count, mds.read_records, mds.measure),
     "bin": _Format((".bin",), token_shards.cut, token_shards.count, token_shards.read_records, token_shards.measure),
 }
+
+
+ROW_GROUPS = frozenset({"parquet", "arrow"})
+"""Formats whose records have no bytes of their own, only those of the row group that they are in."""
 
 
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
@@ -89,11 +95,6 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
 def has_many_records(source: SourceConfig) -> bool:
     """Whether a piece of a file is many records, not one."""
     return _FORMATS[source.format].count is not None
-
-
-def has_tokens(source: SourceConfig) -> bool:
-    """Whether the documents of a source are tokens, not text."""
-    return source.format == "bin"
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> int:
@@ -163,9 +164,10 @@ def read_record(
     Raises:
         DataError: There is none, or the file cannot be read.
     """
-    span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, ordinal)
+    first_ordinal = arrow.first_row(source, file, byte_offset) if source.format == "arrow" else ordinal
+    span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, first_ordinal)
     accept: Accept = _everything
-    if source.format == "parquet":
+    if source.format in ROW_GROUPS:
         accept = lambda place: place == ordinal  # noqa: E731
     record = next(iter(read_records(source, file, span, accept)), None)
     if record is None:

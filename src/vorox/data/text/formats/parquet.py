@@ -1,9 +1,7 @@
 """Parquet: a row is a record, one of its columns is the text.
 
 Runs of row groups go in, documents and bad records come out; nothing but the wanted columns is read, in batches of
-bounded size. A span's bytes are those of its row groups in the file, a record's those of its row group: rows have no
-bytes of their own, their ordinal within the file tells them apart (and decides what is held out). Invariant: a row
-group is never cut, so a unit is at least one.
+bounded size. A span's bytes are those of its row groups in the file, as the footer says them.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -24,33 +21,18 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.content import Limits, length_bytes, open_content_seekable
-from vorox.data.text.formats.json_lines import as_text
-from vorox.data.text.formats.pieces import Piece, too_large
+from vorox.data.text.formats.columns import (
+    RowGroup,
+    check_metadata_columns,
+    check_text_column,
+    cut_row_groups,
+    read_batch,
+)
+from vorox.data.text.formats.pieces import Piece
 
 _BATCH_BYTES = 8 << 20
 _BUFFER_BYTES = 8 << 20
 _LEAST_SUSPECT_BYTES = 1 << 28
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """A row group that has rows.
-
-    Attributes:
-        index: Its number in the file.
-        first_row: Ordinal of its first row.
-        num_rows: Its rows.
-        start_byte: Its first byte in the file.
-        end_byte: The first one behind it.
-        text_bytes: What its text column decompresses to.
-    """
-
-    index: int
-    first_row: int
-    num_rows: int
-    start_byte: int
-    end_byte: int
-    text_bytes: int
 
 
 @contextlib.contextmanager
@@ -81,7 +63,7 @@ def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[Ro
 def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
     """A row for each: numbers, because there are many in large files, and many such files."""
     with _opened(file, limits) as opened:
-        _check_column(file, opened, text_field)
+        check_text_column(file, opened.schema_arrow, text_field)
         footer = opened.metadata
         column = next(
             index for index in range(footer.num_columns)
@@ -125,30 +107,6 @@ def _refuse_bombs(file: StoredFile, chunk: Any, limits: Limits) -> None:
         )  # fmt: skip
 
 
-def _check_column(file: StoredFile, opened: Any, name: str) -> None:
-    types = import_module("pyarrow.types")
-    schema = opened.schema_arrow
-    head, *rest = [name] if name in schema.names else name.split(".")
-    field: Any = schema.field(head) if schema.names.count(head) == 1 else None
-    for part in rest:
-        if field is not None:
-            is_inside = types.is_struct(field.type) and field.type.get_field_index(part) >= 0
-            field = field.type.field(part) if is_inside else None
-    if field is None:
-        there = ", ".join(repr(column) for column in schema.names[:20]) or "no columns"
-        raise DataError(
-            f"the Parquet file has no column {name!r}; it has {there}", where=file.uri,
-            hint="set the source's text_field to one of them",
-        )  # fmt: skip
-    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # null: no value at all
-    if not any(fits(kind) for fits in is_text):
-        raise DataError(
-            f"column {name!r} holds {field.type}, not text", where=file.uri,
-            hint="set the source's text_field to a column of text",
-        )  # fmt: skip
-
-
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Text up to a place in the file, about."""
     groups = row_groups(file, source.text_field, Limits.of(source))
@@ -160,18 +118,7 @@ def cut(
 ) -> Iterator[Piece]:
     """Runs of whole row groups with about ``piece_bytes`` of text."""
     del first_ordinal  # the footer knows it
-    run: list[RowGroup] = []
-    size = 0
-    for group in row_groups(file, source.text_field, Limits.of(source)):
-        if group.start_byte < start or (end is not None and group.start_byte >= end):
-            continue
-        if run and size + group.text_bytes > piece_bytes:
-            yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
-            run, size = [], 0
-        run.append(group)
-        size += group.text_bytes
-    if run:
-        yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
+    yield from cut_row_groups(row_groups(file, source.text_field, Limits.of(source)), start, end, piece_bytes)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -187,20 +134,10 @@ def read_records(
     limits = Limits.of(source)
     groups = list(row_groups(file, source.text_field, limits))
     with _opened(file, limits) as opened:
-        for name in source.metadata_fields:
-            _check_metadata(file, opened, name)
+        check_metadata_columns(file, opened.schema_arrow.names, source.metadata_fields)
         for group in groups:
             if span.start_byte <= group.start_byte < span.end_byte:
                 yield from _read_group(source, opened, group, span.file_index, accept)
-
-
-def _check_metadata(file: StoredFile, opened: Any, name: str) -> None:
-    names = opened.schema_arrow.names
-    if name not in names:
-        raise DataError(
-            f"the Parquet file has no column {name!r}; it has {', '.join(map(repr, names[:20]))}", where=file.uri,
-            hint="set the source's metadata_fields to some of them",
-        )  # fmt: skip
 
 
 def _read_group(
@@ -208,50 +145,7 @@ def _read_group(
 ) -> Iterator[Document | BadRecord]:
     batch_rows = max(1, min(group.num_rows, group.num_rows * _BATCH_BYTES // max(group.text_bytes, 1)))
     columns = [source.text_field, *source.metadata_fields]
-    place = (group.start_byte, group.end_byte - group.start_byte)
     ordinal = group.first_row
     for batch in opened.iter_batches(batch_rows, row_groups=[group.index], columns=columns, use_threads=False):
-        metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
-        content, starts, lengths = _binary(batch, source.text_field)
-        for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True)):
-            if not accept(ordinal + row):
-                continue
-            record = _record(content, start_byte, length, source.max_record_bytes)
-            if isinstance(record, str):
-                asked = {name: column[row].as_py() for name, column in metadata.items()}
-                shown = {name: as_text(value) for name, value in asked.items() if value is not None}
-                yield Document(file_index, ordinal + row, *place, record, shown if metadata else None)
-            else:
-                yield BadRecord(file_index, ordinal + row, *place, None, f"column {source.text_field!r} {record[0]}")
+        yield from read_batch(source, batch, group, file_index, ordinal, accept)
         ordinal += batch.num_rows
-
-
-def _binary(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:
-    """The text column as bytes, because Parquet does not promise that its text is UTF-8: start and length of each."""
-    arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
-    names = batch.schema.names
-    if name in names:
-        column = batch.column(names.index(name))
-    else:
-        head, *rest = name.split(".")
-        column = batch.column(names.index(head))
-        for part in rest:
-            column = compute.struct_field(column, part)
-    if arrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    column = column.cast(arrow.large_binary())
-    _, offsets, content = column.buffers()
-    starts = np.frombuffer(offsets, np.int64, len(column), 8 * column.offset) if len(column) else np.zeros(0, np.int64)
-    return memoryview(content or b""), starts.tolist(), compute.binary_length(column).to_pylist()
-
-
-def _record(content: memoryview, start_byte: int, length: int | None, max_record_bytes: int) -> str | tuple[str]:
-    """The text of a row, or what is wrong with it."""
-    if length is None:
-        return ("is null",)
-    if length > max_record_bytes:
-        return (f"is too large: {too_large(length, max_record_bytes)}",)
-    try:
-        return str(content[start_byte : start_byte + length], "utf-8")
-    except UnicodeDecodeError as error:
-        return (f"has invalid UTF-8 at byte {error.start}: {error.reason}",)

@@ -41,7 +41,7 @@ def _header(file: StoredFile, ids_dtype: str | None) -> ShardHeader:
     return headerless(start, file.size_bytes, int(ids_dtype.removeprefix("uint")) // 8, file.uri)
 
 
-def _end_of_text(source: SourceConfig) -> int:
+def end_of_text(source: SourceConfig) -> int:
     if source.end_of_text_id is None:
         raise ConfigError(
             f"the token shards of source {source.name!r} need an end-of-text id before the tokenizer is known",
@@ -83,7 +83,7 @@ def cut(
 ) -> Iterator[Piece]:
     """Runs of whole documents, behind the header."""
     begin = max(start, header(source, file).header_bytes)
-    end_of_text_id = _end_of_text(source)
+    end_of_text_id = end_of_text(source)
     key = ("bin", source.ids_dtype, file, begin, end, piece_bytes, first_ordinal, end_of_text_id)
     ends = _ends(source, file, begin, end, end_of_text_id)
     yield from remembered(key, lambda: cut_at_ends(ends, begin, piece_bytes, first_ordinal))
@@ -92,7 +92,7 @@ def cut(
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Records in a range."""
     total, last = 0, max(start, header(source, file).header_bytes)
-    for _, ends in _ends(source, file, last, end, _end_of_text(source)):
+    for _, ends in _ends(source, file, last, end, end_of_text(source)):
         total += len(ends)
         last = int(ends[-1]) if len(ends) else last
     return total + (last < end)
@@ -102,7 +102,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[TokenDocument | BadRecord]:
     """The documents in a span whose first byte ``accept`` takes."""
-    shard, end_of_text_id = header(source, file), _end_of_text(source)
+    shard, end_of_text_id = header(source, file), end_of_text(source)
     start = max(span.start_byte, shard.header_bytes)
     chunks = (
         (chunk, (np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id) + 1) * shard.token_bytes)

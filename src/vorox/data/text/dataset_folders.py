@@ -1,0 +1,159 @@
+"""Folders with an index: which of their files count, by ``index.json`` of MDS and ``state.json`` of ``save_to_disk``.
+
+A location goes in; its files come out as ``storage`` lists them, without what no index names (``datasets`` keeps other
+files beside its data), and with the hashes that the index says. Invariant: a file that an index names lies in the
+index's folder and is there in the size that it says, or the source is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data import storage
+from vorox.data.storage import StoredFile
+from vorox.data.text.splits import is_named
+
+_INDEX_NAME: Final[Mapping[str, str]] = {"mds": "index.json", "arrow": "state.json"}
+_MOST_INDEX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file that an index names.
+
+    Attributes:
+        name: Relative to the folder of the index.
+        size_bytes: Its length; ``None`` where the index does not say it.
+        hashes: Its hashes by algorithm.
+        compression: What it is compressed with.
+    """
+
+    name: str
+    size_bytes: int | None = None
+    hashes: Mapping[str, str] = field(default_factory=dict[str, str])
+    compression: str = ""
+
+
+def files_of(config: SourceConfig, location: str, endings: tuple[str, ...]) -> list[StoredFile]:
+    """The files of a location of a source.
+
+    Raises:
+        DataError: They cannot be listed; an index is damaged, or names a file that is not there.
+    """
+    index_name = _INDEX_NAME.get(config.format)
+    if index_name is None:
+        return storage.list_files(location, endings)
+    listed = storage.list_files(location, (*endings, index_name))
+    data = {file.uri: file for file in listed if not file.uri.endswith(index_name)}
+    indexes = [file for file in listed if _split(file.uri)[1] == index_name]
+    chosen: dict[str, StoredFile] = {}
+    for index in indexes:
+        for alternatives in _entries(config.format, index):
+            file = _named_file(index, alternatives, data)
+            chosen.setdefault(file.uri, file)
+    folders = {_split(index.uri)[0] for index in indexes}
+    without = [file for file in data.values() if file.uri not in chosen and _split(file.uri)[0] not in folders]
+    is_folder = not storage.has_magic(location) and storage.absolute(location) not in data
+    if without and is_folder and config.format == "mds":
+        raise DataError(
+            f"there is no {index_name} beside the MDS shard", where=without[0].uri,
+            hint="the folder is not complete: write or fetch it again, or name its shards in the source's paths",
+        )  # fmt: skip
+    chosen |= {file.uri: file for file in without}
+    return [chosen[uri] for uri in sorted(chosen)]
+
+
+def _split(uri: str) -> tuple[str, str]:
+    folder, _, name = uri.replace("\\", "/").rpartition("/")
+    return folder, name
+
+
+def _entries(form: str, index: StoredFile) -> Iterator[list[_Entry]]:
+    """What an index names, each as the files that it may be.
+
+    Raises:
+        DataError: The index cannot be read, or names a file outside of its folder.
+    """
+    try:
+        if index.size_bytes > _MOST_INDEX_BYTES:
+            raise ValueError(f"it has {index.size_bytes:,} bytes")
+        with storage.open_range(index) as content:
+            found = list((_mds_entries if form == "mds" else _arrow_entries)(json.loads(content.read())))
+        outside = next((entry.name for entries in found for entry in entries if not _is_inside(entry.name)), None)
+        if outside is not None:
+            raise ValueError(f"it names {outside!r}, which is not in its folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
+        raise DataError(
+            f"the index cannot be read: {reason}",
+            where=index.uri,
+            hint="it is damaged: fetch or write the folder again",
+        ) from error
+    yield from found
+
+
+def _mds_entries(index: Any) -> Iterator[list[_Entry]]:
+    if index["version"] != 2:
+        raise ValueError(f"version {index['version']!r} is not known, 2 is")
+    for shard in index["shards"]:
+        if (shard["format"], shard["version"]) != ("mds", 2):
+            raise ValueError(f"a shard has the format {shard['format']!r}, version {shard['version']!r}")
+        compression = str(shard["compression"] or "").partition(":")[0]
+        both = [(shard["raw_data"], ""), (shard["zip_data"], compression)]
+        yield [
+            _Entry(str(file["basename"]), int(file["bytes"]), dict(file["hashes"]), kind) for file, kind in both if file
+        ]
+
+
+def _arrow_entries(state: Any) -> Iterator[list[_Entry]]:
+    for file in state["_data_files"]:
+        yield [_Entry(str(file["filename"]))]
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and not set(name) & {"\\", ":", "\0"}
+
+
+def _named_file(index: StoredFile, alternatives: Sequence[_Entry], data: Mapping[str, StoredFile]) -> StoredFile:
+    """The first of some files that is there.
+
+    Raises:
+        DataError: None is, or it is compressed in a way that is not read, or has another size.
+    """
+    folder = index.uri[: -len(_split(index.uri)[1])]
+    for entry in alternatives:
+        file = data.get(folder + entry.name)
+        if file is None:
+            continue
+        if entry.size_bytes not in {None, file.size_bytes}:
+            raise DataError(
+                f"the shard has {file.size_bytes:,} bytes, its index says {entry.size_bytes:,}", where=file.uri,
+                hint="the shard is cut short or the index is of another one: fetch or write the folder again",
+            )  # fmt: skip
+        return replace(file, hashes=tuple(sorted(entry.hashes.items())))
+    strange = next((entry for entry in alternatives if entry.compression not in {"", "gz", "zstd"}), None)
+    if strange is not None:
+        raise DataError(
+            f"the shards are compressed with {strange.compression}, which is not read", where=index.uri,
+            hint="write the folder with compression='zstd', or decompress its shards",
+        )  # fmt: skip
+    names = " or ".join(entry.name for entry in alternatives)
+    raise DataError(
+        f"the index names {names or 'a shard without a file'}, which is not there", where=index.uri,
+        hint="the folder is not complete: fetch or write it again",
+    )  # fmt: skip
+
+
+def training_splits(config: SourceConfig, places: Sequence[str]) -> list[str]:
+    """Those of some places that are trained or validated on: where there is a folder ``train``, it and validation."""
+    tops = {place.partition("/")[0] for place in places if "/" in place}
+    if config.format not in _INDEX_NAME or "train" not in tops:
+        return list(places)
+    return [place for place in places if place.partition("/")[0] == "train" or is_named(place)]

@@ -1,0 +1,188 @@
+"""arrow: Arrow streams as ``datasets.save_to_disk`` writes them; a row is a record, one of its columns is the text.
+
+Runs of record batches go in, documents and bad records come out. A stream has no footer: where its batches lie is
+found in one pass, and a span is then read by itself. Invariant: a stream that ends early, or goes on behind its end, is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data.documents import BadRecord, Document, UnitSpan
+from vorox.data.storage import StoredFile
+from vorox.data.text.content import Limits, length_bytes, open_content
+from vorox.data.text.formats.columns import (
+    RowGroup,
+    binary,
+    check_metadata_columns,
+    check_text_column,
+    cut_row_groups,
+    read_batch,
+)
+from vorox.data.text.formats.pieces import Piece
+
+_FILE_MAGIC = b"ARROW1"
+_STREAM_MAGIC = b"\xff" * 4
+
+
+class _Messages:
+    """The messages of a stream from a place on, one after the other, with the place behind the last one.
+
+    Args:
+        content: Where to read.
+        offset: Where in the stream that is.
+    """
+
+    closed = False
+
+    def __init__(self, content: BinaryIO, offset: int) -> None:
+        self._content, self.offset = content, offset
+        self._is_at_end = False
+        self._reader = import_module("pyarrow").PythonFile(self, mode="r")
+
+    def read(self, size: int = -1) -> bytes:
+        """For Arrow, which asks for no more than a message."""
+        piece = self._content.read(size)
+        self.offset += len(piece)
+        self._is_at_end = self._is_at_end or len(piece) < size
+        return piece
+
+    def next(self) -> Any:
+        """The next message; ``None`` at the mark that ends a stream.
+
+        Raises:
+            EOFError: The content ends without that mark.
+        """
+        try:
+            return import_module("pyarrow.ipc").read_message(self._reader)
+        except EOFError:
+            if self._is_at_end:
+                raise
+            return None
+
+
+@contextlib.contextmanager
+def _opened(file: StoredFile, start: int, end: int | None, limits: Limits) -> Generator[_Messages]:
+    arrow = import_module("pyarrow")  # untyped, and slow to import
+    try:
+        with open_content(file, start, end, limits) as content:
+            yield _Messages(content, start)
+    except (arrow.ArrowException, EOFError, OSError) as error:
+        reason = "it ends early" if isinstance(error, EOFError) else " ".join(str(error).split())
+        raise DataError(
+            f"the Arrow stream cannot be read: {reason}", where=file.uri,
+            hint="it is damaged or not complete: fetch or write it again, or take it out of data.sources",
+        ) from error  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def schema_of(file: StoredFile, limits: Limits) -> Any:
+    """The columns of a stream.
+
+    Raises:
+        DataError: It is no stream, or one of a kind that is not read.
+    """
+    with open_content(file, 0, len(_FILE_MAGIC), limits) as content:
+        start = content.read(len(_FILE_MAGIC))
+    if not start.startswith(_STREAM_MAGIC):
+        what = "an Arrow file (Feather), not an Arrow stream" if start == _FILE_MAGIC else "no Arrow stream"
+        raise DataError(
+            f"the file is {what}", where=file.uri,
+            hint="an Arrow file can be written as Parquet: "
+            "pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NEW)",
+        )  # fmt: skip
+    with _opened(file, 0, None, limits) as messages:
+        first = messages.next()
+        if first is None:
+            raise EOFError
+        schema = import_module("pyarrow.ipc").read_schema(first)
+    types = import_module("pyarrow.types")
+    encoded = [field.name for field in schema if types.is_dictionary(field.type)]
+    if encoded:
+        raise DataError(
+            f"column {encoded[0]!r} is dictionary-encoded, which is not read from Arrow streams", where=file.uri,
+            hint="write the table as Parquet and say format: parquet",
+        )  # fmt: skip
+    return schema
+
+
+def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
+    for row in _places(file, source.text_field, Limits.of(source)).tolist():
+        yield RowGroup(*row)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _places(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
+    """A ``RowGroup`` in each row: one pass over the file."""
+    ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
+    check_text_column(file, schema, text_field)
+    found: list[RowGroup] = []
+    with _opened(file, 0, None, limits) as messages:
+        messages.next()
+        start, first_row = messages.offset, 0
+        for index, message in enumerate(iter(messages.next, None)):
+            batch = ipc.read_record_batch(message, schema)
+            if batch.num_rows:
+                text_bytes = sum(length or 0 for length in binary(batch, text_field)[2])
+                found.append(RowGroup(index, first_row, batch.num_rows, start, messages.offset, text_bytes))
+            start, first_row = messages.offset, first_row + batch.num_rows
+        end = messages.offset
+    surplus = length_bytes(file, limits) - end
+    if surplus:
+        raise DataError(
+            f"{surplus:,} bytes follow the end of the Arrow stream at byte {end:,}", where=file.uri,
+            hint="the file is damaged, or several streams in one: write it again",
+        )  # fmt: skip
+    return np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
+
+
+def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
+    """Text up to a place in the file, about."""
+    return sum(group.text_bytes for group in _batches(source, file) if end is None or group.start_byte < end)
+
+
+def cut(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
+) -> Iterator[Piece]:
+    """Runs of whole record batches with about ``piece_bytes`` of text."""
+    del first_ordinal  # the pass over the file counted it
+    yield from cut_row_groups(_batches(source, file), start, end, piece_bytes)
+
+
+def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    """Rows of the record batches in a range."""
+    return sum(group.num_rows for group in _batches(source, file) if start <= group.start_byte < end)
+
+
+def first_row(source: SourceConfig, file: StoredFile, start: int) -> int:
+    """Ordinal of the first row of the record batch at a place; 0 where there is none."""
+    return next((group.first_row for group in _batches(source, file) if group.start_byte == start), 0)
+
+
+def read_records(
+    source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
+) -> Iterator[Document | BadRecord]:
+    """The rows of the record batches in a span whose ordinal ``accept`` takes."""
+    limits = Limits.of(source)
+    ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
+    check_text_column(file, schema, source.text_field)
+    check_metadata_columns(file, schema.names, source.metadata_fields)
+    ordinal = span.first_ordinal
+    with _opened(file, span.start_byte, span.end_byte, limits) as messages:
+        start = messages.offset
+        while start < span.end_byte:
+            batch = ipc.read_record_batch(messages.next(), schema)
+            group = RowGroup(0, ordinal, batch.num_rows, start, messages.offset, 0)
+            yield from read_batch(source, batch, group, span.file_index, ordinal, accept)
+            start, ordinal = messages.offset, ordinal + batch.num_rows

@@ -1,0 +1,156 @@
+"""Runs of rows with columns, as Parquet and Arrow streams have them: where they lie, and their rows as documents.
+
+Row groups and Arrow record batches go in, pieces, documents and bad records come out. A record's bytes are those of its
+row group: rows have no bytes of their own, their ordinal within the file tells them apart (and decides what is held
+out). Invariant: a row group is never cut, so a unit is at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from vorox.core.errors import DataError
+from vorox.core.schema.data import SourceConfig
+from vorox.data.documents import BadRecord, Document
+from vorox.data.storage import StoredFile
+from vorox.data.text.formats.json_lines import as_text
+from vorox.data.text.formats.pieces import Piece, too_large
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows that are stored together: a row group of Parquet, a record batch of an Arrow stream.
+
+    Attributes:
+        index: Its number in the file.
+        first_row: Ordinal of its first row.
+        num_rows: Its rows.
+        start_byte: Its first byte in the file.
+        end_byte: The first one behind it.
+        text_bytes: What its text column decompresses to.
+    """
+
+    index: int
+    first_row: int
+    num_rows: int
+    start_byte: int
+    end_byte: int
+    text_bytes: int
+
+
+def cut_row_groups(groups: Iterable[RowGroup], start: int, end: int | None, piece_bytes: int) -> Iterator[Piece]:
+    """Runs of whole row groups with about ``piece_bytes`` of text."""
+    run: list[RowGroup] = []
+    size = 0
+    for group in groups:
+        if group.start_byte < start or (end is not None and group.start_byte >= end):
+            continue
+        if run and size + group.text_bytes > piece_bytes:
+            yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
+            run, size = [], 0
+        run.append(group)
+        size += group.text_bytes
+    if run:
+        yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
+
+
+def check_text_column(file: StoredFile, schema: Any, name: str) -> None:
+    """Refuse a file that has no text in a column.
+
+    Raises:
+        DataError: The column is not there, or holds something else.
+    """
+    types = import_module("pyarrow.types")
+    head, *rest = [name] if name in schema.names else name.split(".")
+    field: Any = schema.field(head) if schema.names.count(head) == 1 else None
+    for part in rest:
+        if field is not None:
+            is_inside = types.is_struct(field.type) and field.type.get_field_index(part) >= 0
+            field = field.type.field(part) if is_inside else None
+    if field is None:
+        there = ", ".join(repr(column) for column in schema.names[:20]) or "no columns"
+        raise DataError(
+            f"the file has no column {name!r}; it has {there}", where=file.uri,
+            hint="set the source's text_field to one of them",
+        )  # fmt: skip
+    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # null: no value at all
+    if not any(fits(kind) for fits in is_text):
+        raise DataError(
+            f"column {name!r} holds {field.type}, not text", where=file.uri,
+            hint="set the source's text_field to a column of text",
+        )  # fmt: skip
+
+
+def check_metadata_columns(file: StoredFile, names: Sequence[str], wanted: Sequence[str]) -> None:
+    """Refuse a file without the columns that ``metadata_fields`` asks for.
+
+    Raises:
+        DataError: One is not there.
+    """
+    for name in wanted:
+        if name not in names:
+            raise DataError(
+                f"the file has no column {name!r}; it has {', '.join(map(repr, names[:20]))}", where=file.uri,
+                hint="set the source's metadata_fields to some of them",
+            )  # fmt: skip
+
+
+def read_batch(
+    source: SourceConfig,
+    batch: Any,
+    group: RowGroup,
+    file_index: int,
+    first_ordinal: int,
+    accept: Callable[[int], bool],
+) -> Iterator[Document | BadRecord]:
+    """The rows of a batch of a row group whose ordinal ``accept`` takes."""
+    place = (group.start_byte, group.end_byte - group.start_byte)
+    metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
+    content, starts, lengths = binary(batch, source.text_field)
+    for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True), first_ordinal):
+        if not accept(row):
+            continue
+        record = _record(content, start_byte, length, source.max_record_bytes)
+        if isinstance(record, str):
+            asked = {name: column[row - first_ordinal].as_py() for name, column in metadata.items()}
+            shown = {name: as_text(value) for name, value in asked.items() if value is not None}
+            yield Document(file_index, row, *place, record, shown if metadata else None)
+        else:
+            yield BadRecord(file_index, row, *place, None, f"column {source.text_field!r} {record[0]}")
+
+
+def binary(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:
+    """The text column as bytes, because nothing promises that its text is UTF-8: start and length of each."""
+    arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
+    names = batch.schema.names
+    if name in names:
+        column = batch.column(names.index(name))
+    else:
+        head, *rest = name.split(".")
+        column = batch.column(names.index(head))
+        for part in rest:
+            column = compute.struct_field(column, part)
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    column = column.cast(arrow.large_binary())
+    _, offsets, content = column.buffers()
+    starts = np.frombuffer(offsets, np.int64, len(column), 8 * column.offset) if len(column) else np.zeros(0, np.int64)
+    return memoryview(content or b""), starts.tolist(), compute.binary_length(column).to_pylist()
+
+
+def _record(content: memoryview, start_byte: int, length: int | None, max_record_bytes: int) -> str | tuple[str]:
+    """The text of a row, or what is wrong with it."""
+    if length is None:
+        return ("is null",)
+    if length > max_record_bytes:
+        return (f"is too large: {too_large(length, max_record_bytes)}",)
+    try:
+        return str(content[start_byte : start_byte + length], "utf-8")
+    except UnicodeDecodeError as error:
+        return (f"has invalid UTF-8 at byte {error.start}: {error.reason}",)
