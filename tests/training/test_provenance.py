@@ -381,6 +381,57 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
     assert consumed(dsn) == before, "what is there already is not written a second time"
 
 
+def test_a_deadlock_with_a_second_session_stops_no_run(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server breaks the deadlock at our cost: training goes on, and the rows of that transaction arrive once."""
+    import psycopg
+
+    from vorox.experiments.metadata.databases import PostgresDatabase
+
+    straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
+    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    other = psycopg.connect(dsn)
+    waiting, granted = threading.Event(), threading.Event()
+    upsert = PostgresDatabase.upsert
+
+    def lock_in_the_other_order() -> None:
+        other.execute("LOCK TABLE vorox.attempt IN ACCESS EXCLUSIVE MODE")
+        granted.set()
+
+    def deadlocking(self: Any, table: Any, rows: Any) -> int:
+        written = upsert(self, table, rows)
+        if table.name == "attempt" and held.is_set() and not waiting.is_set():
+            waiting.set()
+            threading.Thread(target=lock_in_the_other_order, daemon=True).start()
+            self.execute("LOCK TABLE vorox.exception IN ACCESS EXCLUSIVE MODE")
+        return written
+
+    held = threading.Event()
+
+    def hold() -> None:
+        while not consumed(dsn):
+            time.sleep(0.01)
+        other.execute("SET LOCAL deadlock_timeout = '5min'")  # so that it is ours that is chosen
+        other.execute("LOCK TABLE vorox.exception IN ACCESS EXCLUSIVE MODE")
+        held.set()
+
+    def go_on() -> None:
+        assert granted.wait(WAIT_SECONDS), "the server ended our transaction"
+        other.rollback()
+
+    monkeypatch.setattr(PostgresDatabase, "upsert", deadlocking)
+    at_step(monkeypatch, 22, hold)
+    at_step(monkeypatch, 40, go_on)
+    outcome = run(configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"]))
+    other.close()
+    assert chain(outcome.run_directory) == chain(straight)
+    events = [event for event in read_lines(outcome.run_directory / "events.jsonl") if "metadata" in event["kind"]]
+    assert any("deadlock" in str(event) for event in events), events
+    assert Spool(outcome.run_directory).size_bytes == 0
+    assert consumed(dsn) == [(1, None, 1, 60, "kept")]
+
+
 @pytest.mark.slow
 def test_killed_with_a_spool_the_next_start_drains_it(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch

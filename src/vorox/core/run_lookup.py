@@ -44,7 +44,7 @@ def find_run(root: Path | str, name: str) -> Path:
     Args:
         root: Where run directories are (``run.directory``).
         name: A path, a whole run id, the beginning of one, the hash in one, or ``latest``: of the runs that have a
-            checkpoint, the one begun last; of all, as long as none has.
+            checkpoint, the one begun last by the wall clock; of all, as long as none has.
 
     Raises:
         ConfigError: There is no such run, or several; the candidates are named.
