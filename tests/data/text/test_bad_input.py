@@ -237,6 +237,12 @@ def tar_of(**members: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def old_tar_of(**members: bytes) -> bytes:
+    header, content = tar_of(**members)[:512], tar_of(**members)[512:]
+    blank = header[:148] + b" " * 8 + header[156:257] + bytes(255)
+    return blank[:148] + f"{sum(blank):06o}".encode() + b"\0 " + blank[156:] + content
+
+
 def zip_of(**members: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -251,7 +257,12 @@ ARCHIVES = {
     "xz": (lzma.compress(b"some text\n"), "xz -dc"), "bz2": (bz2.compress(b"some text\n", 1), "bzip2 -dc"),
     "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "7z x"), "rar": (b"Rar!\x1a\x07\x01\0", "unrar"),
     "sqlite": (b"SQLite format 3\0", "sqlite3"), "arrow": (b"ARROW1\0\0", "jsonl"),
-    "lz4": (b"\x04\x22\x4d\x18dd", "lz4 -dc"),
+    "lz4": (b"\x04\x22\x4d\x18dd", "lz4 -dc"), "lzip": (b"LZIP\1dd", "lzip -dc"),
+    "tar before POSIX": (old_tar_of(a=b"some text\n"), "tar -xf"), "cpio": (b"070701" + b"0" * 104 + b"a\0", "cpio -i"),
+    "arc": (b"filedesc://a.arc 0.0.0.0 20000101000000 text/plain 9\n1 0 X\n", "jsonl"),
+    "numpy": (b"\x93NUMPY\1\0v\0{'descr': '<u2'}", "numpy.load"),
+    "UTF-16 without a mark": ("some text\n".encode("utf-16-le"), "iconv -f UTF-16LE"),
+    "UTF-16 of the other order": ("some text\n".encode("utf-16-be"), "iconv -f UTF-16BE"),
 }  # fmt: skip
 
 
@@ -271,13 +282,27 @@ def test_an_archive_is_refused_with_the_command_that_unpacks_it(
 
 
 @pytest.mark.parametrize(
-    "text", ["BZh is a prefix.\n", "WARC/1.0 is a format.\n", "GIF8 my lunch\n", "a" * 257 + "ustar"]
+    "text",
+    [
+        "BZh is a prefix.\n",
+        "WARC/1.0 is a format.\n",
+        "GIF8 my lunch\n",
+        "a" * 257 + "ustar",
+        "070701 is a number\n",
+        "filedesc:// is a scheme\n",
+        "a\0b" * 8,
+    ],
 )
 def test_words_of_a_signature_are_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     (document,) = records(source(tmp_path, "txt"))
     assert isinstance(document, Document)
     assert document.text == text
+
+
+def test_a_web_archive_behind_blank_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\r\n\r\nWARC/1.1\r\nWARC-Type: warcinfo\r\n\r\n")
+    assert "jsonl" in refusal(source(tmp_path, "txt")).hint
 
 
 def test_a_folder_with_no_file_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import NAMES, looks_like
@@ -23,12 +25,22 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"PK\x05\x06", "an empty zip archive", _LEAVE),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(unpack="7z x FILE -oDIR")),
     (0, b"Rar!\x1a\x07", "a rar archive", _UNPACK.format(unpack="unrar x FILE DIR/")),
+    (0, b"070701", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
+    (0, b"070707", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
     (0, b"!<arch>\n", "an ar archive", _UNPACK.format(unpack="ar x FILE")),
     (0, b"\xfd7zXZ\0", "xz data", "decompress it, or compress it anew: xz -dc FILE | zstd > FILE.zst"),
     (0, b"BZh", "bzip2 data", "decompress it, or compress it anew: bzip2 -dc FILE | zstd > FILE.zst"),
     (0, b"\x04\x22\x4d\x18", "LZ4 data", "decompress it, or compress it anew: lz4 -dc FILE | zstd > FILE.zst"),
+    (0, b"LZIP\x01", "lzip data", "decompress it, or compress it anew: lzip -dc FILE | zstd > FILE.zst"),
     (0, b"\x1f\x9d", "data of compress", "decompress it: uncompress FILE"),
     (0, b"WARC/", "a WARC or WET archive of web pages", _READ.format(convert="warcio, or trafilatura for WARC")),
+    (0, b"filedesc://", "an ARC archive of web pages", _READ.format(convert="warcio recompress, then warcio")),
+    (
+        0,
+        b"\x93NUMPY",
+        "a NumPy array",
+        "of token ids, write them as .bin and say format: bin: numpy.load('FILE').astype('uint16').tofile('FILE.bin')",
+    ),
     (0, b"\x7fELF", "a program", _LEAVE),
     (0, b"\x89PNG", "a PNG image", _LEAVE),
     (0, b"GIF8", "a GIF image", _LEAVE),
@@ -40,6 +52,19 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
 )
 """Where a signature lies, the signature, what it says the file is, and what to do."""
+
+
+_CERTAIN = {
+    b"BZh": re.compile(rb"BZh[1-9]1AY&SY"),
+    b"WARC/": re.compile(rb"WARC/[0-9.]+\r?\n"),
+    b"filedesc://": re.compile(rb"filedesc://\S+ \S+ [0-9]{8,14} \S+ [0-9]+\r?\n"),
+    b"GIF8": re.compile(rb"GIF8[79]a"),
+    b"070701": re.compile(rb"070701[0-9A-Fa-f]{104}"),
+    b"070707": re.compile(rb"070707[0-7]{70}"),
+    b"ustar": re.compile(rb"[^\0]*\0"),
+}
+"""Signatures that a text could begin with: what the whole beginning looks like if they are signatures."""
+_TAR, _CHECKSUM = "a tar archive", slice(148, 156)
 
 
 def refuse_foreign(file: StoredFile, start: bytes) -> None:
@@ -57,16 +82,40 @@ def refuse_foreign(file: StoredFile, start: bytes) -> None:
         what = f"{NAMES[found]} data, but its name does not end in .{found}"
         hint = f"name the file ....{found}, so that it is decompressed"
     else:
-        known = [entry for entry in _SIGNATURES if start.startswith(entry[1], entry[0])]
-        if not known or not _is_certain(known[0][1], start):
+        known = _recognised(start) or _recognised(start.lstrip(b"\xef\xbb\xbf\r\n"))
+        if known is None:
             return
-        _, _, what, hint = known[0]
+        what, hint = known
     raise DataError(
         f"the file is not UTF-8 text but looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
     )
 
 
-def _is_certain(signature: bytes, start: bytes) -> bool:
-    """Whether letters that a text could begin with are the signature: what follows them says."""
-    following = {b"BZh": b"1AY&SY", b"WARC/": b"\r\n", b"GIF8": b"a", b"ustar": b"\0"}.get(signature, b"")
-    return following in start[: 257 if signature == b"ustar" else 32]
+def _recognised(start: bytes) -> tuple[str, str] | None:
+    """Return what content is by its beginning, and what to do; ``None`` if it may be text."""
+    for offset, signature, what, hint in _SIGNATURES:
+        certain = _CERTAIN.get(signature)
+        if start.startswith(signature, offset) and (certain is None or certain.match(start)):
+            return what, hint
+    if _is_tar_header(start):
+        return next((what, hint) for _, _, what, hint in _SIGNATURES if what == _TAR)
+    order = _utf16_byte_order(start)
+    return None if order is None else ("UTF-16 text", f"convert it to UTF-8: iconv -f UTF-16{order} -t UTF-8 FILE")
+
+
+def _is_tar_header(start: bytes) -> bool:
+    """Whether the checksum of a tar header is right: tar had no signature before POSIX."""
+    digits = start[_CHECKSUM].strip(b" \0")
+    if len(start) < SIGNATURE_BYTES or not re.fullmatch(rb"[0-7]+", digits):
+        return False
+    blank = start[: _CHECKSUM.start] + b" " * 8 + start[_CHECKSUM.stop :]
+    return sum(blank[:SIGNATURE_BYTES]) == int(digits, 8)
+
+
+def _utf16_byte_order(start: bytes) -> str | None:
+    """Return ``LE`` or ``BE`` where every other byte is NUL, as in UTF-16 of mostly Latin letters without a mark."""
+    first, second = start[0::2], start[1::2]
+    for low, high, order in ((first, second, "LE"), (second, first, "BE")):
+        if len(start) >= 16 and 0 not in low and 2 * high.count(0) >= len(high):
+            return order
+    return None
