@@ -124,6 +124,8 @@ def edit(change: str, lines: list[bytes]) -> bytes:
             lines[2] = lines[2].replace(b'"chain":"', b'"chain":"0')[: -len(b'"}\n')] + b'"}\n'
         case "the number of step 3":
             lines[2] = lines[2].replace(b'"step":3', b'"step":3000000000000000')
+        case "a negative number of step 3":
+            lines[2] = lines[2].replace(b'"step":3', b'"step":-3')
         case "cut after step 3":
             lines = lines[:3]
         case "cut in step 4":
@@ -144,6 +146,7 @@ def edit(change: str, lines: list[bytes]) -> bytes:
         ("a digit of the loss of step 3", 3, "step 3 is changed"),
         ("the head of step 3", 3, "step 3 is not recorded"),
         ("the number of step 3", 3, "step 3 is not recorded"),
+        ("a negative number of step 3", 3, "step 3 is not recorded"),
         ("cut after step 3", 4, "steps 4 to 6 are not recorded"),
         ("cut in step 4", 4, "steps 4 to 6 are not recorded"),
         ("all of it is garbage", 1, "steps 1 to 6 are not recorded"),
@@ -163,6 +166,13 @@ def test_damage_is_said_and_does_not_stop_a_run(tmp_path: Path, change: str, fir
     again = check_chain(tmp_path, later)
     assert again.damage(9) == said, "the steps that follow are proven again"
     assert again.last_step == 9
+
+
+def test_a_chain_that_cannot_be_read_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / CHAIN_NAME).mkdir()
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        check_chain(tmp_path, START)
+    assert "move it away" in caught.value.hint
 
 
 def test_goes_on_without_the_file(tmp_path: Path) -> None:

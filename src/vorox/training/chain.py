@@ -141,8 +141,9 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
         records = read_history(path, skip_damaged=True)
     except OSError as error:
         raise disk_error(error, str(path)) or DataError(
-            f"the chain cannot be read: {error.strerror}", where=str(path), hint="check its permissions"
-        ) from error
+            f"the chain cannot be read: {error.strerror}", where=str(path),
+            hint="check its permissions, or move it away: the run goes on, earlier steps cannot be replayed",
+        ) from error  # fmt: skip
     entries = {step: entry for step, record in records.items() if (entry := _entry(record)) is not None}
     missing: list[range] = []
     changed: list[int] = []
@@ -222,7 +223,7 @@ def _words(steps: range) -> str:
 
 
 def _entry(record: Mapping[str, Any]) -> ChainEntry | None:
-    if set(record) != {"step", *_LENGTHS}:
+    if set(record) != {"step", *_LENGTHS} or record["step"] < 1:
         return None
     for name, length in _LENGTHS.items():
         value = record[name]
