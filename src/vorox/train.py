@@ -114,6 +114,7 @@ def train(
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
                 caches={source.name: str(source.train.directory) for source in setting.corpus.sources},
+                validation_caches=[str(cache.reader.directory) for cache in setting.corpus.validation_caches],
             )  # fmt: skip
             with stop.deferred(), open_session(
                 setting, run, state, plan, display, stop, mirror

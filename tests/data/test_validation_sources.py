@@ -10,9 +10,10 @@ import pytest
 
 import tiny_runs
 import vorox.train
+from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.errors import DataError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
@@ -75,15 +76,25 @@ def test_a_file_that_validates_does_not_train(tmp_path: Path) -> None:
     assert caught.value.hint
 
 
-def test_a_run_validates_on_them_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["cached", "streaming"])
+def test_a_run_validates_on_them_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
     tiny_runs.use_numpy_engine(monkeypatch)
-    outcome = tiny_runs.run(configuration(tmp_path))
+    streamed = ["data.mode=streaming", "data.growth.mode=strict", "data.growth.later_passes=segments"]
+    outcome = tiny_runs.run(configuration(tmp_path, streamed if mode == "streaming" else []))
     assert sorted(outcome.eval_losses) == [6, 12]
     log = (outcome.run_directory / "log.txt").read_text()
     assert "Validates on 1 file of data.validation.sources (other)" in log
     with open_trail(outcome.run_directory) as trail:
         assert {Path(d.uri).name for row in where(trail, 1) for d in row.documents} == {"text.jsonl"}
         assert len(when(trail, "text.jsonl", ordinal=0)) >= 1
+        for name in ("held.jsonl", str(tmp_path / "other" / "held.jsonl")):
+            assert when(trail, name) == ()
+        with pytest.raises(ConfigError):
+            when(trail, "nowhere.jsonl")
+    assert main(["data", "when", str(outcome.run_directory), "--source", "held.jsonl"]) == 0
+    assert "data.validation.sources" in capsys.readouterr().out
     report = replay(
         outcome.run_directory,
         lambda config: vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False),

@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -205,7 +206,7 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
         ordinal: Only the document with this number within the file, from 0.
 
     Raises:
-        ConfigError: There is no such file, or several.
+        ConfigError: There is no such file, or several. One of ``data.validation.sources`` is in no step.
         DataError: A chunk is missing or damaged.
     """
     history = intervals(read_attempts(trail.directory))
@@ -273,9 +274,21 @@ def _files(trail: Trail, name: str) -> list[tuple[int, int]]:
             f"{name} is the end of {len(uris):,} names: {', '.join(uris[:_MOST_NAMED])}{more}",
             where="--source", hint="write more of the name",
         )  # fmt: skip
+    if is_held_out(trail, name):
+        return []
     near = _nearest(name, sorted({uri for _, _, uri in listed}))
     hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows names of files"
     raise ConfigError(f"no file {name} in the {len(listed):,} files that this run reads", where="--source", hint=hint)
+
+
+def is_held_out(trail: Trail, name: str) -> bool:
+    """Whether a file, by its name or the end of it, is one of ``data.validation.sources``, which no step trains on."""
+    names, ends = {name, absolute(name)} if "://" not in name else {name}, "/" + name.lstrip("./")
+    directories = [
+        Path(path) for paths in noted(trail.directory, "validation_caches") for path in cast("list[str]", paths)
+    ]
+    files = (file.uri for path in dict.fromkeys(directories) if path.is_dir() for file in CacheReader.open(path).files)
+    return any(uri in names or uri.endswith(ends) for uri in files)
 
 
 def _nearest(name: str, uris: Sequence[str]) -> list[str]:

@@ -107,12 +107,15 @@ def when(
 
     with provenance.open_trail(find_run(root, run)) as trail:
         found = provenance.when(trail, source, byte, ordinal=record)
+        is_held_out = not found and provenance.is_held_out(trail, source)
     if as_json:
         print_json([asdict(one) for one in found])
         return
     shown = [one for one in found if one.state != "beyond"]
     if shown:
         _print_occurrences(shown)
+    elif is_held_out:
+        typer.echo("No step: the file is held out for validation (data.validation.sources).")
     else:
         typer.echo(
             "No step: no row of the training caches that this run reads has it. It is held out for validation, was "
