@@ -215,9 +215,11 @@ def test_an_ambiguous_or_unknown_name_is_refused(trail: Trail) -> None:
             when(trail, name)
         assert "did you mean" in unknown.value.hint
         assert "text.jsonl" in unknown.value.hint
-    with pytest.raises(ConfigError) as foreign:
-        when(trail, "s3://nowhere/at-all")
-    assert "peek" in foreign.value.hint
+    for name in ("s3://nowhere/at-all", "nofile.txt", "zzz.jsonl"):  # endings are no resemblance
+        with pytest.raises(ConfigError) as foreign:
+            when(trail, name)
+        assert "vorox data peek" in foreign.value.hint
+        assert ".jsonl" not in foreign.value.hint
 
 
 def test_steps_and_slots_that_are_not_there(trail: Trail) -> None:

@@ -142,3 +142,11 @@ def test_a_step_that_is_larger_than_the_text_is_said() -> None:
     assert "4,000,000" in warning
     assert "data.sequence_length_tokens" in warning
     assert length.warnings(4_000_000) == []
+
+
+def test_many_passes_over_the_text_are_said() -> None:
+    length = Horizon(total_steps=100, warmup_steps=0, tokens_per_step=10)
+    assert length.warnings(100) == [], "ten passes"
+    (warning,) = length.warnings(10)
+    assert "100 times" in warning
+    assert "train.num_steps" in warning

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import configuration, run, use_numpy_engine
+from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
 
@@ -35,3 +35,32 @@ def test_a_run_does_not_go_on_with_other_text_than_it_began_with(
     with pytest.raises(DataError) as caught:
         run(configuration(tmp_path, [*overrides, "train.num_steps=8"]), resume_from=begun)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("names_the_run", [True, False])
+def test_text_that_changed_ends_a_resume_with_the_two_ways_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_the_run: bool
+) -> None:
+    use_numpy_engine(monkeypatch)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    at_step(monkeypatch, 6, stop)
+    config = configuration(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    (begun,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink())
+    again = {"resume_from": begun if names_the_run else "auto"}
+    text = tmp_path / "text" / "text.jsonl"
+    original = text.read_text()
+    text.write_text(original + '{"text": "a new line"}\n')
+    for _ in range(2):  # the first refusal leaves everything as it was
+        with pytest.raises(DataError) as caught:
+            run(config, **again)
+        assert caught.value.exit_code == 4
+        assert "--resume never" in (caught.value.hint or "")
+        assert "bring back the files" in (caught.value.hint or "")
+    text.write_text(original)
+    outcome = run(config, **again)
+    assert (outcome.run_directory, outcome.progress.step) == (begun, 12)
