@@ -15,8 +15,9 @@ CONFIG  ?= quickstart
 BACKEND ?=
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# One worker for every core and two for tests that wait (tests/scheduling.py).
-PYTEST  := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
+# One worker for every core and two for tests that wait (tests/scheduling.py). Workers and child processes load the
+# bytecode that the first one writes, wherever the shell asks for none to be written.
+PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 # What an environment has, one stamp each: Vorox alone, and on top of it one framework, or all that developing needs.
 STAMP       := $(VENV)/.vorox

@@ -39,6 +39,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled_code() / "jax")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code() / "inductor"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Compiling takes longer than running what was compiled. The same setting everywhere keeps equal bits equal.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 PACKAGES = {"torch": "torch", "jax": "jax", "hf": "transformers"}
 FOLDERS = {"backends/torch_engine": {"torch"}, "backends/jax_engine": {"jax"}, "huggingface": {"torch", "hf"},
@@ -75,6 +77,7 @@ def _is_installed(package: str) -> bool:
 
 
 SLOW_LIMIT_SECONDS = 1800
+TESTS = Path(__file__).parent
 MISSING = {mark for mark, package in PACKAGES.items() if not _is_installed(package)}
 collect_ignore = [folder for folder, needed in FOLDERS.items() if needed & MISSING]
 
@@ -103,7 +106,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-costs", action="store_true", help="Write what every file costs to tests/costs.json.")
 
 
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Let every worker collect the files from another one on.
+
+    All workers collect all files. Where nothing is compiled yet, each compiles a part and loads the others' parts.
+    """
+    if not hasattr(config, "workerinput") or [Path(name).resolve() for name in config.args] != [TESTS]:
+        return
+    files = [str(file) for file in sorted(TESTS.rglob("test_*.py"))]
+    index, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
+    first = len(files) * index // count
+    config.args[:] = files[first:] + files[:first]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _begin_elsewhere(config)
     if config.getoption("--record-costs"):
         config.pluginmanager.register(CostRecorder())
 
