@@ -142,6 +142,12 @@ OPTIONS = [
         "data.sequence_length_tokens=",
     ),
     row("a vocabulary that is too small", "train tiny.yaml model.vocab_size=100", 2, "model.vocab_size"),
+    row(
+        "a vocabulary beyond the text",
+        "train tiny.yaml tokenizer.kind=bpe tokenizer.vocab_size=4000",
+        0,
+        "not tokenizer.vocab_size=4,000|tokenizer.vocab_size=4000",
+    ),
     row("an unknown family", "train tiny.yaml model.family=mixtral", 2, "llama"),
     row("typo in a size", "train tiny.yaml model.preset=gpt2-124", 2, "gpt2-124m"),
     row("fp16 on a CPU", "train tiny.yaml precision.dtype=fp16", 0),
