@@ -88,6 +88,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         train(config_of(tmp_path, "torch", "train.from_weights=nowhere"))
     with pytest.raises(ConfigError, match=r"num_layers = 1 \(here 2\)"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "model.num_layers=2"))
+    with pytest.raises(ConfigError, match="another tokenizer") as caught:  # of no more tokens than the weights have
+        train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "tokenizer.kind=char",
+                        "model.vocab_size=257"))  # fmt: skip
+    assert caught.value.where == "tokenizer"
     with pytest.raises(CheckpointError, match="the optimizer state holds exp_avg, exp_avg_sq and updates"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "train.from_optimizer=true", *muon))
     with pytest.raises(ConfigError, match=r"it needs train\.from_weights"):

@@ -28,6 +28,7 @@ from vorox.training.checkpointing import Checkpoint, RunState
 from vorox.training.schedule import Horizon, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
+from vorox.training.weights_source import check_tokenizer
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
 """Topics of what the main process tells the others."""
@@ -73,6 +74,7 @@ def begin(
         run.plan_path, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
     )
     if state is None:
+        check_tokenizer(config, corpus.tokenizer)
         started = start_from_weights(config, setting.spec, setting.engine)
         if started is not None:
             run.note(**started)

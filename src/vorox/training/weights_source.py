@@ -25,7 +25,8 @@ from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.huggingface import download_repository
-from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME
+from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
+from vorox.data.tokenizers.tokenizer import load as load_tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import huggingface_family
@@ -95,6 +96,27 @@ def check_weights(config: RunConfig, *, tokenizer_vocab_size: int | None = None)
     if theirs["positions"] == "rope" and config.model.max_positions_tokens is None:
         unknown.add("max_positions_tokens")  # no parameter has a row per position
     require_equal_models(theirs, ours, weights.location, ignored=unknown)
+
+
+def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids stand for other tokens than those that the starting weights were trained on.
+
+    Raises:
+        ConfigError: It is another tokenizer.
+        CheckpointError: What is there is damaged.
+    """
+    weights = describe_weights(config)
+    if weights is None or weights.tokenizer.get("revision") is not None or "path" not in weights.tokenizer:
+        return
+    theirs = load_tokenizer(weights.tokenizer["path"])
+    conflict = theirs.first_conflict(tokenizer)
+    if conflict is not None:
+        raise ConfigError(
+            f"the weights at {weights.location} were trained with another tokenizer: id {conflict} is another token",
+            where="tokenizer",
+            hint="leave the section tokenizer out: it is taken from the weights; or set tokenizer.kind=huggingface "
+            f"tokenizer.path={weights.tokenizer['path']}",
+        )
 
 
 def require_equal_models(

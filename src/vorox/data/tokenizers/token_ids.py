@@ -42,6 +42,9 @@ class TokenIds(Tokenizer):
         self._description = {"vocab_size": self.vocab_size, "end_of_text_id": self.end_of_text_id}
         self.fingerprint = hashlib.sha256(canonical_json({"format": "token-ids/1", **self._description})).hexdigest()
 
+    def _tokens_by_id(self) -> dict[int, str]:
+        return {}  # whose they are is not known
+
     @property
     def path_changes(self) -> int:
         return 0

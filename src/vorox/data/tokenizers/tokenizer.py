@@ -139,6 +139,15 @@ class Tokenizer:
         made = Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens")
         return made if self._fast is None else made.with_fast_path()
 
+    def first_conflict(self, other: Tokenizer) -> int | None:
+        """Return the first id that stands for another token in ``other``; ``None`` if one only has more tokens."""
+        ours, theirs = self._tokens_by_id(), other._tokens_by_id()
+        return min((token_id for token_id in ours.keys() & theirs if ours[token_id] != theirs[token_id]), default=None)
+
+    def _tokens_by_id(self) -> dict[int, str]:
+        vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        return {token_id: token for token, token_id in vocabulary.items()}
+
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; bytes that are no text, and ids that are none, come out as U+FFFD."""
         table = self._token_bytes
