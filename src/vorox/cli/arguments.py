@@ -9,6 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_MEANT = {
+    **dict.fromkeys(("text", "texts", "file", "input", "train_data", "train_file", "corpus", "d"), "--data PATH"),
+    **dict.fromkeys(("val_data", "validation_file", "eval_data"),
+                    "'data.validation.sources=[{name: held-out, format: txt, paths: [PATH]}]'"),
+    **dict.fromkeys(("gpu", "gpus", "cuda"), "--device cuda"),
+    **dict.fromkeys(("bf16", "amp", "mixed_precision"), "precision.dtype=bf16"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "train.global_batch_sequences=ROWS (of a step)"),
+    **dict.fromkeys(("model_name_or_path", "checkpoint", "pretrained"), "--from-weights DIRECTORY"),
+    "fp16": "precision.dtype=fp16",
+    "cpu": "--device cpu",
+    "vocab_size": "tokenizer.vocab_size=TOKENS",
+    "model": "model.preset=NAME (a size) or --from-weights DIRECTORY (trained weights)",
+    "optimizer": "optimizer.name=adamw",
+    "scheduler": "schedule.name=cosine",
+    "wandb": "log.wandb=true",
+    "tensorboard": "log.tensorboard=true",
+    "jax": "backend=jax",
+    "torch": "backend=torch",
+}  # fmt: skip
+"""Options of other trainers that are no single setting here, and what to write in their place."""
+
 OVERRIDES_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of commands that take overrides."""
 
@@ -121,6 +142,9 @@ def _no_such_option(name: str, options: Sequence[str]) -> Exception:
     from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
+    meant = _MEANT.get(name.lstrip("-").replace("-", "_"))
+    if meant is not None:
+        return ConfigError(f"there is no option {name}", where=name, hint=f"write {meant}")
     own = (*options, "--config", "--data")
     near = nearest(name, [*own, *(f"--{synonym}" for synonym in SYNONYMS if "." not in synonym)])
     near = near or [f"--{key}=" for key in nearest(name.lstrip("-"))]
