@@ -224,5 +224,5 @@ def _fit(config: RunConfig, seconds: float, display: Display, on_progress: Prepa
     with contextlib.closing(make_setting(short, DistributedContext(), log, on_progress)) as setting:
         costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
     num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
-    log.info(f"{num_steps:,} steps fit into what is left of {seconds / 60:g} minutes ({costs})")
+    log.info(f"{num_steps:,} steps fit into what is left of {seconds / 60:g} min ({costs})")
     return budget.with_num_steps(config, num_steps)

@@ -258,6 +258,15 @@ DATA = [
     row("own jsonl", "train --data a.jsonl --dry-run", 0),
     row("own csv", "train --data c.csv --dry-run", 0, "content"),
     row("options of a GPT trainer without shards", "train --batch_size 8", 2, "--data_dir", "data download", "--data "),
+    row(
+        "some lines that are not JSON", "train --data bad.jsonl --steps 1", 4, "data.sources.0.bad_record_fraction=0.05"
+    ),
+    row(
+        "some lines that are not JSON, allowed",
+        "train --data bad.jsonl --steps 1 model.num_layers=1 data.sources.0.bad_record_fraction=0.05",
+        0,
+        "10 records",
+    ),
     row("token shards without a header", "train --data train.bin", 4, "data.sources.0.ids_dtype=uint16"),
 ]
 
@@ -311,6 +320,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "my.txt": (tiny_runs.TEXT + "\n\n") * 400,
             "one.txt": tiny_runs.TEXT * 30,
             "a.jsonl": "".join(json.dumps({"text": tiny_runs.TEXT, "id": n}) + "\n" for n in range(200)),
+            "bad.jsonl": "".join((json.dumps({"text": tiny_runs.TEXT}) if n % 20 else "{") + "\n" for n in range(200)),
             "c.csv": "id,content\n" + "".join(f"{n},{tiny_runs.TEXT}\n" for n in range(200)),
         }.items():
             Path(name).write_text(content, encoding="utf-8", newline="")

@@ -138,11 +138,14 @@ def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile],
     )
     if built.gave_up:
         what = f"{BAD_RECORDS_IN_A_ROW} records in a row cannot be read"
+        remedy = "check data.sources.0.format and data.sources.0.text_field (0 is the first source), mend the file, "
+        remedy += "or leave it out"
     else:
-        what = f"{len(bad):,} of {built.records_read:,} records cannot be read, {allowed:,} are allowed"
+        needed = math.ceil(1000 * len(bad) / built.records_read) / 1000
+        what = f"{len(bad):,} of {built.records_read:,} records cannot be read, more than the {allowed:,} allowed"
+        remedy = f"mend the file, or add data.sources.0.bad_record_fraction={needed:g} (0 is the first source)"
     raise DataError(
         f"{what}; the first: {first.reason}",
         where=place,
-        hint=f"mend the source or raise the source's bad_record_fraction; all are listed in "
-        f"{quarantine_path(directory, built.unit_id)}",
+        hint=f"{remedy}; all are listed in {quarantine_path(directory, built.unit_id)}",
     )
