@@ -431,8 +431,9 @@ def test_samples_and_prompts(tmp_path: Path) -> None:
         run(configuration(tmp_path, ["eval.prompts=['the step of the run']", "eval.sample_tokens=9"]))
     nothing = ["data.validation.held_out_fraction=0", "eval.every_steps=null"]
     assert run(configuration(tmp_path, nothing)).eval_losses == {}
-    with pytest.raises(ConfigError, match=r"eval\.prompts asks for validations"):
-        run(configuration(tmp_path, [*nothing, "eval.prompts=['a']"]))
+    with pytest.raises(ConfigError, match=r"eval\.prompts.* data\.validation\.held_out_fraction=0") as refused:
+        run(configuration(tmp_path, [*nothing, "eval.prompts=['a']", "eval.sample_tokens=5"]))
+    assert refused.value.exit_code == 2
 
 
 def test_minutes_become_steps_of_the_recorded_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,20 +185,23 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow, monkeypatch)
         pause("work")
         return item
 
-    pipeline = Pipeline(numbers(30), [Flow("read", read), Stage("work", work, 2)], queue_bytes=16)
+    stages = [Flow("read", read), Stage("work", work, 2), Flow("pack", lambda items: items)]
+    pipeline = Pipeline(numbers(30), stages, queue_bytes=16)
     for _ in pipeline:
         pause("write")
     statistics = pipeline.statistics()
     assert statistics.bottleneck == slow
-    assert [stage.name for stage in statistics.stages] == ["read", "work", "write"]
-    assert [queue.name for queue in statistics.queues] == ["read>work", "work>write"]
+    assert [stage.name for stage in statistics.stages] == ["read", "work", "pack", "write"]
+    assert [queue.name for queue in statistics.queues] == ["read>work", "work>pack", "pack>write"]
     assert all((stage.items, stage.size_bytes) == (30, 240) for stage in statistics.stages)
     assert statistics.seconds == 30
+    for stage in statistics.stages:
+        assert stage.busy_seconds + stage.wait_seconds <= 30 * stage.threads, "no time counts twice"
     by_name = {stage.name: stage for stage in statistics.stages}
     assert by_name[slow].busy_seconds >= 30
     if slow != "work":  # two threads: one may wait while the other works
         assert by_name[slow].wait_seconds == 0
-    assert all(by_name[name].wait_seconds > 0 for name in {"read", "work", "write"} - {slow})
+    assert all(by_name[name].wait_seconds > 0 for name in {"read", "work", "pack", "write"} - {slow})
 
 
 def test_threads_see_what_holds_for_the_caller():
