@@ -136,3 +136,27 @@ def test_generated_ids_stand_apart_from_the_prompt(
     words = capsys.readouterr().out.split()
     assert words[0] == "3"
     assert all(word.isdigit() for word in words)
+
+
+@pytest.mark.torch
+def test_a_run_without_a_tokenizer_continues_ids_and_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configuration(tmp_path, nanogpt_folder(tmp_path / "ids"))
+    source = "{name: web, format: bin, paths: [ids], ids_dtype: uint16}"
+    none = ["tokenizer.kind=none", f"tokenizer.vocab_size={VOCAB_SIZE}", f"tokenizer.end_of_text_id={END}"]
+    words = [f"data.sources=[{source}]", *none, "train.num_steps=2", "eval.every_steps=2"]
+    assert main(["train", "tiny.yaml", *words]) == 0
+    capsys.readouterr()
+    assert main(["generate", "latest", "-p", "1 2 3", "--tokens", "4"]) == 0
+    shown = capsys.readouterr().out.split()
+    assert all(0 <= int(word) < VOCAB_SIZE for word in shown[-4:])
+    assert main(["generate", "latest", "-p", "some words", "--tokens", "4"]) == 2
+    assert "tokenizer.kind=none" in capsys.readouterr().err
+    assert main(["export", "latest", "--output", "out"]) == 0
+    exported = {path.name for path in Path("out").iterdir()}
+    assert {"config.json", "model.safetensors"} <= exported
+    assert not any(name.startswith("tokenizer") for name in exported), "nobody has it"
+    described = json.loads(Path("out/config.json").read_text())
+    assert (described["vocab_size"], described["eos_token_id"]) == (VOCAB_SIZE, END)
