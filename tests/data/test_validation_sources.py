@@ -102,6 +102,15 @@ def test_a_run_validates_on_them_and_replays(
     assert (report.is_exact, report.num_steps) == (True, 12)
 
 
+@pytest.mark.parametrize(
+    "engine", [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+)
+def test_both_engines_validate_on_them(tmp_path: Path, engine: str) -> None:
+    words = [f"backend={engine}", "runtime.num_threads=null", "train.num_steps=1", "eval.every_steps=1"]
+    outcome = tiny_runs.run(configuration(tmp_path, words))
+    assert 0 < outcome.eval_losses[1] < 10
+
+
 def shards(folder: Path, names: tuple[str, ...]) -> Path:
     folder.mkdir()
     for number, name in enumerate(names):
