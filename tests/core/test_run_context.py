@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +20,10 @@ import pytest
 
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
-from vorox.core.config import config_digest, load_config
+from vorox.core.config import config_digest, flat_values, in_digest, load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, Preempted
-from vorox.core.run_context import RunContext, recorded_config, run_id
+from vorox.core.run_context import RunContext, expected_directory, recorded_config, run_id
 from vorox.core.run_lookup import find_run, run_attempts, run_directories
 from vorox.core.schema import RunConfig
 
@@ -85,6 +88,30 @@ def test_the_same_configuration_finds_its_run_again(config: RunConfig, tmp_path:
     with RunContext.open_or_create(make_config(tmp_path, "optimizer.lr=1")) as other:
         assert other.directory != first.directory
     assert len(run_attempts(first.directory)) == 2
+
+
+def test_a_run_that_began_before_a_setting_existed_is_found(config: RunConfig, tmp_path: Path) -> None:
+    key = "optimizer.clip_norm"
+    with RunContext.open_or_create(config) as run:
+        pass
+    earlier = run.directory.with_name(f"{run.run_id[:-8]}0123abcd")
+    run.directory.rename(earlier)
+    values = {name: value for name, value in flat_values(config).items() if in_digest(name) and name != key}
+    record = record_of(earlier)
+    record["config_digest"] = hashlib.sha256(atomic.canonical_json(values)).hexdigest()
+    (earlier / "run.json").write_text(json.dumps(record))
+    with RunContext.open_or_create(config) as other:
+        assert other.directory != earlier, "its configuration has every setting, and the digest is of another one"
+    shutil.rmtree(other.directory)
+    text = (earlier / "config.yaml").read_text()
+    (earlier / "config.yaml").write_text(re.sub(r"\n +clip_norm:.*", "", text))
+    assert expected_directory(config, "auto") == (earlier, True)
+    with RunContext.open_or_create(config) as run:
+        assert (run.directory, run.attempt) == (earlier, 2)
+    with RunContext.open_or_create(make_config(tmp_path, f"{key}=0.5")) as other:
+        assert other.directory != earlier, "the new setting is not at the value that the run had"
+    with RunContext.open_or_create(make_config(tmp_path, "optimizer.lr=1")) as other:
+        assert other.directory != earlier
 
 
 def test_a_fresh_run_gets_a_number_and_is_the_one_that_is_resumed(config: RunConfig) -> None:

@@ -28,7 +28,8 @@ from vorox.core.errors import ConfigError, Preempted, VoroxError
 from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
 from vorox.core.redaction import redact_arguments, redact_value
-from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, same_run_directories
+from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links
+from vorox.core.same_run import latest_run
 from vorox.core.schema import RunConfig
 
 RUN_FORMAT = "vorox-run/1"
@@ -45,10 +46,8 @@ def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path
     """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
     if isinstance(resume_from, Path):
         return (resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from), True
-    existing = same_run_directories(Path(config.run.directory), run_id(config))
-    if not existing or resume_from == "never":
-        return fresh_directory(config), False
-    return existing[-1], True
+    existing = None if resume_from == "never" else latest_run(config, run_id(config))
+    return (fresh_directory(config), False) if existing is None else (existing, True)
 
 
 def fresh_directory(config: RunConfig) -> Path:
@@ -155,8 +154,8 @@ class RunContext:
         distributed: DistributedContext | None = None,
     ) -> RunContext:
         """Open the latest run of this very configuration, or make one. Of two processes, one is refused."""
-        root, name = Path(config.run.directory), run_id(config)
-        directory = next(reversed(same_run_directories(root, name)), root / name)
+        name = run_id(config)
+        directory = latest_run(config, name) or Path(config.run.directory) / name
         return cls._enter(directory, config, argv, distributed)
 
     @classmethod

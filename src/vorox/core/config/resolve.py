@@ -284,6 +284,11 @@ def config_values(config: RunConfig) -> dict[str, Json]:
 
 def flat_values(config: RunConfig) -> dict[str, Json]:
     """Every leaf by dotted key (``data.sources.0.name``); lists of texts are leaves."""
+    return flatten(config_values(config))
+
+
+def flatten(values: Json) -> dict[str, Json]:
+    """Return every leaf of plain values by dotted key."""
     flat: dict[str, Json] = {}
 
     def visit(value: Json, path: KeyPath) -> None:
@@ -296,7 +301,7 @@ def flat_values(config: RunConfig) -> dict[str, Json]:
         else:
             flat[".".join(str(part) for part in path)] = value
 
-    visit(config_values(config), ())
+    visit(values, ())
     return flat
 
 

@@ -1,0 +1,57 @@
+"""The run of a configuration on disk, also one that began before the schema had all of today's settings.
+
+A run id ends in digits of the configuration's digest, which covers every setting; a version with a new setting gives
+the same command other digits. Such a run is recognised by its record: the digest that it began with is that of today's
+configuration without the settings that its ``config.yaml`` lacks, and these have their defaults today.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from vorox.core.atomic import canonical_json
+from vorox.core.config import flat_values, flatten, in_digest, load_config
+from vorox.core.errors import VoroxError
+from vorox.core.run_lookup import run_attempts, run_directories, same_run_directories
+from vorox.core.schema import RunConfig
+
+
+def latest_run(config: RunConfig, run_id: str) -> Path | None:
+    """Return the directory of the latest run of a configuration; ``None`` if there is none.
+
+    Args:
+        config: The configuration.
+        run_id: Its run id.
+    """
+    root = Path(config.run.directory)
+    same = same_run_directories(root, run_id)
+    if same:
+        return same[-1]
+    name = re.compile(re.escape(run_id[:-8]) + r"[0-9a-f]{8}(-\d+)?")
+    earlier = [path for path in run_directories(root) if name.fullmatch(path.name) and _began_with(path, config)]
+    return max(
+        earlier,
+        key=lambda path: (str([entry.get("started_at") for entry in run_attempts(path)][-1:]), path),
+        default=None,
+    )
+
+
+def _began_with(directory: Path, config: RunConfig) -> bool:
+    """Whether a run began with a configuration, apart from settings that did not exist then."""
+    path = directory / "config.yaml"
+    try:
+        recorded = json.loads((directory / "run.json").read_bytes())["config_digest"]
+        known = flatten(yaml.safe_load(path.read_bytes()))
+        before = flat_values(load_config(path))
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, VoroxError):
+        return False
+    now = {key: value for key, value in flat_values(config).items() if in_digest(key)}
+    if any(key not in before or before[key] != value for key, value in now.items() if key not in known):
+        return False
+    common = {key: value for key, value in now.items() if key in known}
+    return len(common) < len(now) and hashlib.sha256(canonical_json(common)).hexdigest() == recorded
