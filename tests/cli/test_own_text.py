@@ -146,6 +146,19 @@ def test_the_model_grows_with_the_text_and_the_rate_falls_with_the_model() -> No
     assert configuration("--data", "large.txt", "--lr", "2e-4").optimizer.lr == 2e-4
 
 
+def test_of_a_mixed_folder_one_format_is_read_and_the_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(_notes())
+    (folder / "large.jsonl").write_bytes(Path(_jsonl()).read_bytes() * 3)
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert configuration("--data", "notes").data.sources[0].format == "jsonl"
+    said = capsys.readouterr().err
+    assert "data.sources.0.format=txt" in said
+    assert max(map(len, said.splitlines())) < 120
+    source = configuration("--data", "notes", "data.sources.0.format=txt").data.sources[0]
+    assert source.format == "txt"
+    assert not any("png" in path or "jsonl" in path for path in source.paths)
+
+
 def test_the_warm_up_follows_the_length_unless_somebody_said_it() -> None:
     text = _txt()
     whole, short = configuration("--data", text), configuration("--data", text, "--steps", "40")

@@ -46,7 +46,7 @@ class RecognisedText:
         text_bytes: Its text, about.
         repeated_words: Different words that occur at least twice in the first mebibyte: what a BPE can learn at least.
         opening: The first words, to be completed by the model; empty for token shards.
-        summary: One line: what was found and how it is read.
+        summary: What was found and how it is read; a second line says what is left out.
     """
 
     source: dict[str, Any]
@@ -77,7 +77,7 @@ def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> R
             hint="add data.sources.0.format=txt, or jsonl, csv, parquet, arrow, mds or bin",
         )  # fmt: skip
     name = str(given.get("format") or max(counted, key=lambda key: counted[key]))
-    chosen = [file for file in files if format_of_path(file.uri) == name or "format" in given]
+    chosen = [file for file in files if format_of_path(file.uri) == name] or files
     source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
     if name == "csv" and "delimiter" not in given:
         source["delimiter"] = _delimiter(chosen[0])
@@ -281,7 +281,8 @@ def _summary(
     }[str(source["format"])]
     others = sorted(name for name in counted if name != source["format"])
     left_out = len(files) - len(chosen)
-    rest = f"; left out: {left_out:,} other" + (f" ({', '.join(others)})" if others else "") if left_out else ""
+    instead = f" ({', '.join(others)}: data.sources.0.format={others[0]} reads these instead)" if others else ""
+    rest = f"\n  left out: {left_out:,} other{instead}" if left_out else ""
     number = "1 file" if len(chosen) == 1 else f"{len(chosen):,} files"
     return f"Data {source['name']}: {source['format']}, {number}, {size:,} bytes, {detail}{rest}"
 
