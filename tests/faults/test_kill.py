@@ -1,8 +1,9 @@
 """kill -9 of the real command at twenty random instants, resumed each time: the end is the straight run's, bit for bit.
 
-Every process is ``python -m vorox train`` with PyTorch on a tiny model. The instants are drawn from a seed: some at any
-time of a process's life, from right after its start; others where it matters, by watching the run's files: while the
-cache is built, between two logged steps, while a checkpoint is written.
+Every process is ``vorox train`` with PyTorch on a tiny model. Those that are killed are forked with PyTorch imported;
+those that end a run are fresh interpreters. The instants are drawn from a seed: some at any time of a process's life,
+from right after its start; others where it matters, by watching the run's files: while the cache is built, between two
+logged steps, while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import checkpoint_path
 from vorox.training.history import read_history
+from warm_children import WarmChild, WarmChildren
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 STEPS = 40
 KILLS = 20
 KILLS_OF_A_LIFE = 5
 TIMEOUT_SECONDS = 120.0
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SETTINGS = [
     f"train.num_steps={STEPS}", "checkpoint.every_steps=5", "eval.every_steps=10", "log.every_steps=1",
     "eval.prompts=['the step']", "eval.sample_tokens=4", "model.dropout_fraction=0.1",
@@ -46,25 +49,27 @@ class Life:
     settings: list[str] = field(default_factory=list)
     configured: bool = False
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, children: WarmChildren | None = None) -> WarmChild | subprocess.Popen[bytes]:
         if not self.configured:
             write_text(self.directory / "text", documents=400)
             configuration(self.directory)  # writes tiny.yaml
             self.configured = True
-        command = [sys.executable, "-m", "vorox", "train", "tiny.yaml", *SETTINGS, *self.settings]
+        words = ["train", "tiny.yaml", *SETTINGS, *self.settings]
         with (self.directory / "output.txt").open("ab") as output:
+            if children is not None:
+                return children.vorox(words, cwd=self.directory, output=output)
             return subprocess.Popen(
-                command, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                [sys.executable, "-m", "vorox", *words], cwd=self.directory, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, env=ENVIRONMENT,
             )  # fmt: skip
 
     @property
     def run_directory(self) -> Path:
         return next((self.directory / "runs").iterdir())
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, children: WarmChildren | None = None) -> dict[str, Any]:
         """Go on to the end; what the run came to."""
-        code = self.start().wait(TIMEOUT_SECONDS)
+        code = self.start(children).wait(TIMEOUT_SECONDS)
         assert code == 0, (self.directory / "output.txt").read_text()
         manifest = read_manifest(checkpoint_path(self.run_directory, STEPS))["metadata"]
         chain = read_chain(self.run_directory)
@@ -96,9 +101,9 @@ class Life:
         return "nothing"
 
 
-def kill(life: Life, due: Callable[[], bool], delay_seconds: float) -> bool:
+def kill(life: Life, children: WarmChildren, due: Callable[[], bool], delay_seconds: float) -> bool:
     """Start, wait until something is seen and a moment longer, and kill; whether it was still alive then."""
-    process = life.start()
+    process = life.start(children)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while process.poll() is None and not due():
         assert time.monotonic() < deadline, "neither ended nor seen"
@@ -112,11 +117,19 @@ def kill(life: Life, due: Callable[[], bool], delay_seconds: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run that nothing happens to, and the seconds that it takes."""
-    life = Life(tmp_path_factory.mktemp("straight"))
+def torch_children() -> Iterator[WarmChildren]:
+    with WarmChildren("torch", ENVIRONMENT) as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, torch_children: WarmChildren) -> dict[str, Any]:
+    """The run that nothing happens to, and the seconds that it takes where everything is imported."""
+    fresh = Life(tmp_path_factory.mktemp("fresh")).finish()
     began = time.monotonic()
-    return {**life.finish(), "seconds": time.monotonic() - began}
+    forked = Life(tmp_path_factory.mktemp("forked")).finish(torch_children)
+    assert_same(forked, fresh, "between a forked process and a fresh one")
+    return {**fresh, "seconds": time.monotonic() - began}
 
 
 def assert_same(found: dict[str, Any], straight: dict[str, Any], what: str) -> None:
@@ -124,7 +137,9 @@ def assert_same(found: dict[str, Any], straight: dict[str, Any], what: str) -> N
         assert found[key] == straight[key], f"{key} differs {what}"
 
 
-def test_killed_at_twenty_random_instants(straight: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_at_twenty_random_instants(
+    straight: dict[str, Any], torch_children: WarmChildren, tmp_path: Path
+) -> None:
     chooser = random.Random(20_260_730)
     kinds = ["any time"] * 7 + ["building"] * 3 + ["first steps"] * 3 + ["between steps"] * 3 + ["saving"] * 4
     chooser.shuffle(kinds)
@@ -149,7 +164,7 @@ def test_killed_at_twenty_random_instants(straight: dict[str, Any], tmp_path: Pa
                 "saving": life.is_saving,
             }[kind]
             longest = {"any time": straight["seconds"], "first steps": 0.0}.get(kind, 0.05)
-            if not kill(life, due, chooser.uniform(0, longest)):
+            if not kill(life, torch_children, due, chooser.uniform(0, longest)):
                 break  # it had reached its end
             killed[kind] += 1
             stages[life.stage()] += 1
@@ -167,8 +182,9 @@ def test_the_jax_engine_resumes_after_kills_bit_for_bit(tmp_path: Path) -> None:
     straight = calm.finish()
     life = Life(tmp_path / "killed", settings=settings)
     life.directory.mkdir()
-    for due in (lambda: life.logged_steps() >= 7, life.is_saving, lambda: life.logged_steps() >= 25):
-        assert kill(life, due, 0.01)
+    with WarmChildren("jax", ENVIRONMENT) as children:
+        for due in (lambda: life.logged_steps() >= 7, life.is_saving, lambda: life.logged_steps() >= 25):
+            assert kill(life, children, due, 0.01)
     assert_same(life.finish(), straight, "with the JAX engine")
 
 
@@ -178,9 +194,9 @@ def test_loader_threads_change_nothing(straight: dict[str, Any], tmp_path: Path,
     assert_same(found, straight, f"with {threads} loader threads")
 
 
-def test_replay_says_bit_exact(tmp_path: Path) -> None:
+def test_replay_says_bit_exact(tmp_path: Path, torch_children: WarmChildren) -> None:
     life = Life(tmp_path)
-    assert kill(life, lambda: life.logged_steps() >= 12, 0.01)
+    assert kill(life, torch_children, lambda: life.logged_steps() >= 12, 0.01)
     life.finish()
     for arguments in ([], ["--from", "37"]):
         command = [sys.executable, "-m", "vorox", "replay", str(life.run_directory), "--json", *arguments]
