@@ -359,9 +359,15 @@ def test_an_edited_configuration_counts_only_where_the_command_says_it(vorox: Ru
     (directory,) = runs()
     path = directory / "config.yaml"
     path.write_text(path.read_text().replace("  lr: 0.01", "  lr: 0.03"))
-    code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14")
-    assert code == 2
-    assert f"vorox train --resume {directory.name} optimizer.lr=0.03" in err
+    for dry in ((), ("--dry-run",)):
+        code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14", *dry)
+        assert code == 2
+        assert f"vorox train --resume {directory.name} optimizer.lr=0.03" in err
+        code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=2", "optimizer.lr=0.01", *dry)
+        assert code == 2
+        assert "train.num_steps" in err
+    code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14", "optimizer.lr=0.03", "--dry-run")
+    assert code == 0, err
     code, _, err = vorox("train", "--resume", directory.name, "train.num_steps=14", "optimizer.lr=0.03")
     assert code == 0, err
     assert max(chain_heads(directory)) == 14

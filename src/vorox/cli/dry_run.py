@@ -9,7 +9,7 @@ still to be built is said to be a guess.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ class _Text:
     exact: bool
 
 
-def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
+def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[str] = ()) -> Iterator[str]:
     """The lines of a dry run.
 
     Raises:
@@ -70,6 +70,7 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     from vorox.data.cache_places import cache_root
     from vorox.models.spec import model_spec
     from vorox.train import is_fresh
+    from vorox.training.beginning import check_resume
     from vorox.training.weights_source import check_tokenizer, check_weights
 
     yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
@@ -79,6 +80,10 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     fresh = is_fresh(config, resume_from)
     if fresh:
         check_weights(config)
+    directory, exists = expected_directory(config, resume_from)
+    if exists:
+        checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
+        check_resume(config, directory, checkpoint, named_keys, config.train.num_steps)
     text = _look_at_text(config)
     yield from _text_lines(config, text)
     if fresh and text.listed.tokenizer is not None:
@@ -94,7 +99,7 @@ def describe(config: RunConfig, resume_from: str | Path) -> Iterator[str]:
     yield from _length_lines(config, text)
     yield from disk_lines(
         config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
-        directory=expected_directory(config, resume_from)[0], cache_root=cache_root(config.data),
+        directory=directory, cache_root=cache_root(config.data),
     )  # fmt: skip
     engine, facts = _ask_engine(config, spec)
     yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())

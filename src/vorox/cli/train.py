@@ -88,7 +88,8 @@ def train(
         from vorox.cli.dry_run import describe
         from vorox.cli.output import print_wrapped
 
-        print_wrapped(describe(config, resume_from), plain_columns=119, indent_columns=15)
+        named_keys = _named_keys(sorted_words, config)
+        print_wrapped(describe(config, resume_from, named_keys), plain_columns=119, indent_columns=15)
         return
     command = ["vorox", "train", *(words or []), "--resume", resume]
     command += [] if from_weights is None else ["--from-weights", from_weights]

@@ -24,7 +24,7 @@ from vorox.data.plan import Plan
 from vorox.data.plan_format import Event
 from vorox.training import feed, resume
 from vorox.training.chain import abandon_steps, check_chain, examine_chain
-from vorox.training.checkpointing import Checkpoint, RunState
+from vorox.training.checkpointing import Checkpoint, RunState, step_directories
 from vorox.training.schedule import Horizon, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
@@ -68,7 +68,7 @@ def begin(
             resume.check_plan(Plan.open(run.plan_path), state.progress.cursor)
         if not _has_other_length(directory, config, state.progress.step):
             length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
-        _check_length(directory, length, state.progress.step)
+        _check_length(directory, length.total_steps, state.progress.step)
     reached = _reached(directory, state, log) * config.train.global_batch_sequences
     plan, events = feed.open_plan(
         run.plan_path, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
@@ -93,6 +93,26 @@ def begin(
     state = replace(state, horizon=length)
     setting.distributed.broadcast(_STATE, state.to_json())
     return state, plan
+
+
+def check_resume(
+    config: RunConfig, directory: Path, checkpoint: Path | None, named_keys: Collection[str], total_steps: int | None
+) -> None:
+    """Refuse what ``begin`` would refuse of a resume, as far as records tell; nothing is loaded or written.
+
+    Raises:
+        ConfigError: It asks for another run or for fewer steps than are done, or ``config.yaml`` was edited.
+        CheckpointError: The newest checkpoint has no readable manifest.
+    """
+    recorded = recorded_config(directory)
+    steps = step_directories(directory)
+    path = checkpoint or (steps[max(steps)] if steps else None)
+    if path is not None:
+        found = Checkpoint(path, read_manifest(path)["metadata"])
+        recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
+        if total_steps is not None:
+            _check_length(directory, total_steps, found.step)
+    resume.check_config(recorded, config)
 
 
 def _commit(
@@ -191,11 +211,11 @@ def _as_begun(setting: Setting, begun: Horizon, now: Horizon) -> Horizon:
     return replace(begun, total_steps=now.total_steps) if follows else begun
 
 
-def _check_length(directory: Path, length: Horizon, step: int) -> None:
+def _check_length(directory: Path, total_steps: int, step: int) -> None:
     """Refuse a length that the run has passed already."""
-    if length.total_steps < step:
+    if total_steps < step:
         raise ConfigError(
-            f"the run has done {step:,} steps, and the configuration asks for {length.total_steps:,}",
+            f"the run has done {step:,} steps, and the configuration asks for {total_steps:,}",
             where="train.num_steps",
             saved="nothing was changed",
             hint=f"give at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or go on "
