@@ -98,6 +98,14 @@ def test_equals_the_scalar_oracle(data: st.DataObject) -> None:
     assert unpermute(image, num_rows, key, tweak).tolist() == index
 
 
+@pytest.mark.parametrize("num_rows", [4**power + more for power in (1, 2, 3, 8, 20, 31) for more in (-1, 0, 1, 2)])
+def test_powers_of_four_end_a_size_of_the_cipher(num_rows: int) -> None:
+    """The halves have one more bit from 4^n + 1 rows on, not from 4^n."""
+    index = [*range(min(num_rows, 8)), num_rows - 1]
+    image = permute(np.array(index, np.int64), num_rows, KEY, 3)
+    assert image.tolist() == [oracle(value, num_rows, KEY, 3) for value in index]
+
+
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_bijection_and_inverse(num_rows: int) -> None:
     index = np.arange(num_rows)
