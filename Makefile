@@ -1,8 +1,8 @@
 # Two commands on a fresh machine: `make train` and `make test`. Both do all the set-up themselves.
 #
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
-#   make test  [ARGS="-k replay"]          lint, types, import contract, all tests
-#   make quick                             the tests that take seconds
+#   make test  [ARGS="-k replay"]          lint, types, import contract, all tests but the slow ones
+#   make slow                              the slow tests: kills, compilations, several processes, every page of the docs
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make mutate [ARGS="vorox.data.order*"] change the code that order, caches and replay rest on, one expression at a time
@@ -27,7 +27,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train test costs quick test-frameworks only-core only-torch only-jax mutate lint types docs bench clean
+.PHONY: setup train test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -62,13 +62,13 @@ train: $(STAMP_TRAIN)
 # Types are checked beside the tests, and what they say comes last.
 test: $(STAMP_DEV) lint
 	@types=$$(mktemp); trap 'rm -f $$types' EXIT; $(BIN)/pyright >$$types 2>&1 & checking=$$!; \
-		$(PYTEST) $(ARGS); code=$$?; wait $$checking || code=1; cat $$types; exit $$code
+		$(PYTEST) -m "not slow" $(ARGS); code=$$?; wait $$checking || code=1; cat $$types; exit $$code
 
 costs: $(STAMP_DEV)
 	@$(PYTEST) --record-costs $(ARGS)
 
-quick: $(STAMP_DEV)
-	@$(PYTEST) -m "not slow" $(ARGS)
+slow: $(STAMP_DEV)
+	@$(PYTEST) -m slow $(ARGS)
 
 # Environments of their own, with what `pip install vorox`, `vorox[torch]` and `vorox[jax]` bring, and pytest. Everything
 # that is quick runs without a framework; with one of them, what may meet it: not core and data, which may import none.

@@ -123,7 +123,7 @@ def test_errors_of_a_python_file_have_their_line(text: str, place: str, what: st
 
 def test_gpt_options_without_a_configuration_start_from_that_trainer() -> None:
     options = ["--model.n_layer=12", "--batch_size=512", "--num_tokens=1000000000", "--save_dir=./checkpoints"]
-    assert _default_preset(options) == "gpt2-shards"
+    assert _default_preset([*options, "--data_dir=shards"]) == "gpt2-shards"
     assert _default_preset(["--lr=1e-3", "--steps=5"]) == "quickstart"
     config = load_config("gpt2-shards", ["--data_dir=shards", *options])
     model, train = config.model, config.train

@@ -31,7 +31,7 @@ OPTIONS = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VOROX_CACHE", "cache")
     for name in ("texts", "fineweb100B"):
         Path(name).mkdir()
     Path("texts/a.txt").write_text("A cat sat on the mat. " * 2000, encoding="utf-8")
@@ -81,7 +81,7 @@ def test_a_command_line_of_options_only_starts_from_the_shapes_of_gpt2(
     assert main(["train", *words, "--data_dir", "fineweb100B", "--dry-run"]) == 0, capsys.readouterr().err
     output = capsys.readouterr().out
     assert "gpt2-shards" in output
-    assert max(map(len, output.splitlines())) < 120
+    assert max(len(line.replace(str(Path.cwd()), ".")) for line in output.splitlines()) < 120
     assert "124,4" in output, "124 million parameters with a vocabulary of 50,304"
     assert not Path("saved").exists()
 

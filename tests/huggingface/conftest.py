@@ -1,17 +1,23 @@
 """Small random models of transformers, scaled so that logits are far from trivial.
 
-Nothing touches the network: models are made from configurations, and ``HF_HUB_OFFLINE`` is set before the import.
+Nothing touches the network: models are made from configurations, and the hub's client is offline while a test runs.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+
+@pytest.fixture(autouse=True)
+def hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For these tests only: others of the same process talk to a hub on this machine."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4}
 LLAMA = {

@@ -232,14 +232,14 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
 
     copy = tmp_path / "copy" / lost.name
     shutil.copytree(lost, copy)
-    remove(str(copy), yes=True)
+    remove([str(copy)], yes=True)
     assert "stay: they are those of" in capsys.readouterr().out
     assert known()["run"] == set(ids), "a copy is not the run that wrote them"
 
     postgres.stop()
     try:
         with pytest.raises(DataError, match="cannot be had") as caught:
-            remove(str(lost), yes=True)
+            remove([str(lost)], yes=True)
     finally:
         postgres.start()
     assert "--keep-metadata" in caught.value.hint
@@ -248,17 +248,17 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
     with monkeypatch.context() as patch:
         patch.delenv("VOROX_METADATA_DSN")
         with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN") as refused:
-            remove(str(lost), yes=True)
+            remove([str(lost)], yes=True)
         assert "--keep-metadata" in refused.value.hint
         assert lost.exists()
 
     moved = lost.rename(tmp_path / lost.name)
-    remove(str(moved), yes=True)
+    remove([str(moved)], yes=True)
     assert "Its rows in the metadata database are removed." in capsys.readouterr().out
     assert not moved.exists()
     assert all(ids[1] not in found for found in known().values())
     assert all({ids[0], ids[2]} <= found for name, found in known().items() if name != "exception")
-    remove(str(left), yes=True, keep_metadata=True)
+    remove([str(left)], yes=True, keep_metadata=True)
     assert not left.exists()
     assert known()["run"] == {ids[0], ids[2]}
 

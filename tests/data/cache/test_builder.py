@@ -395,7 +395,7 @@ def test_a_full_disk_at_any_write_loses_nothing(tmp_path):
         with atomic.observe(fill), pytest.raises(DataError) as caught:
             build_corpus(directory, corpus)
         assert caught.value.exit_code == 4
-        assert re.search(r"needs about [\d,]+ bytes, [\d,]+ are free", caught.value.what)
+        assert re.search(r"about [\d,]+ bytes to go", caught.value.what)
         done = len(Manifest.open(directory).units) if (directory / "manifest").exists() else 0
         # An entry that could be written and not be made durable is there, and not promised.
         unsure = seen[-1].kind == "fsync" and seen[-1].path.name == "log.jsonl" and done > 0
@@ -420,7 +420,7 @@ def test_needed_bytes_are_near_what_the_rest_takes(tmp_path):
     with atomic.observe(fill), pytest.raises(DataError) as caught:
         build_corpus(tmp_path / "full", corpus)
     written = sum(path.stat().st_size for path in tmp_path.glob("full/chunks/*/*.psc"))
-    needed = int(caught.value.what.split("needs about ")[1].split(" bytes")[0].replace(",", ""))
+    needed = int(caught.value.what.split(" about ")[1].split(" bytes")[0].replace(",", ""))
     assert abs(needed - (sizes - written)) < 0.2 * (sizes - written)
 
 

@@ -331,7 +331,7 @@ def test_near_duplicates_need_their_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ConfigError, match="needs datasketch") as caught:
         resolve_transforms([config("near_duplicates")], "train", "k")
-    assert "vorox[dedup]" in caught.value.hint
+    assert "[dedup]" in caught.value.hint
 
 
 def test_a_first_pass_that_was_stopped_goes_on(tmp_path):

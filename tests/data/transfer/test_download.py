@@ -295,7 +295,7 @@ class TestRefusals:
         large(hub, 1000)
         download("hf://owner/set", tmp_path / "fits")
         large(hub, 3 * PIECE)
-        with pytest.raises(DoesNotFitError, match="still to be fetched") as caught:
+        with pytest.raises(DoesNotFitError, match="are still to come") as caught:
             download("hf://owner/set", tmp_path / "out")
         assert "--shards" in caught.value.hint
         assert names_in(tmp_path / "out") == []

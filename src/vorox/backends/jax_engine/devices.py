@@ -255,7 +255,8 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
 
 def memory_budget(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> MemoryBudget:
     """What a run holds at its peak on one device, against that device's memory."""
-    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    # A process without a device of the mesh is refused later (``data_shard``), by all processes with the same words.
+    device = next(iter(mesh.local_devices), jax.local_devices()[0])
     stats = device.memory_stats() or {}
     limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")
     return MemoryBudget(planned_memory(spec, config), limit, state_parts=config.parallel.fsdp_size)
