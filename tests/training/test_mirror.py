@@ -272,7 +272,7 @@ def test_a_second_process_is_refused_and_a_silent_one_is_succeeded(
     def start_second() -> None:
         wait_until(lambda: mirrored_steps(mirror, first) == [4], 60)
         monkeypatch.setattr(owner, "_is_dead", lambda holder: False)  # as if it were another machine
-        with pytest.raises(ConfigError, match="in use by") as caught:
+        with pytest.raises(ConfigError, match="in use by process") as caught:
             run(second)
         refused.append(caught.value)
 

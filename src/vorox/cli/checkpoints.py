@@ -96,7 +96,7 @@ def verify(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", help="Only this one.")] = None,
     restore: Annotated[
-        bool, typer.Option("--restore", help="First take back what was set aside as corrupt and is whole.")
+        bool, typer.Option("--restore", help="First restore checkpoints that were marked corrupt but verify.")
     ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,

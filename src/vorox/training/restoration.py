@@ -1,4 +1,4 @@
-"""Checkpoints that were set aside as corrupt, taken back where they turn out to be whole.
+"""Restore checkpoints that were marked corrupt but verify.
 
 In: a run directory that no process trains. Out: what became of each. A checkpoint goes back to its place only if every
 byte is as its manifest says, its place is free, and the replay chain names the very state that it holds: it is then a

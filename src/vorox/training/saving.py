@@ -1,4 +1,4 @@
-"""Saving between two steps: when it is due, when the run is asked to stop, and when something else fails there.
+"""Save between two steps: on schedule, on a stop request, and after a failure.
 
 In: a run that stands between two steps. Out: its state in a checkpoint. Nothing but a step changes the state of the
 engine, so it can be saved after a failure, and no copy is held for that.

@@ -1,7 +1,7 @@
 """Where the numbers of a batch stop being finite: forward and backward once more, micro-batch by micro-batch.
 
 In: the engine's pass over one micro-batch, its parameters and a batch on the devices. Out: the first place whose number
-is NaN or infinite. Compiled only when it is asked for, so that finite steps pay nothing.
+is NaN or infinite. Compiled on first use, so finite steps pay nothing.
 """
 
 from __future__ import annotations

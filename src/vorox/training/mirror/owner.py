@@ -168,7 +168,7 @@ def _wait_for_silence(
             later = _read(current)
             if current is None or later.get("released"):
                 return current, later
-            raise _in_use(uri, later)
+            raise _in_use(uri, later or record)  # a live owner may replace its record while it is read
     return known, record
 
 
