@@ -264,6 +264,11 @@ def test_a_stranger_in_the_directory_or_a_wrong_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the manifest does not know"):
         verify(newest)
     (newest / "extra.bin").unlink()
+    (newest / "extra").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(CheckpointError, match="the manifest does not know") as caught:
+        verify(newest)
+    assert caught.value.where == str(newest / "extra")
+    (newest / "extra").unlink()
     shutil.copytree(checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 30))
     with pytest.raises(CheckpointError, match="the checkpoint of step 10"):
         verify(checkpoint_path(tmp_path, 30))

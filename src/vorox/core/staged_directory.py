@@ -175,7 +175,8 @@ def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -
         The manifest's ``metadata``.
 
     Raises:
-        CheckpointError: A file is missing, has another size or other content, or is not in the manifest.
+        CheckpointError: A file is missing, has another size or other content, or is not in the manifest; a folder in
+            it is a link.
         UnreadableCheckpointError: The disk did not deliver a file.
     """
     body = read_manifest(directory)
@@ -203,14 +204,16 @@ def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -
 
 
 def _files_below(directory: Path) -> set[str]:
+    """Names of all files and of links to folders, which are not entered."""
+
     def fail(error: OSError) -> None:
         raise unreadable(error, directory) from error
 
-    return {
-        (Path(folder) / name).relative_to(directory).as_posix()
-        for folder, _, names in os.walk(directory, onerror=fail)
-        for name in names
-    }
+    found: set[str] = set()
+    for folder, inner, names in os.walk(directory, onerror=fail):
+        links = [name for name in inner if (Path(folder) / name).is_symlink()]
+        found.update((Path(folder) / name).relative_to(directory).as_posix() for name in (*names, *links))
+    return found
 
 
 def hash_file(path: Path) -> FileEntry:
