@@ -91,6 +91,38 @@ def test_a_record_that_cannot_be_read_is_not_called_damaged(
     assert run(longer, resume_from=finished).progress.step == 16
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("name", ["plan.jsonl", "attempts.bin", "evaluations.jsonl"])
+def test_a_file_of_the_run_that_may_not_be_read(
+    name: str, number: int, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = recorded_config(finished, ["train.num_steps=16"])
+    with monkeypatch.context() as patch:
+        fail_reading(patch, name, number)
+        with pytest.raises(CheckpointError) as failed:
+            run(longer, resume_from=finished)
+    assert Path(failed.value.where).name == name
+    assert "permission" in failed.value.hint
+    assert name in failed.value.hint
+    assert run(longer, resume_from=finished).progress.step == 16
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("name", ["plan.jsonl", "attempts.bin", "evaluations.jsonl", "tokenizer.json"])
+def test_a_file_of_the_run_that_may_not_be_written(name: str, number: int, tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+
+    def refuse(operation: FileOperation) -> None:
+        if tmp_path / "runs" in operation.path.parents and name in operation.path.name:
+            raise PermissionError(number, os.strerror(number), str(operation.path))
+
+    with atomic.observe(refuse), pytest.raises(CheckpointError) as failed:
+        run(config)
+    assert name in Path(failed.value.where).name
+    assert "permission" in failed.value.hint
+    assert run(config).progress.step == 12
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_a_run_directory_that_the_disk_refuses(number: int, tmp_path: Path) -> None:
     config = configuration(tmp_path)

@@ -37,11 +37,11 @@ def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
 
 
 def disk_error(error: OSError, place: str) -> CheckpointError | None:
-    """The error to show for one of the disk; ``None`` for any other.
+    """Return the error to show for a failing, full or read-only disk; ``None`` for any other error.
 
     Args:
-        error: What the system said.
-        place: Where that was, if the error does not say.
+        error: The system's error.
+        place: Where it happened, if the error does not name a file.
     """
     where = str(error.filename or place)
     if is_disk_full(error):
@@ -72,7 +72,7 @@ def explained_machine_errors(place: Path) -> Generator[None]:
     """Turn errors of disk and memory that nothing inside has dealt with into errors for a person.
 
     Raises:
-        CheckpointError: The disk is full, failing or read-only.
+        CheckpointError: The disk is full, failing or read-only, or a file may not be read or written.
         DoesNotFitError: The machine has no memory left.
     """
     try:
@@ -80,7 +80,17 @@ def explained_machine_errors(place: Path) -> Generator[None]:
     except MemoryError as error:
         raise memory_error(error) from error
     except OSError as error:
-        explained = disk_error(error, str(place))
+        explained = disk_error(error, str(place)) or _permission_error(error, str(place))
         if explained is None:
             raise
         raise explained from error
+
+
+def _permission_error(error: OSError, place: str) -> CheckpointError | None:
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return None
+    where = str(error.filename or place)
+    return CheckpointError(
+        f"a file cannot be read or written: {os.strerror(error.errno)}", where=where,
+        hint=f"give this user permission to read and write {where}; then run the same command again",
+    )  # fmt: skip
