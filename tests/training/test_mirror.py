@@ -334,6 +334,30 @@ def test_a_silent_owner_is_succeeded_when_the_lease_is_over(mirror: str, monkeyp
     first.release(5)
 
 
+def test_an_owner_is_named_though_its_record_changes_while_it_is_read(
+    mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the mirror between the look at it and the claim, and renews while it is read."""
+    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
+    winner: list[owner.Ownership] = []
+    original, read = owner.Ownership, owner.read_object
+
+    def lose(uri: str, number: int, over: StoredFile | None) -> owner.Ownership:
+        winner.append(original(uri, number, over))
+        monkeypatch.setattr(owner, "read_object", replaced_while_read)
+        return original(uri, number + 1, over)
+
+    def replaced_while_read(file: StoredFile) -> bytes:
+        monkeypatch.setattr(owner, "read_object", read)
+        winner[0].confirm()
+        return read(file)
+
+    monkeypatch.setattr(owner, "Ownership", lose)
+    with pytest.raises(ConfigError, match="in use by process"):
+        owner.claim(f"{mirror}/run", lambda *_: None)
+    winner[0].release(5)
+
+
 def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store took it and went away; the owner, which knows the version before it, has not lost the mirror."""
     monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)

@@ -38,6 +38,8 @@ LEASE_SECONDS = 120.0
 """An owner that was silent for so long is taken for dead."""
 
 _POLL_SECONDS = 2.0
+_READS = 3
+"""Attempts to read a record that its owner replaces while it is read."""
 
 
 class Ownership:
@@ -137,15 +139,17 @@ def claim(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) 
     remove_object(now.uri)
     known = found.others.get(OWNER_NAME)
     record = _read(known)
+    if known is not None and not record:
+        known, record = _owner(uri)
     if known is not None and not record.get("released") and not _is_dead(record.get("holder")):
         stamp = found.others[probe.rpartition("/")[2]].modified_nanoseconds
-        silent_seconds = (stamp - known.modified_nanoseconds) / 1e9
+        silent_seconds = max(0.0, (stamp - known.modified_nanoseconds) / 1e9)
         known, record = _wait_for_silence(uri, known, record, silent_seconds, tell, sleep)
     last = record.get("claim", 0)
     try:
         return Ownership(uri, max(last if type(last) is int else 0, found.last_claim) + 1, known), found
     except ConditionFailed:
-        raise _in_use(uri, _read(contents_of(uri).others.get(OWNER_NAME))) from None
+        raise _in_use(uri, _owner(uri)[1]) from None
 
 
 def _wait_for_silence(
@@ -165,10 +169,10 @@ def _wait_for_silence(
         left -= _POLL_SECONDS
         current = contents_of(uri).others.get(OWNER_NAME)
         if current is None or current.version != known.version:
-            later = _read(current)
+            current, later = _owner(uri)
             if current is None or later.get("released"):
                 return current, later
-            raise _in_use(uri, later or record)  # a live owner may replace its record while it is read
+            raise _in_use(uri, later or record)
     return known, record
 
 
@@ -177,6 +181,17 @@ def _in_use(uri: str, record: Mapping[str, Any]) -> ConfigError:
         f"the mirror of this run is in use by {_named(record)}", where=uri,
         hint="wait for that process or stop it, or give this run a checkpoint.mirror of its own",
     )  # fmt: skip
+
+
+def _owner(uri: str) -> tuple[StoredFile | None, dict[str, Any]]:
+    """The owner's file and its record, read again if the owner replaces it meanwhile."""
+    file, record = None, dict[str, Any]()
+    for _ in range(_READS):
+        file = contents_of(uri).others.get(OWNER_NAME)
+        record = _read(file)
+        if file is None or record:
+            break
+    return file, record
 
 
 def _read(file: StoredFile | None) -> dict[str, Any]:
