@@ -21,7 +21,9 @@ from vorox.data.loader import BatchStream
 from vorox.train import Outcome
 from vorox.training import sampling
 from vorox.training.chain import read_chain
+from vorox.training.checkpointer import Checkpointer
 from vorox.training.checkpointing import read_state, request_save, step_directories
+from vorox.training.saving import validations_without_save
 
 SPARSE = ["checkpoint.every_steps=null", "eval.every_steps=5"]
 
@@ -98,6 +100,31 @@ def test_a_failure_between_steps_is_saved_first(
     assert outcome.begun_at_step == step
     assert (outcome.fingerprint, chain(directory)) == (straight.fingerprint, chain(straight.run_directory))
     assert outcome.eval_losses == straight.eval_losses
+
+
+@pytest.mark.usefixtures("_numpy_engine")
+def test_one_of_several_processes_says_what_it_cannot_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may wait for it in the middle of a collective, so it must not wait for them to write."""
+    monkeypatch.setattr(Checkpointer, "saves_alone", property(lambda _: False))
+    fail_once(monkeypatch, NumpyEngine, "eval_step", DataError("a chunk is gone"), call=2)
+    with pytest.raises(DataError):
+        run(configuration(tmp_path, SPARSE))
+    (directory,) = run_directories(tmp_path / "runs")
+    assert list(step_directories(directory)) == []
+    (event,) = [event for event in read_lines(directory / "events.jsonl") if event["kind"] == "checkpoint_failed"]
+    assert "after step 5 is lost" in event["message"]
+    assert event["level"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("saves", "validations", "is_said"),
+    [("null", "5", True), ("4", "6", True), ("4", "8", False), ("4", "null", False), ("null", "null", False)],
+)
+def test_validations_that_no_save_precedes_are_said(
+    saves: str, validations: str, is_said: bool, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path, [f"checkpoint.every_steps={saves}", f"eval.every_steps={validations}"])
+    assert ("checkpoint.every_steps" in validations_without_save(config)) is is_said
 
 
 def _no_memory(*arguments: object, **named: object) -> None:

@@ -198,8 +198,13 @@ class Checkpointer:
         return postpones
 
     def is_unsaved(self, progress: Progress) -> bool:
-        """Whether this state is in no checkpoint, written or under way, and this process can write one alone."""
-        return self._distributed.process_count == 1 and progress.step not in (0, self._taken_step)
+        """Whether this state is in no checkpoint, written or under way."""
+        return progress.step not in (0, self._taken_step)
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether this process writes whole checkpoints, without the other ranks of the run."""
+        return self._distributed.process_count == 1
 
     def log_failure(self, failure: Exception) -> None:
         """Record that a checkpoint could not be written, where another error ends the run."""

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
-from vorox.core.errors import Preempted
+from vorox.core.errors import CheckpointError, Preempted
 from vorox.core.records import Progress
+from vorox.core.schema import RunConfig
 from vorox.data.growth import Starved
 
 if TYPE_CHECKING:
@@ -44,16 +45,41 @@ def wait_for_save(run: Run) -> None:
 
 @contextlib.contextmanager
 def saved_on_failure(run: Run, progress: Progress) -> Generator[None]:
-    """While inside, no step is made; if it fails, the state of the last step is saved, as far as that can be done."""
+    """Save the state of the last step if what is done inside, between two steps, fails.
+
+    A run of several processes cannot: the others may wait for this one in the middle of a collective. It says which
+    steps are lost.
+    """
     try:
         yield
     except Starved:
         raise
     except (Exception, KeyboardInterrupt):
-        if run.checkpointer.is_unsaved(progress):
+        if run.checkpointer.is_unsaved(progress) and not run.checkpointer.saves_alone:
+            run.checkpointer.log_failure(_lost(progress))
+        elif run.checkpointer.is_unsaved(progress):
             try:
                 save(run, progress, is_last=True)
                 wait_for_save(run)
             except Exception as failure:  # the first failure is what ended the run
                 run.checkpointer.log_failure(failure)
         raise
+
+
+def _lost(progress: Progress) -> CheckpointError:
+    return CheckpointError(
+        f"the state after step {progress.step:,} is lost: when one process of several fails, the others cannot save",
+        where=f"step {progress.step:,}",
+        hint="run the same command again to resume from the last checkpoint",
+    )
+
+
+def validations_without_save(config: RunConfig) -> str:
+    """Say that a run of several processes loses steps if one of its validations fails; empty if none can be lost."""
+    saves, validations = config.checkpoint.every_steps, config.eval.every_steps
+    if validations is None or (saves is not None and validations % saves == 0):
+        return ""
+    return (
+        "A validation that fails loses the steps since the last checkpoint, because a run of several processes saves "
+        "on schedule only; checkpoint.every_steps that divides eval.every_steps saves before every validation"
+    )

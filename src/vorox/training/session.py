@@ -44,6 +44,7 @@ from vorox.training.loop import Run
 from vorox.training.mirror import Mirrored
 from vorox.training.observer import Observer, Queue
 from vorox.training.provenance import Provenance, open_provenance
+from vorox.training.saving import validations_without_save
 from vorox.training.schedule import Horizon, Schedule
 from vorox.training.setting import Setting
 from vorox.training.stop import StopRequest
@@ -93,6 +94,8 @@ def open_session(
     if dist.is_main:
         check_checkpoint_room(run.directory, config, setting.spec, total_steps, progress.step)
     validation = feed.validation_set(config, corpus)
+    if validation is not None and dist.process_count > 1 and (risk := validations_without_save(config)):
+        setting.log.event("validation_without_save", risk, level="warning")
     byte_lengths = corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation,
