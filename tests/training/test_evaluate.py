@@ -125,3 +125,20 @@ def test_a_model_that_diverged_is_recorded_all_the_same(tmp_path: Path) -> None:
     assert found is not None
     assert math.isinf(found.loss)
     assert open_evaluations(tmp_path, at(3)).losses == {3: math.inf}
+
+
+def test_a_damaged_record_is_refused_with_its_line(tmp_path: Path) -> None:
+    """The losses decide which checkpoints stay, so a run does not go on with one missing in silence."""
+    evaluations = open_evaluations(tmp_path, at(0))
+    for step in (3, 6):
+        evaluations.run(Fixed(), at(step), StopRequest())  # type: ignore[arg-type]
+    path = tmp_path / "evaluations.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"x" + whole)
+    with pytest.raises(DataError, match="keep_best") as caught:
+        open_evaluations(tmp_path, at(6))
+    assert caught.value.where == f"{path}:1"
+    path.write_bytes(whole.partition(b"\n")[2])
+    assert sorted(open_evaluations(tmp_path, at(6)).losses) == [6], "as the remedy says"
+    path.write_bytes(whole + b'{"step":9,"lo')
+    assert sorted(open_evaluations(tmp_path, at(6)).losses) == [3, 6], "a torn last line was never recorded"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +103,9 @@ class Evaluations:
 
     Attributes:
         losses: Validation loss by step, for all steps that are part of the run's history.
+
+    Raises:
+        DataError: A recorded validation is damaged.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Evaluations:
         self._config, self._total_steps = config, total_steps
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
         self._history = StepHistory(path if writes else None, progress.step)
-        known = read_history(path).items()
+        known = _read_evaluations(path).items()
         self.losses: dict[int, float] = {step: float(record["loss"]) for step, record in known if step <= progress.step}
 
     def due(self, progress: Progress) -> bool:
@@ -148,6 +152,22 @@ class Evaluations:
         if progress.best_eval_loss is not None:
             known = [*known, progress.best_eval_loss]
         return replace(progress, best_eval_loss=min(known, default=None))
+
+
+def _read_evaluations(path: Path) -> dict[int, dict[str, Any]]:
+    """Read the recorded validations; their losses decide which checkpoints are kept, so none is left out in silence.
+
+    Raises:
+        DataError: A line is damaged.
+    """
+    try:
+        return read_history(path)
+    except DataError as error:
+        raise DataError(
+            "a recorded validation is damaged, and checkpoint.keep_best keeps checkpoints by it", where=error.where,
+            hint="restore the line from a copy, or delete it: the checkpoint of its step then no longer counts as one "
+            "of the best",
+        ) from error  # fmt: skip
 
 
 class _Stopped(Exception):
