@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from vorox.models.names import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
 from vorox.train import train
+from vorox.training import weights_source
 from vorox.training.starting_weights import start_from_weights
-from vorox.training.weights_source import check_weights, load_config_with_weights
+from vorox.training.weights_source import WeightsDescription, check_weights, load_config_with_weights
 
 BYTE = tokenizers.train(TokenizerConfig(kind="byte"), [])
 MODEL = ModelConfig(
@@ -90,7 +92,7 @@ def test_a_silent_configuration_adopts_architecture_and_tokenizer(
     assert config.tokenizer.kind == "huggingface"
     assert tokenizers.load(str(config.tokenizer.path)).fingerprint == BYTE.fingerprint
     assert config.data.sequence_length_tokens == 128, "no row is longer than the model's positions"
-    check_weights(config, tokenizer_vocab_size=BYTE.vocab_size)
+    check_weights(config, tokenizer=BYTE)
 
 
 def test_what_the_user_sets_is_kept_where_it_agrees_and_refused_where_not(tmp_path: Path) -> None:
@@ -123,6 +125,42 @@ def test_another_model_is_refused_before_anything_is_built(tmp_path: Path, monke
     assert "model.num_layers=3" in caught.value.hint
     assert not (tmp_path / "cache").exists()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["begun"]
+
+
+ANOTHER_TOKENIZER = [
+    pytest.param(["tokenizer.kind=byte", "tokenizer.end_of_text=<stop>"], id="ready"),
+    pytest.param(["tokenizer.kind=bpe", "tokenizer.vocab_size=257"], id="still to be trained"),
+]
+
+
+@pytest.mark.parametrize("settings", ANOTHER_TOKENIZER)
+def test_another_tokenizer_is_refused_before_anything_is_built(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_numpy_engine(monkeypatch)
+    place = write_model(tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
+    text = write_text(tmp_path / "text")
+    source = f"data.sources=[{{name: text, format: jsonl, paths: [{text}]}}]"
+    words = [f"train.from_weights={place}", source, "data.cache.directory=cache", *settings]
+    with pytest.raises(ConfigError, match="another tokenizer") as caught:
+        train(load_config_with_weights("quickstart", words))
+    assert caught.value.where == "tokenizer"
+    assert main(["train", "--dry-run", *words]) == 2
+    assert "another tokenizer" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "weights"], "nothing was built or written"
+
+
+def test_a_vocabulary_that_training_cannot_reach_is_refused(tmp_path: Path) -> None:
+    weights = WeightsDescription("weights", replace(SPEC, vocab_size=1024), {})
+    config = load_config("quickstart", ["tokenizer.kind=bpe", "tokenizer.vocab_size=512"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights_source, "describe_weights", lambda config: weights)
+        patch.setattr(weights_source, "require_equal_models", lambda *arguments, **named: None)
+        with pytest.raises(ConfigError, match="1,024") as caught:
+            check_weights(config)
+        assert caught.value.where == "tokenizer.vocab_size"
+        check_weights(load_config("quickstart", ["tokenizer.kind=bpe", "tokenizer.vocab_size=1024"]))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +202,19 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit(tmp_path: Path) -> None:
         assert (config.tokenizer.path, config.tokenizer.revision) == ("owner/model", first)
         assert config.model.num_layers == 3
         assert not any("safetensors" in request.path for request in hub.log.requests), "the description suffices"
+        with pytest.raises(ConfigError, match="another tokenizer") as caught:
+            check_weights(
+                load_config_with_weights(
+                    "quickstart",
+                    [
+                        f"train.from_weights=hf://owner/model@{first}",
+                        "tokenizer.kind=byte",
+                        "tokenizer.end_of_text=<stop>",
+                    ],
+                )
+            )
+        assert f"tokenizer.revision={first}" in caught.value.hint
+        assert not any("safetensors" in request.path for request in hub.log.requests), "the tokenizer suffices"
         with pytest.raises(ConfigError, match="model_type"):
             load_config_with_weights("quickstart", ["train.from_weights=hf://owner/model"])
         engine: Any = WeightsTaker()

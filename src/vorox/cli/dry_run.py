@@ -71,7 +71,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     from vorox.models.spec import model_spec
     from vorox.train import is_fresh
     from vorox.training.beginning import check_resume
-    from vorox.training.weights_source import check_tokenizer, check_weights
+    from vorox.training.weights_source import check_weights
 
     yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
     yield f"run            {_run_line(config, resume_from)}"
@@ -87,8 +87,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     text = _look_at_text(config)
     yield from _text_lines(config, text)
     if fresh and text.listed.tokenizer is not None:
-        check_weights(config, tokenizer_vocab_size=text.vocab_size)
-        check_tokenizer(config, text.listed.tokenizer)
+        check_weights(config, tokenizer=text.listed.tokenizer)
     spec = model_spec(
         config.model,
         tokenizer_vocab_size=text.vocab_size,

@@ -18,15 +18,18 @@ from typing import Any
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config import ConfigSource, ResolvedConfig, resolve_config
 from vorox.core.config.yaml_writer import write_inline
-from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
+from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
-from vorox.data.tokenizers.huggingface import download_repository
+from vorox.data.tokenizers.huggingface import download_repository, load_huggingface
+from vorox.data.tokenizers.store import ready_made
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.data.tokenizers.tokenizer import load as load_tokenizer
+from vorox.data.tokenizers.tokenizer import train as train_tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import huggingface_family
@@ -72,20 +75,34 @@ def load_config_with_weights(source: ConfigSource | None, overrides: Sequence[st
     return resolve_config(source, [*adopted, *overrides, f"{_KEY}={write_inline(weights.location)}"]).config
 
 
-def check_weights(config: RunConfig, *, tokenizer_vocab_size: int | None = None) -> None:
-    """Refuse a configuration whose model is not that of the weights it starts from.
+def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> None:
+    """Refuse a configuration whose model or tokenizer is not that of the weights it starts from.
 
     Args:
         config: The run.
-        tokenizer_vocab_size: Of its tokenizer, where there is one already.
+        tokenizer: Its tokenizer; ``None`` loads it, unless it has to be trained.
 
     Raises:
-        ConfigError: The models differ, or there are no weights at that place.
-        CheckpointError: What is there is damaged.
+        ConfigError: The models or the tokenizers differ, or there are no weights at that place.
+        CheckpointError: The weights are damaged.
+        DataError: The tokenizer of either cannot be read, or that of the run not fetched.
     """
     weights = describe_weights(config)
     if weights is None:
         return
+    _check_model(config, weights, None)
+    if tokenizer is None and (loaded := ready_made(config.tokenizer)) is not None:
+        tokenizer = loaded.with_special_tokens(config.tokenizer.special_tokens)
+    if tokenizer is not None:
+        _check_model(config, weights, tokenizer.vocab_size)
+        check_tokenizer(config, tokenizer)
+    elif config.tokenizer.kind == "bpe":
+        check_tokenizer(config, train_tokenizer(config.tokenizer, ()))  # the ids that every text gives
+        if config.model.vocab_size is None:
+            _check_trained_size(config.tokenizer.vocab_size, weights)
+
+
+def _check_model(config: RunConfig, weights: WeightsDescription, tokenizer_vocab_size: int | None) -> None:
     theirs = weights.spec.to_json()
     ours = model_spec(
         config.model,
@@ -98,25 +115,48 @@ def check_weights(config: RunConfig, *, tokenizer_vocab_size: int | None = None)
     require_equal_models(theirs, ours, weights.location, ignored=unknown)
 
 
+def _check_trained_size(largest: int, weights: WeightsDescription) -> None:
+    """Refuse a tokenizer that cannot reach the vocabulary of the weights once it is trained."""
+    if largest < weights.spec.vocab_size:
+        raise ConfigError(
+            f"the weights at {weights.location} have a vocabulary of {weights.spec.vocab_size:,}, and "
+            f"tokenizer.vocab_size={largest:,} is less",
+            where="tokenizer.vocab_size",
+            hint="leave the section tokenizer out: it is taken from the weights",
+        )
+
+
 def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer whose ids stand for other tokens than those that the starting weights were trained on.
 
     Raises:
         ConfigError: It is another tokenizer.
-        CheckpointError: What is there is damaged.
+        CheckpointError: The weights are damaged.
+        DataError: Their tokenizer cannot be read.
     """
     weights = describe_weights(config)
-    if weights is None or weights.tokenizer.get("revision") is not None or "path" not in weights.tokenizer:
+    settings = {} if weights is None else weights.tokenizer
+    if weights is None or all(getattr(config.tokenizer, key) == value for key, value in settings.items()):
         return
-    theirs = load_tokenizer(weights.tokenizer["path"])
-    conflict = theirs.first_conflict(tokenizer)
+    theirs = _tokenizer_of(weights)
+    conflict = None if theirs is None else theirs.first_conflict(tokenizer)
     if conflict is not None:
         raise ConfigError(
             f"the weights at {weights.location} were trained with another tokenizer: id {conflict} is another token",
             where="tokenizer",
-            hint="leave the section tokenizer out: it is taken from the weights; or set tokenizer.kind=huggingface "
-            f"tokenizer.path={weights.tokenizer['path']}",
+            hint="leave the section tokenizer out: it is taken from the weights; or set "
+            + " ".join(f"tokenizer.{key}={value}" for key, value in settings.items()),
         )
+
+
+def _tokenizer_of(weights: WeightsDescription) -> Tokenizer | None:
+    """Load the tokenizer of weights; ``None`` for a repository that has none which can be compared."""
+    if "revision" not in weights.tokenizer:
+        return load_tokenizer(weights.tokenizer["path"])
+    try:
+        return load_huggingface(TokenizerConfig.model_validate(weights.tokenizer))
+    except (ConfigError, DataError):
+        return None
 
 
 def require_equal_models(

@@ -61,7 +61,7 @@ def tokenizer_for(
         ConfigError: The section contradicts itself, or the text is too little for it.
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
-    tokenizer = _ready_made(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
+    tokenizer = ready_made(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
@@ -86,8 +86,13 @@ def kept_by_run(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
 
-def _ready_made(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer of a configuration whose kind depends on no text."""
+def ready_made(config: TokenizerConfig) -> Tokenizer | None:
+    """Load the tokenizer of a configuration whose kind depends on no text; ``None`` for ``bpe`` and ``char``.
+
+    Raises:
+        ConfigError: The section contradicts itself, or a package is missing.
+        DataError: The tokenizer is missing, damaged, or cannot be fetched.
+    """
     if config.kind in {"huggingface", "tiktoken"} and config.path is None:
         raise ConfigError(
             f"kind {config.kind} needs a path", where="tokenizer.path",
