@@ -6,6 +6,7 @@
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make mutate [ARGS="vorox.data.order*"] change the code that order, caches and replay rest on, one expression at a time
+#   make structure                         rooms, lines and imports of the package, and the modules of four call paths
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 
@@ -27,7 +28,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs bench clean
+.PHONY: setup train test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -102,6 +103,9 @@ types: $(STAMP_DEV)
 
 docs: $(STAMP_DEV)
 	@$(BIN)/mkdocs build --strict
+
+structure: $(STAMP_DEV)
+	@$(BIN)/python tests/structure.py $(ARGS)
 
 bench:
 	@test -x .venv-bench/bin/python || benchmarks/setup.sh

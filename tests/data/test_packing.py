@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vorox.data.packing import Packing, pack
+from vorox.data.packing import Packing, PackingMethod, pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 ROW_TOKENS = st.integers(2, 17)
@@ -179,3 +180,19 @@ def test_no_documents_give_no_rows():
 def test_senseless_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
         pack(*arguments)
+
+
+@pytest.mark.parametrize(("method", "digest"), [("best_fit", "23fac1b83dede0ec"), ("concat", "c72e2f6377e373f4")])
+def test_rows_stay_as_they_were(method: PackingMethod, digest: str) -> None:
+    """A cache's rows are a function of its recipe: another choice among equally good rows is another cache."""
+    numbers = np.random.Generator(np.random.PCG64(0))
+    seen = xxhash.xxh3_64()
+    for _ in range(400):
+        row_tokens = int(numbers.integers(8, 40))
+        long = numbers.integers(row_tokens + 1, row_tokens * 3, int(numbers.integers(2, 12)))
+        lengths = np.concatenate([long, numbers.integers(1, row_tokens, int(numbers.integers(0, 6)))])
+        numbers.shuffle(lengths)
+        packing = pack(lengths, row_tokens, method)
+        for array in (packing.row_ptr, packing.documents, packing.token_offsets, packing.lengths):
+            seen.update(array.astype("<i8").tobytes())
+    assert seen.hexdigest() == digest

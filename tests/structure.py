@@ -1,0 +1,247 @@
+"""Print the structure of the package: rooms with their lines, imports between rooms, and four call paths.
+
+    python tests/structure.py [--no-paths]
+
+A call path is measured: a tiny run with the numpy engine executes it once to warm up (lazy imports, caches), and once
+more under a profile hook that notes, in every thread, which module of ``src/vorox`` each called function stands in.
+Backends are not part of any path, because the engine is numpy's. ``make structure`` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from numpy_engine import NumpyEngine
+from servers.web import http_server
+from tiny_runs import NumpyBackend, configuration, run, use_numpy_engine, write_text
+from vorox.data.cache.builder import Builder
+from vorox.data.dataset import prepare
+
+SOURCE = Path(__file__).parents[1] / "src" / "vorox"
+SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of one module: all of them, and those that are docstrings, comments or empty."""
+
+    total: int
+    docstring: int
+    code: int
+
+
+def count_lines(path: Path) -> Lines:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                documented.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+    code = [
+        number
+        for number, line in enumerate(lines, 1)
+        if number not in documented and line.strip() and not line.lstrip().startswith("#")
+    ]
+    return Lines(len(lines), len(documented), len(code))
+
+
+def room_of(path: Path) -> str:
+    """The folder of a module; modules at the top stand alone."""
+    folder = path.relative_to(SOURCE).parent.as_posix()
+    return path.name if folder == "." else folder
+
+
+def imported_modules(path: Path) -> set[Path]:
+    """The modules of the package that a module imports, at any depth of its code."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vorox":
+            folder = SOURCE.joinpath(*(node.module or "").split(".")[1:])
+            for name in [alias.name for alias in node.names]:
+                candidates = (folder / f"{name}.py", folder.with_suffix(".py"), folder / "__init__.py")
+                found.update([candidate for candidate in candidates if candidate.exists()][:1])
+    return found - {path}
+
+
+def print_rooms() -> None:
+    rooms: dict[str, list[tuple[Path, Lines]]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        rooms.setdefault(room_of(path), []).append((path, count_lines(path)))
+    print(f"{'room':24} {'modules':>8} {'lines':>8} {'code':>8} {'docs':>8}  imports from other rooms")
+    totals = Counter[str]()
+    for room, modules in sorted(rooms.items()):
+        targets = Counter(
+            room_of(target) for path, _ in modules for target in imported_modules(path) if room_of(target) != room
+        )
+        row = {
+            "modules": len(modules),
+            "lines": sum(lines.total for _, lines in modules),
+            "code": sum(lines.code for _, lines in modules),
+            "docs": sum(lines.docstring for _, lines in modules),
+        }
+        totals.update(row)
+        arrows = ", ".join(f"{target} {count}" for target, count in targets.most_common())
+        print(f"{room:24} " + " ".join(f"{value:8,}" for value in row.values()) + f"  {arrows}")
+    print(f"{'all':24} " + " ".join(f"{value:8,}" for value in totals.values()))
+
+
+class ModuleTrace:
+    """The modules of the package whose functions are called while recording, in the order of their first call."""
+
+    def __init__(self) -> None:
+        self.modules: dict[Path, None] = {}
+        self._is_recording = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch this thread and every thread started from here on."""
+        threading.setprofile(self._on_call)
+        sys.setprofile(self._on_call)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def start(self) -> None:
+        self.modules.clear()
+        self._is_recording = True
+
+    def stop(self) -> None:
+        self._is_recording = False
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self._is_recording and event == "call":
+            code = frame.f_code
+            path = Path(code.co_filename)
+            if SOURCE in path.parents and not code.co_name.startswith("<module"):
+                self.modules.setdefault(path)
+
+
+@contextmanager
+def around_steps(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
+    """Call ``before(step)`` and ``after(step)``, counted from 1, around every training step of the numpy engine."""
+    original = NumpyEngine.train_step
+
+    def train_step(self: NumpyEngine, batch: Any, **arguments: float) -> Any:
+        before(batch.step + 1)
+        result = original(self, batch, **arguments)
+        after(batch.step + 1)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NumpyEngine, "train_step", train_step)
+        yield
+
+
+def document_to_chunk(directory: Path, trace: ModuleTrace) -> None:
+    """From a jsonl file on a web server to committed chunks, once the units of work are listed."""
+    text = write_text(directory / "text")
+    build_units = Builder.run
+
+    def traced(self: Builder, *arguments: Any, **options: Any) -> Any:
+        trace.start()
+        try:
+            return build_units(self, *arguments, **options)
+        finally:
+            trace.stop()
+
+    with http_server(text) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Builder, "run", traced)
+        prepare(configuration(directory, [f"data.sources.0.paths=[{server.url}/text.jsonl]"])).close()
+
+
+def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
+    """From chunk files to the batches that a run's threads read ahead, some steps after its start."""
+    write_text(directory / "text", documents=600)
+    settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "train.num_steps=60"]
+    with around_steps(
+        lambda step: trace.stop() if step == 50 else None, lambda step: trace.start() if step == 20 else None
+    ):
+        run(configuration(directory, settings))
+    keep_rooms(trace, "data")
+
+
+def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
+    """From the end of a step to its metrics, its link in the replay chain and its checkpoint."""
+    stop = SAVED_STEP + 2  # results are read one step late
+    with around_steps(
+        lambda step: trace.stop() if step == stop else None, lambda step: trace.start() if step == SAVED_STEP else None
+    ):
+        run(configuration(directory))
+    keep_rooms(trace, "core", "experiments", "models", "runtime", "training")
+
+
+def resume(directory: Path, trace: ModuleTrace) -> None:
+    """From a newly created engine to the restored state and the first step after it, without the data rooms."""
+    config = configuration(directory)
+
+    class Stop(Exception):
+        pass
+
+    def fail(step: int) -> None:
+        if step == SAVED_STEP + 2:
+            raise Stop
+
+    with pytest.raises(Stop), around_steps(fail, lambda step: None):
+        run(config)
+    create = NumpyBackend.create
+
+    def traced(*arguments: Any) -> Any:
+        engine = create(*arguments)
+        trace.start()
+        return engine
+
+    with around_steps(lambda step: trace.stop(), lambda step: None), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NumpyBackend, "create", traced)
+        run(config)
+    keep_rooms(trace, "core", "models", "training", "train.py")
+
+
+def keep_rooms(trace: ModuleTrace, *rooms: str) -> None:
+    for path in list(trace.modules):
+        if path.relative_to(SOURCE).parts[0] not in rooms:
+            del trace.modules[path]
+
+
+def print_paths() -> None:
+    for path in (document_to_chunk, chunk_to_batch, step_to_disk, resume):
+        trace = ModuleTrace()
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            use_numpy_engine(patch)
+            patch.setenv("VOROX_CACHE", f"{folder}/home")
+            for attempt in ("first", "second"):
+                with trace.installed():
+                    path(Path(folder) / attempt, trace)
+        lines = sum(count_lines(module).total for module in trace.modules)
+        print(f"\n{path.__name__.replace('_', ' ')}: {len(trace.modules)} modules, {lines:,} lines")
+        for module in trace.modules:
+            print(f"    {module.relative_to(SOURCE).as_posix()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--no-paths", action="store_true", help="only rooms, lines and imports")
+    arguments = parser.parse_args()
+    print_rooms()
+    if not arguments.no_paths:
+        print_paths()
+
+
+if __name__ == "__main__":
+    main()
