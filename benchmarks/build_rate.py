@@ -225,7 +225,6 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     from vorox.data.cache.assemble import chunk_contents
     from vorox.data.cache.format import encode_chunk
     from vorox.data.cache.unit_work import UnitWork
-    from vorox.data.pipeline.stages import GatheredUnit
     from vorox.data.preparation import recipe_for
     from vorox.data.text.cutting import cut_units
     from vorox.data.text.sources import list_source
@@ -254,9 +253,8 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
         for unit in cut_units(source, "train", data.validation, data.cache.unit_bytes):
             batches = timed("read, parse and check", lambda units: list(stages.decode(units)), iter([unit]))
             done = [timed("tokenize, with the records of documents", stages.tokenize, batch) for batch in batches]
-            gathered = timed("gather", lambda items: list(stages.gather(items)), iter(done))
-            text = next(item.text for item in gathered if isinstance(item, GatheredUnit))
-            contents = timed("pack rows", chunk_contents, unit.unit_id, text, recipe)
+            (gathered,) = timed("gather", lambda items: list(stages.gather(items)), iter(done))
+            contents = timed("pack rows", chunk_contents, unit.unit_id, gathered.tokens, gathered.documents_D, recipe)
             for part, content in enumerate(contents):
                 origin = work.origin(unit, part, len(contents))
                 body, _ = timed("compress and hash", encode_chunk, content, origin, codec=contender.codec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -78,8 +79,10 @@ class Document:
         byte_offset: First byte of the record in the (decompressed) file; in Parquet, whose records have no bytes of
             their own, the first of its row group: there the ordinal tells the records apart.
         byte_length: Bytes of the record, or of its row group.
-        text: The text, decoded.
+        text: The text, decoded; after a transform, what the transform made of it.
         metadata: The other columns or fields that the source asks for; ``None`` unless it asks for some.
+        original: The text of the record where a transform changed it, else ``None``.
+        copy: Number of this text among those that transforms made of the record.
     """
 
     file_index: int
@@ -88,6 +91,8 @@ class Document:
     byte_length: int
     text: str
     metadata: Mapping[str, str] | None = None
+    original: str | None = None
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +112,9 @@ class TokenDocument:
     byte_offset: int
     byte_length: int
     tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    text: ClassVar[None] = None
+    original: ClassVar[None] = None
+    copy: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)

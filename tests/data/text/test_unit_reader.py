@@ -81,7 +81,7 @@ def test_what_is_held_is_not_asked_for_again(web):
     stages = work.stages()
     batches = list(stages.decode(iter([FetchedUnit(units[1], fetched)])))
     assert len(web.log.requests) == asked
-    assert [entry.text for batch in batches for entry in batch.entries] == [
+    assert [document.text for batch in batches for document in batch.documents] == [
         document.text for document in reader(units[1])  # type: ignore[union-attr]
     ]  # fmt: skip
     assert len(web.log.requests) > asked

@@ -1,6 +1,6 @@
 """One unit's text to the contents of its chunks: tokenised, packed, and laid out in a keyed order.
 
-Entries of text go in as batches, chunk contents come out; nothing is written here. Invariant: the result is a function
+Documents go in as batches, chunk contents come out; nothing is written here. Invariant: the result is a function
 of the records, the recipe and the unit's number alone, so that a unit built twice, elsewhere or later has the same rows
 at the same addresses.
 
@@ -13,7 +13,6 @@ Legend: R rows of the unit, C tokens of a row, F fragments, D documents.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -28,7 +27,7 @@ from vorox.data.documents import SourceFile, TokenDocument
 from vorox.data.order import permutation_key, permute
 from vorox.data.packing import pack
 from vorox.data.records import TokenArray
-from vorox.data.transforms.apply import Entry, place_of
+from vorox.data.transforms.apply import AnyDocument, place_of
 
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
@@ -46,19 +45,6 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str], /) -> Sequence[npt.NDArray[np.integer]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class UnitText:
-    """The documents of a unit as tokens.
-
-    Attributes:
-        tokens: All documents one after the other, each with its end-of-text token.
-        documents_D: ``DOCUMENT`` records.
-    """
-
-    tokens: TokenArray
-    documents_D: npt.NDArray[np.void]
-
-
 def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: int) -> UnitStatistics:
     return UnitStatistics(
         unit=unit,
@@ -69,27 +55,30 @@ def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: i
     )
 
 
-def encode(entries: Sequence[Entry], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
-    """The ids of every entry, without ends of text; records that are tokens have theirs already.
+def encode(documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
+    """Return the ids of every document, without end-of-text ids; token documents keep theirs.
 
     Raises:
         DataError: The tokenizer cannot encode a text; the text's place is named.
     """
-    texts = [entry.text for entry in entries if entry.text is not None]
+    texts = [document.text for document in documents if document.text is not None]
     try:
         encoded = iter(encoder.encode_batch(texts) if texts else [])
     except DataError as error:
-        if len(entries) == 1:
-            raise DataError(error.what, where=place_of(entries[0].record, files), hint=error.hint) from error
+        if len(documents) == 1:
+            raise DataError(error.what, where=place_of(documents[0], files), hint=error.hint) from error
         # One of them cannot be encoded; one by one the message can name it.
-        return [ids for entry in entries for ids in encode([entry], files, encoder)]
-    return [entry.record.tokens if isinstance(entry.record, TokenDocument) else next(encoded) for entry in entries]
+        return [ids for document in documents for ids in encode([document], files, encoder)]
+    return [document.tokens if isinstance(document, TokenDocument) else next(encoded) for document in documents]
 
 
-def finished(
-    entries: Sequence[Entry], tokens: Sequence[npt.NDArray[Any]], files: Sequence[SourceFile], recipe: Recipe
-) -> UnitText:
-    """Documents as they are stored, from their ids without ends of text.
+def finish_documents(
+    documents: Sequence[AnyDocument],
+    tokens: Sequence[npt.NDArray[Any]],
+    files: Sequence[SourceFile],
+    recipe: Recipe,
+) -> tuple[TokenArray, npt.NDArray[np.void]]:
+    """Return documents as they are stored: all tokens with an end of text after each, and the ``DOCUMENT`` records.
 
     The size of a document is that of the text that was tokenised; its place and its hash are those of the record,
     whatever transforms made of it, so that provenance can tell whether the source still has it. Tokens without a text
@@ -99,60 +88,63 @@ def finished(
         DataError: An id is not in the vocabulary, or a document is too long for a cache.
     """
     end = np.array([recipe.end_of_text_id], recipe.dtype)
-    stored = [ids if ids.dtype == end.dtype else _in_dtype(entry, ids, files, recipe)
-              for entry, ids in zip(entries, tokens, strict=True)]  # fmt: skip
+    stored = [ids if ids.dtype == end.dtype else _in_dtype(document, ids, files, recipe)
+              for document, ids in zip(documents, tokens, strict=True)]  # fmt: skip
     flat = cast("TokenArray", np.concatenate([end[:0], *(part for ids in stored for part in (ids, end))]))
     if flat.size and int(flat.max()) >= recipe.vocab_size:
-        for entry, ids in zip(entries, stored, strict=True):
-            _check_vocabulary(entry, ids, files, recipe)
-    rows = [_document_row(entry, len(ids) + 1, files) for entry, ids in zip(entries, stored, strict=True)]
-    return UnitText(flat, np.array(rows, DOCUMENT))
+        for document, ids in zip(documents, stored, strict=True):
+            _check_vocabulary(document, ids, files, recipe)
+    rows = [_document_row(document, len(ids) + 1, files) for document, ids in zip(documents, stored, strict=True)]
+    return flat, np.array(rows, DOCUMENT)
 
 
-def _document_row(entry: Entry, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
+def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
     """The ``DOCUMENT`` record of one document."""
-    record = entry.record
-    text = entry.text.encode() if entry.text is not None else b""
-    if max(record.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
+    text = document.text.encode() if document.text is not None else b""
+    if max(document.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
         raise DataError(
-            f"a document of {record.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
-            where=place_of(record, files), hint="cut it into several records of less than 2 GiB",
+            f"a document of {document.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
+            where=place_of(document, files), hint="cut it into several records of less than 2 GiB",
         )  # fmt: skip
-    if isinstance(record, TokenDocument):
-        content = np.ascontiguousarray(record.tokens).view(np.uint8).data
+    if isinstance(document, TokenDocument):
+        content = np.ascontiguousarray(document.tokens).view(np.uint8).data
     else:
-        content = text if record.text is entry.text else record.text.encode()
-    place = (record.file_index, record.ordinal, record.byte_offset, record.byte_length)
+        content = text if document.original is None else document.original.encode()
+    place = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
     return (*place, num_tokens, len(text), xxhash.xxh3_64_intdigest(content))
 
 
 def _in_dtype(
-    entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
+    document: AnyDocument, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
 ) -> npt.NDArray[Any]:  # fmt: skip
-    """Ids of another type as they are stored."""
-    _check_vocabulary(entry, ids, files, recipe)
+    """Convert ids of another type to the stored one."""
+    _check_vocabulary(document, ids, files, recipe)
     return ids.astype(recipe.dtype)
 
 
-def _check_vocabulary(entry: Entry, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe) -> None:
+def _check_vocabulary(
+    document: AnyDocument, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
+) -> None:  # fmt: skip
     if not len(ids) or (int(ids.max()) < recipe.vocab_size and int(ids.min()) >= 0):
         return
     wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
-    given = isinstance(entry.record, TokenDocument)
+    given = isinstance(document, TokenDocument)
     raise DataError(
         f"{'the source has' if given else 'the tokenizer gave'} id {wrong}, "
         f"{'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
-        where=place_of(entry.record, files),
+        where=place_of(document, files),
         hint="the shards were written with another tokenizer" if given else
         "the tokenizer is broken: train or load it again",
     )  # fmt: skip
 
 
-def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkContent]:
-    """The rows of a unit, cut into chunks."""
-    document_ends = np.cumsum(text.documents_D["num_tokens"].astype(np.int64))
-    document_starts = document_ends - text.documents_D["num_tokens"]
-    packing = pack(text.documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
+def chunk_contents(
+    unit: int, tokens: TokenArray, documents_D: npt.NDArray[np.void], recipe: Recipe
+) -> list[ChunkContent]:  # fmt: skip
+    """Pack the documents of a unit into rows, and cut the rows into chunks."""
+    document_ends = np.cumsum(documents_D["num_tokens"].astype(np.int64))
+    document_starts = document_ends - documents_D["num_tokens"]
+    packing = pack(documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
     num_rows = packing.num_rows
     if num_rows == 0:
         return []
@@ -167,7 +159,7 @@ def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkConte
         array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
     )
     tokens_RC = np.full((num_rows, recipe.row_tokens), recipe.end_of_text_id, recipe.dtype)
-    _fill(tokens_RC, text.tokens, document_starts[documents_F] + offsets_F, lengths_F, row_ptr)
+    _fill(tokens_RC, tokens, document_starts[documents_F] + offsets_F, lengths_F, row_ptr)
     contents: list[ChunkContent] = []
     for first in range(0, num_rows, recipe.chunk_rows):
         last = min(first + recipe.chunk_rows, num_rows)
@@ -178,7 +170,7 @@ def chunk_contents(unit: int, text: UnitText, recipe: Recipe) -> list[ChunkConte
                 tokens_RC=tokens_RC[first:last],
                 row_ptr=(row_ptr[first : last + 1] - row_ptr[first]).astype(np.uint32),
                 segments_S3=np.stack([index_F, offsets_F[part], lengths_F[part]], axis=1).astype(np.uint32),
-                documents_D=text.documents_D[present],
+                documents_D=documents_D[present],
             )
         )
     return contents

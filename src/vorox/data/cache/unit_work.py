@@ -9,30 +9,29 @@ alone, not of what else is run, where, in which order or by how many threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache import inventory
 from vorox.data.cache.assemble import Encoder, chunk_contents, unit_statistics
-from vorox.data.cache.format import ChunkOrigin, ChunkRecord, encode_chunk
+from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.pipeline.duplicates import corpus_wide
 from vorox.data.pipeline.first_pass import FirstPass, find_duplicates
-from vorox.data.pipeline.pipeline import Pipeline, Stage
-from vorox.data.pipeline.stages import GatheredUnit, ReadUnit, Told, UnitStages, one_after_the_other
+from vorox.data.pipeline.pipeline import Pipeline, Stage, run_serial
+from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
 from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.tokenizers.fast_path import rebuild_mixed
 from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
 
 _UNITS_AHEAD = 2
 """One that is read while others are tokenised and packed, and one that the caller writes."""
-
-OnDocuments = Callable[[int, int, int], None]
-"""Told the documents, UTF-8 bytes of text and tokens that were added, in the order of the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,68 +138,73 @@ class UnitWork:
         Args:
             units: Taken one by one when there is room for another, so that they may be leased as they are taken; by a
                 thread of the pipeline where the work is staged.
-            on_documents: Told after every batch of documents, in the thread that iterates.
-            on_statistics: Told how the stages get on, after every batch and at the end; never where the work is not
+            on_documents: Called as documents are tokenised, in the thread that iterates.
+            on_statistics: Called with the pipeline's counters likewise, and at the end; never where the work is not
                 staged.
             stop: Asked before every unit; once it says yes, no more are taken and those that were are finished.
 
         Raises:
             DataError: A text cannot be read or tokenised. The units before it have been given out.
         """
-        stages = self.stages().stages(self.pipeline)
-        begun: dict[int, tuple[Unit, int]] = {}
-        units = self._noted(units, begun)
-        if not self.pipeline.staged:
-            taken = units if stop is None else _until(units, stop)
-            yield from self._of_one_path(_told(one_after_the_other(taken, stages), on_documents), begun)
-            return
-        # Units are leased as they are taken: no more than keep every thread busy, so that others find some too.
-        most = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
-        pipeline = Pipeline(
-            units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most
-        )  # fmt: skip
 
-        def on_batch(documents: int, text_bytes: int, tokens: int) -> None:
+        def build(units: Iterable[Unit]) -> Generator[BuiltUnit]:
+            if self.pipeline.staged:
+                return self._run_staged(units, on_documents, on_statistics, stop)
+            taken = units if stop is None else _until(units, stop)
+            return run_serial(taken, self.stages(on_documents).stages(self.pipeline))
+
+        def rebuild(unit: Unit) -> BuiltUnit:
+            return next(run_serial([unit], self.stages().stages(self.pipeline)))
+
+        return rebuild_mixed(self.tokenizer, units, build, rebuild)
+
+    def _run_staged(
+        self,
+        units: Iterable[Unit],
+        on_documents: OnDocuments | None,
+        on_statistics: Callable[[PipelineStatistics], None] | None,
+        stop: Callable[[], bool] | None,
+    ) -> Generator[BuiltUnit]:
+        progress = _Progress()
+
+        def poll() -> None:
+            added = progress.take()
+            if added is None:
+                return
             if on_statistics is not None:
                 on_statistics(pipeline.statistics())
             if on_documents is not None:
-                on_documents(documents, text_bytes, tokens)
+                on_documents(*added)
 
-        with contextlib.closing(iter(pipeline)) as items:
-            yield from self._of_one_path(_told(items, on_batch), begun)
+        stages = self.stages(progress.add).stages(self.pipeline)
+        # Units are leased as they are taken: no more than keep every thread busy, so that others find some too.
+        most = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
+        pipeline = Pipeline(
+            units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most, poll=poll
+        )  # fmt: skip
+        with contextlib.closing(iter(pipeline)) as built:
+            yield from built
         if on_statistics is not None:
             on_statistics(pipeline.statistics())
 
-    def _noted(self, units: Iterable[Unit], begun: dict[int, tuple[Unit, int]]) -> Iterator[Unit]:
-        """The units, each remembered with the way of encoding that it begins with."""
-        for unit in units:
-            begun[unit.unit_id] = unit, getattr(self.tokenizer, "path_changes", 0)
-            yield unit
-
-    def _of_one_path(self, built: Iterable[BuiltUnit], begun: dict[int, tuple[Unit, int]]) -> Iterator[BuiltUnit]:
-        """The units, those again during which the tokenizer left its fast path: part of them is of a way that erred."""
-        for result in built:
-            unit, changes = begun.pop(result.unit_id)
-            if changes != getattr(self.tokenizer, "path_changes", 0):
-                again = one_after_the_other([unit], self.stages().stages(self.pipeline))
-                result = next(item for item in again if isinstance(item, BuiltUnit))
-            yield result
-
-    def stages(self) -> UnitStages:
-        """The stages from a unit to its chunks."""
+    def stages(self, on_documents: OnDocuments | None = None) -> UnitStages:
+        """The stages from a unit to its chunks; ``on_documents`` is called in one of their threads."""
         applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
-        return UnitStages(
+        stages = UnitStages(
             self.files, self.read_unit, self.tokenizer, self.recipe, applier, self.directory, self._packed
         )
+        return stages if on_documents is None else replace(stages, on_documents=on_documents)
 
     def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
         """What the header of a chunk says that it belongs to."""
         source_set = inventory.source_set_digest(unit, self.files)
         return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
 
-    def _packed(self, gathered: GatheredUnit) -> BuiltUnit:
-        unit = gathered.unit
-        contents = [] if gathered.gave_up else chunk_contents(unit.unit_id, gathered.text, self.recipe)
+    def _packed(self, gathered: TokenizedDocuments) -> BuiltUnit:
+        unit, documents_D = gathered.unit, gathered.documents_D
+        contents: list[ChunkContent] = []
+        if not gathered.gave_up:
+            contents = chunk_contents(unit.unit_id, gathered.tokens, documents_D, self.recipe)
         chunks = [
             encode_chunk(content, self.origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
             for part, content in enumerate(contents)
@@ -208,7 +212,7 @@ class UnitWork:
         return BuiltUnit(
             unit_id=unit.unit_id,
             chunks=tuple(chunks),
-            statistics=unit_statistics(unit.unit_id, gathered.text.documents_D, len(gathered.bad_records)),
+            statistics=unit_statistics(unit.unit_id, documents_D, len(gathered.bad_records)),
             bad_records=gathered.bad_records,
             records_read=gathered.records_read,
             gave_up=gathered.gave_up,
@@ -222,10 +226,20 @@ def _until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Unit]:
         yield unit
 
 
-def _told(items: Iterable[BuiltUnit | Told], on_documents: OnDocuments | None) -> Iterator[BuiltUnit]:
-    """The units among the items; what is told on the way is passed on."""
-    for item in items:
-        if isinstance(item, BuiltUnit):
-            yield item
-        elif on_documents is not None:
-            on_documents(item.documents, item.text_bytes, item.tokens)
+class _Progress:
+    """Counts of documents, text bytes and tokens, added by one thread and taken by another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = (0, 0, 0)
+
+    def add(self, documents: int, text_bytes: int, tokens: int) -> None:
+        with self._lock:
+            before = self._counts
+            self._counts = (before[0] + documents, before[1] + text_bytes, before[2] + tokens)
+
+    def take(self) -> tuple[int, int, int] | None:
+        """Return what was added since the last call; None if nothing was."""
+        with self._lock:
+            taken, self._counts = self._counts, (0, 0, 0)
+        return taken if any(taken) else None

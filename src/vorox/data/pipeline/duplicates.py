@@ -21,7 +21,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import DataError
 from vorox.data.cache.inventory import source_set_digest
 from vorox.data.documents import SourceFile, Unit
-from vorox.data.transforms.apply import Entry, IsDuplicate
+from vorox.data.transforms.apply import AnyDocument, IsDuplicate
 from vorox.data.transforms.registry import Transform
 from vorox.data.transforms.signatures import Signature, index_for
 
@@ -132,14 +132,14 @@ def _as_found(directory: Path | None, files: Sequence[SourceFile], transform: Tr
             hint=f"remove {path.parent} and run `vorox data fill`: it is found again, and what is built stays",
         )  # fmt: skip
     removed: set[Place] = {(row[0], row[1], row[2]) for row in found.removed_R3.tolist()}
-    return lambda entry: place_in_source(entry) in removed
+    return lambda document: place_in_source(document) in removed
 
 
 def _inside_unit(transform: Transform) -> IsDuplicate:
     index = index_for(transform.name, transform.args)
 
-    def is_duplicate(entry: Entry) -> bool:
-        signature = transform.function(entry.text, **transform.args)
+    def is_duplicate(document: AnyDocument) -> bool:
+        signature = transform.function(document.text, **transform.args)
         if index.is_duplicate(signature):
             return True
         index.add(signature)
@@ -148,5 +148,5 @@ def _inside_unit(transform: Transform) -> IsDuplicate:
     return is_duplicate
 
 
-def place_in_source(entry: Entry) -> Place:
-    return entry.record.file_index, entry.record.ordinal, entry.copy
+def place_in_source(document: AnyDocument) -> Place:
+    return document.file_index, document.ordinal, document.copy

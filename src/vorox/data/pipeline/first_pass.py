@@ -30,8 +30,8 @@ from vorox.data.pipeline.duplicates import (
     place_in_source,
     read_unit_duplicates,
 )
-from vorox.data.pipeline.pipeline import Pipeline, Stage
-from vorox.data.pipeline.stages import Batch, UnitStages, one_after_the_other
+from vorox.data.pipeline.pipeline import Pipeline, Stage, run_serial
+from vorox.data.pipeline.stages import DocumentBatch, UnitStages
 from vorox.data.transforms.registry import Transform
 from vorox.data.transforms.signatures import Signature, index_for
 
@@ -102,7 +102,7 @@ class FirstPass:
             pipeline = Pipeline(left, stages, queue_bytes=config.queue_bytes, consumer="compare", stop=stop)
             signed = iter(pipeline)
         else:
-            signed = one_after_the_other((unit for unit in left if stop is None or not stop()), stages)
+            signed = run_serial((unit for unit in left if stop is None or not stop()), stages)
         parts: list[_Signed] = []
         for part in signed:
             parts.append(part)
@@ -128,9 +128,10 @@ class FirstPass:
         self._compared_bytes += unit.size_bytes
         self.known_units += 1
 
-    def _signed(self, batch: Batch) -> _Signed:
-        signatures = [self._transform.function(entry.text, **self._transform.args) for entry in batch.entries]
-        return _Signed(batch, [place_in_source(entry) for entry in batch.entries], signatures)
+    def _signed(self, batch: DocumentBatch) -> _Signed:
+        function, args = self._transform.function, self._transform.args
+        signatures = [function(document.text, **args) for document in batch.documents]
+        return _Signed(batch, [place_in_source(document) for document in batch.documents], signatures)
 
     def _write(self, unit: Unit, parts: Sequence[_Signed]) -> None:
         removed: list[Place] = []
@@ -159,7 +160,7 @@ class FirstPass:
 class _Signed:
     """The signatures of one batch."""
 
-    batch: Batch
+    batch: DocumentBatch
     places: Sequence[Place]
     signatures: Sequence[Signature]
 

@@ -1,9 +1,9 @@
-"""Stages in threads with bounded queues between them, and an iterator over what comes out at the end.
+"""Stages in threads with bounded queues between them, or the same stages in a row.
 
-An iterable of items goes in at the front; each stage takes items from the queue before it and puts what it makes of
-them into the queue behind it. A ``Stage`` makes one item of one item and may have several threads; a ``Flow`` sees all
-items in order and makes as many of them as it likes, in one thread. Invariants: what comes out, and where it fails, is
-what the same functions give one after the other in one thread; however it ends, no thread is left running.
+Items go in at the front; each stage takes items from the queue before it and puts its results into the queue behind it.
+A ``Stage`` makes one item of one item and may have several threads; a ``Flow`` sees all items in order and yields as
+many as it likes, in one thread. Invariants: the output, and the place of a failure, are those of ``run_serial``;
+however a pipeline ends, no thread is left running.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from vorox.data.pipeline.statistics import PipelineStatistics, StageStatistics
 
 _JOIN_SECONDS = 10.0
 """How long an ending pipeline waits for a thread that is in the middle of something, such as a read that hangs."""
+_POLL_SECONDS = 0.1
 
 
 class Item(Protocol):
-    """What flows: it knows its size, and its place for messages."""
+    """What flows through a pipeline: its size, and its place for messages."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -40,7 +41,7 @@ class Stage:
         name: For statistics and messages.
         work: Makes an item of an item.
         threads: How many work at once.
-        reserve_bytes: Bytes to reserve for what becomes of an item, before it is made; None for the item's own size.
+        reserve_bytes: Bytes to reserve for the result before it is made; None for the size of the input.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Flow:
 
     Attributes:
         name: For statistics and messages.
-        work: Takes the items, gives items.
+        work: Takes an iterator of items, yields items.
     """
 
     name: str
@@ -89,8 +90,8 @@ class _Counter:
             self.busy_seconds += busy_seconds
 
 
-class _Front:
-    """The iterable that feeds the first stage, behind the face of a queue: taken one item at a time, by any thread."""
+class InputQueue:
+    """The input of the first stage, with the interface of a queue: any thread takes one item at a time."""
 
     def __init__(self, items: Iterable[Any], stop: Callable[[], bool], most_in_flight: int | None) -> None:
         self._items = iter(items)
@@ -125,7 +126,7 @@ class _Front:
         return self._ended or most is None or self.taken - self._finished < most
 
     def finish_one(self) -> None:
-        """What was made of an item has been dealt with."""
+        """Make room for another item: the consumer is done with one."""
         with self._changed:
             self._finished += 1
             self._changed.notify_all()
@@ -136,17 +137,29 @@ class _Front:
             self._changed.notify_all()
 
 
+_Source = CreditQueue | InputQueue
+
+
+def run_serial(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Generator[Any]:
+    """Yield what a ``Pipeline`` of the same stages yields, computed in the calling thread."""
+    flow = iter(items)
+    for stage in stages:
+        flow = stage.work(flow) if isinstance(stage, Flow) else map(stage.work, flow)
+    yield from flow
+
+
 class Pipeline:
     """Stages that work at the same time. Iterate over it once.
 
     Args:
-        items: What goes in; taken one by one, in a thread, when there is room.
+        items: Input; taken one by one, in a thread, when there is room.
         stages: In the order of the flow, at least one.
         queue_bytes: Credits of each queue.
-        consumer: What the caller does with the items that come out, for statistics.
-        stop: Asked before an item is taken; once it says yes, what was taken is finished and nothing else begun.
-        most_in_flight: Items that are taken and not dealt with by the caller, at most, where the stages make one item
-            of each; None for as many as the queues have room for.
+        consumer: Name of the caller's work on the results, for statistics.
+        stop: Called before an item is taken; once it returns true, items in flight are finished and no others begun.
+        most_in_flight: Items that are taken and not yet dealt with by the caller, at most, where the stages make one
+            item of each; None for as many as the queues have room for.
+        poll: Called in the iterating thread before every item, at the end, and ten times a second while it waits.
     """
 
     def __init__(
@@ -158,11 +171,13 @@ class Pipeline:
         consumer: str = "write",
         stop: Callable[[], bool] | None = None,
         most_in_flight: int | None = None,
+        poll: Callable[[], None] | None = None,
     ) -> None:
         self._stages = tuple(stages)
+        self._poll = poll
         self._consumer = consumer
         self._failed = False
-        self._front = _Front(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
+        self._front = InputQueue(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
         names = [*(stage.name for stage in stages), consumer]
         self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
         self._counters = [_Counter() for _ in names]
@@ -179,7 +194,7 @@ class Pipeline:
         self._started_seconds = self._ended_seconds = 0.0
 
     def __iter__(self) -> Generator[Any]:
-        """What the last stage makes, in order.
+        """Yield the results of the last stage, in order.
 
         Raises:
             BaseException: Whatever a stage raised, behind all items that come before it, with a note that names the
@@ -189,19 +204,25 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
         try:
-            while (taken := self._queues[-1].get()) is not None:
+            while (taken := self._next()) is not None:
                 _, item = taken
                 if isinstance(item, _Failure):
                     raise item.error
-                self._counters[-1].add(_counts(item), item.size_bytes, 0.0)
+                self._counters[-1].add(1, item.size_bytes, 0.0)
                 yield item
-                if _counts(item):
-                    self._front.finish_one()
+                self._front.finish_one()
         finally:
             self._close()
 
+    def _next(self) -> tuple[int, Any] | None:
+        if self._poll is not None:
+            while not self._queues[-1].wait(_POLL_SECONDS):
+                self._poll()
+            self._poll()
+        return self._queues[-1].get()
+
     def statistics(self) -> PipelineStatistics:
-        """How it goes, or how it went."""
+        """Return a snapshot of the counters."""
         now = self._ended_seconds or time.perf_counter()
         seconds = now - self._started_seconds if self._started_seconds else 0.0
         queues = tuple(queue.statistics() for queue in self._queues)
@@ -234,7 +255,7 @@ class Pipeline:
         else:
             self._run_flow(stage, before, self._queues[index], self._counters[index])
 
-    def _run_stage(self, stage: Stage, before: CreditQueue | _Front, behind: CreditQueue, counter: _Counter) -> None:
+    def _run_stage(self, stage: Stage, before: _Source, behind: CreditQueue, counter: _Counter) -> None:
         while (taken := before.get()) is not None:
             sequence, item = taken
             size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and _is_good(item) else item.size_bytes
@@ -246,11 +267,11 @@ class Pipeline:
                     item = stage.work(item)
                 except BaseException as error:
                     item = self._failure(error, stage.name, item.place)
-                counter.add(_counts(item), item.size_bytes, time.perf_counter() - started)
+                counter.add(int(_is_good(item)), item.size_bytes, time.perf_counter() - started)
             behind.fill(sequence, item, item.size_bytes)
         behind.finish(before.taken)
 
-    def _run_flow(self, flow: Flow, before: CreditQueue | _Front, behind: CreditQueue, counter: _Counter) -> None:
+    def _run_flow(self, flow: Flow, before: _Source, behind: CreditQueue, counter: _Counter) -> None:
         inputs = _Inputs(before)
         outputs = flow.work(iter(inputs))
         sequence = 0
@@ -263,7 +284,8 @@ class Pipeline:
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
-            counter.add(_counts(item), item.size_bytes if item else 0, busy_seconds)
+            is_result = item is not None and _is_good(item)
+            counter.add(int(is_result), item.size_bytes if item else 0, busy_seconds)
             if item is None or not behind.put(sequence, item, item.size_bytes):
                 break
             sequence += 1
@@ -276,11 +298,6 @@ class Pipeline:
         return _Failure(error, stage, place)
 
 
-def _counts(item: Any) -> int:
-    """1 for what is counted as an item; words about others, failures and the end are not."""
-    return int(item is not None and _is_good(item) and not getattr(item, "is_word", False))
-
-
 def _is_good(item: Any) -> bool:
     return not isinstance(item, _Failure)
 
@@ -288,7 +305,7 @@ def _is_good(item: Any) -> bool:
 class _Inputs:
     """The items before a flow, and the failure that ended them if one did."""
 
-    def __init__(self, before: CreditQueue | _Front) -> None:
+    def __init__(self, before: _Source) -> None:
         self._before = before
         self.failure: _Failure | None = None
         self.place = ""

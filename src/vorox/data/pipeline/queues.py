@@ -1,11 +1,11 @@
 """A bounded queue between two stages: byte credits in, items out in the order of their numbers.
 
-Producers reserve the bytes of an item before they make it, fill the place, and consumers take items strictly by
+Producers reserve the bytes of an item before they make it and then fill the slot; consumers take items strictly by
 sequence number, whichever producer was quicker. Credits come back when an item is taken. Rules against deadlock: the
 item that is next in order is always admitted, and an item larger than the whole queue passes when the queue is empty.
-Closing goes both ways: ``finish`` tells consumers how far the numbers go, ``cancel`` sends everybody home.
-Invariants: what comes out does not depend on timing; the bytes held are at most the limit, one item that is next in
-order, and what an item turned out larger than was reserved for it.
+Closing works in both directions: ``finish`` tells consumers where the numbers end, ``cancel`` releases everybody.
+Invariants: the output does not depend on timing; the bytes held are at most the limit, one item that is next in order,
+and the excess of items over their reservations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """What a queue has seen.
+    """Counters of a queue.
 
     Attributes:
         name: The stages that it lies between: ``decode>tokenize``.
@@ -64,7 +64,7 @@ class CreditQueue:
         self._producer_wait_seconds = self._consumer_wait_seconds = 0.0
 
     def reserve(self, sequence: int, size_bytes: int) -> bool:
-        """Wait until an item may be made. False: nobody wants it any more."""
+        """Wait until an item may be made. False: the queue was cancelled."""
         with self._changed:
             if not self._cancelled and not self._admits(sequence, size_bytes):
                 started = time.perf_counter()
@@ -78,7 +78,7 @@ class CreditQueue:
             return True
 
     def fill(self, sequence: int, item: Any, size_bytes: int) -> None:
-        """Put in the item that was reserved; its true size replaces the estimate."""
+        """Put in a reserved item; its true size replaces the estimate."""
         with self._changed:
             if self._cancelled:
                 return
@@ -88,20 +88,26 @@ class CreditQueue:
             self._changed.notify_all()
 
     def put(self, sequence: int, item: Any, size_bytes: int) -> bool:
-        """Reserve and fill in one. False: nobody wants it any more."""
+        """Reserve and fill in one. False: the queue was cancelled."""
         if not self.reserve(sequence, size_bytes):
             return False
         self.fill(sequence, item, size_bytes)
         return True
 
-    def get(self) -> tuple[int, Any] | None:
-        """The next item in order with its number; None when there are no more or the queue is cancelled."""
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until ``get`` would return at once. False: it would not yet."""
         with self._changed:
-            if not self._is_decided():
-                started = time.perf_counter()
-                while not self._is_decided():
-                    self._changed.wait()
-                self._consumer_wait_seconds += time.perf_counter() - started
+            if self._is_decided():
+                return True
+            started = time.perf_counter()
+            is_decided = self._changed.wait_for(self._is_decided, timeout_seconds)
+            self._consumer_wait_seconds += time.perf_counter() - started
+            return is_decided
+
+    def get(self) -> tuple[int, Any] | None:
+        """Return the next item in order with its number; None when there are no more or the queue is cancelled."""
+        with self._changed:
+            self.wait()
             if self._cancelled or self._next not in self._items:
                 return None
             sequence = self._next
@@ -118,13 +124,13 @@ class CreditQueue:
             return self._next
 
     def finish(self, end: int) -> None:
-        """Say that no item has the number ``end`` or a higher one."""
+        """Mark the end: no item has the number ``end`` or a higher one."""
         with self._changed:
             self._end = end
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Drop everything and let nobody wait any longer."""
+        """Drop all items and release everybody who waits."""
         with self._changed:
             self._cancelled = True
             self._items.clear()

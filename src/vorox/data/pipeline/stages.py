@@ -1,8 +1,8 @@
-"""The stages from a unit of text to the bytes of its chunks: fetch, decode, filter, tokenize, augment, gather, pack.
+"""The stages from a unit to the bytes of its chunks: fetch, decode, filter, tokenize, augment, gather, pack.
 
-Units go in, ``Batch``es of documents travel through the first stages, a unit's documents are gathered again and packed
-at the end. Every stage is a pure function of what it is given, so threads may run it in any order; where the work is
-staged, ``run`` gives the same as where it is not. Invariant: batches never mix units, and the last of a unit says so.
+Units go in. ``DocumentBatch``es of documents become ``TokenizedDocuments``, those of a unit are joined and packed.
+Every stage is a pure function of its input, so threads may run it in any order; ``run_serial`` gives the same as a
+``Pipeline``. Invariant: batches never mix units, and the last batch of a unit is marked.
 """
 
 from __future__ import annotations
@@ -18,64 +18,96 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.assemble import Encoder, UnitText, encode, finished
+from vorox.data.cache.assemble import Encoder, encode, finish_documents
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Document, SourceFile, TokenDocument, Unit
+from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, SourceFile, TokenDocument, Unit
 from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.records import TokenArray
 from vorox.data.storage import Fetched, reading_from
-from vorox.data.transforms.apply import Applier, Counts, Entry, IsDuplicate, add_counts
+from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
 
-Record = Document | TokenDocument | BadRecord
 ReadUnit = Callable[[Unit], Iterable[Record]]
-"""The records of a unit, in order. One that other processes can have and that fetches apart: ``text.UnitReader``."""
+"""The records of a unit, in order. ``text.UnitReader`` is one that can be pickled and that fetches apart."""
+
+OnDocuments = Callable[[int, int, int], None]
+"""Called with the documents, UTF-8 bytes of text and tokens that were added, in the order of the units."""
+
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _TEXT_OVERHEAD_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Some documents of one unit.
+class DocumentBatch:
+    """Some documents of one unit, before they are finished.
 
     Attributes:
         unit: The unit.
-        entries: The documents.
-        tokens: Their ids, once they have some and until they are finished.
-        text: The documents as they are stored, once they are finished; the others are let go then.
+        documents: The documents.
+        size_bytes: About what it takes in memory.
         bad_records: Records of this part of the unit that could not be read.
         records_read: Records that the batch was made of, bad and removed ones included.
         is_last: No other batch of the unit follows.
         gave_up: Reading stopped because record after record was bad.
+        tokens: The documents' ids, where transforms of tokens follow.
         counts: What each transform did.
-        path_changes: What the tokenizer said of itself before it made the ids.
-        duplicates: By the number of the transform, whether a text of the unit was there before.
-        size_bytes: About what it takes in memory.
+        duplicates: By the number of the transform, whether a text of the unit occurred before.
     """
 
     unit: Unit
-    entries: Sequence[Entry]
+    documents: Sequence[AnyDocument]
     size_bytes: int
-    tokens: Sequence[npt.NDArray[Any]] = ()
-    text: UnitText | None = None
     bad_records: tuple[BadRecord, ...] = ()
     records_read: int = 0
     is_last: bool = False
     gave_up: bool = False
+    tokens: Sequence[npt.NDArray[Any]] = ()
     counts: Counts = field(default_factory=dict[str, Any])
-    path_changes: int = 0
     duplicates: Mapping[int, IsDuplicate] = field(default_factory=dict[int, Any], repr=False)
 
     @property
     def place(self) -> str:
-        if not self.entries:
-            return f"unit {self.unit.unit_id}"
-        first, last = self.entries[0].record, self.entries[-1].record
+        if not self.documents:
+            return self.unit.place
+        first, last = self.documents[0], self.documents[-1]
         return (
-            f"unit {self.unit.unit_id}, record {first.ordinal + 1} of file {first.file_index} "
+            f"{self.unit.place}, record {first.ordinal + 1} of file {first.file_index} "
             f"to record {last.ordinal + 1} of file {last.file_index}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDocuments:
+    """Documents of one unit as they are stored: those of a batch, or, once gathered, all of them.
+
+    Attributes:
+        unit: The unit.
+        tokens: All documents one after the other, each with its end-of-text token.
+        documents_D: ``DOCUMENT`` records.
+        bad_records: Records that could not be read.
+        records_read: Records that were read, bad and removed ones included.
+        is_last: No other documents of the unit follow.
+        gave_up: Reading stopped because record after record was bad.
+        counts: What each transform did.
+    """
+
+    unit: Unit
+    tokens: TokenArray
+    documents_D: npt.NDArray[np.void]
+    bad_records: tuple[BadRecord, ...]
+    records_read: int
+    is_last: bool
+    gave_up: bool
+    counts: Counts
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens.nbytes + self.documents_D.nbytes
+
+    @property
+    def place(self) -> str:
+        return self.unit.place
 
 
 @runtime_checkable
@@ -105,51 +137,23 @@ class FetchedUnit:
         return self.unit.place
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredUnit:
-    """All documents of a unit as tokens."""
-
-    unit: Unit
-    text: UnitText
-    bad_records: tuple[BadRecord, ...]
-    records_read: int
-    gave_up: bool
-    counts: Counts
-
-    @property
-    def size_bytes(self) -> int:
-        return self.text.tokens.nbytes + self.text.documents_D.nbytes
-
-    @property
-    def place(self) -> str:
-        return f"unit {self.unit.unit_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Documents that were tokenised, on their way to whoever shows progress."""
-
-    documents: int
-    text_bytes: int
-    tokens: int
-    size_bytes: int = 0
-    place: str = ""
-    is_word: bool = True
-    """Not an item of work: it is not counted as one."""
+def _ignore_documents(documents: int, text_bytes: int, tokens: int) -> None:
+    del documents, text_bytes, tokens
 
 
 @dataclass(frozen=True)
 class UnitStages:
-    """What the stages are functions of.
+    """The inputs of the stages, and the stages.
 
     Attributes:
         files: The source's files.
-        read_unit: Gives the records of a unit.
+        read_unit: Yields the records of a unit.
         tokenizer: Text to ids.
         recipe: What the rows are a function of.
         applier: The transforms.
-        directory: Where the first pass left what it found of duplicates.
-        pack: Makes what is kept of a gathered unit.
+        directory: Where the first pass left the duplicates that it found.
+        pack: Makes the result of a gathered unit.
+        on_documents: Called by ``gather`` for every batch, in its thread.
     """
 
     files: Sequence[SourceFile]
@@ -158,18 +162,19 @@ class UnitStages:
     recipe: Recipe
     applier: Applier
     directory: Path | None
-    pack: Callable[[GatheredUnit], Item]
+    pack: Callable[[TokenizedDocuments], Item]
+    on_documents: OnDocuments = _ignore_documents
 
     def stages(self, config: PipelineConfig) -> tuple[Stage | Flow, ...]:
-        """The stages in order; those that would do nothing are left out."""
+        """Return the stages in order, without those that would do nothing."""
         stages = [*self.sources(config), *self.filters(config)]
         stages.append(Stage("tokenize", self.tokenize, config.tokenize_threads))
-        if any(transform.kind == "tokens" for transform in self.applier.transforms):
+        if self._transforms_tokens:
             stages.append(Stage("augment", self.augment, config.augment_threads))
-        return (*stages, Flow("gather", self.gather), Stage("pack", self._packed, config.pack_threads))
+        return (*stages, Flow("gather", self.gather), Stage("pack", self.pack, config.pack_threads))
 
     def sources(self, config: PipelineConfig) -> list[Stage | Flow]:
-        """The stages up to the records; bytes are fetched apart where the source can do so."""
+        """Return the stages up to the records; bytes are fetched apart where the source can do so."""
         read = self.read_unit
         decode = Flow("decode", self.decode)
         if isinstance(read, Fetching) and read.fetches:
@@ -177,7 +182,7 @@ class UnitStages:
         return [decode]
 
     def filters(self, config: PipelineConfig) -> list[Stage | Flow]:
-        """The stage that applies transforms of text, if there are any."""
+        """Return the stage that applies transforms of text, if there are any."""
         transforms = self.applier.transforms
         if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in transforms):
             return [Flow("filter", lambda batches: map(self.filter, batches))]  # what came before in the unit decides
@@ -186,24 +191,28 @@ class UnitStages:
         return []
 
     def before(self, number: int) -> UnitStages:
-        """The same with the transforms before one of them only."""
+        """Return the same with only the transforms before one of them."""
         transforms = tuple(transform for transform in self.applier.transforms if transform.number < number)
         return replace(self, applier=replace(self.applier, transforms=transforms))
 
+    @property
+    def _transforms_tokens(self) -> bool:
+        return any(transform.kind == "tokens" for transform in self.applier.transforms)
+
     def fetch(self, unit: Unit) -> FetchedUnit:
-        """Read what can be read before it is decoded."""
+        """Read the bytes of a unit that can be read before they are decoded."""
         assert isinstance(self.read_unit, Fetching)
         return FetchedUnit(unit, self.read_unit.fetch(unit))
 
-    def decode(self, units: Iterator[Unit | FetchedUnit]) -> Iterator[Batch]:
-        """The records of units in batches."""
+    def decode(self, units: Iterator[Unit | FetchedUnit]) -> Iterator[DocumentBatch]:
+        """Yield the records of units in batches."""
         for item in units:
             unit = item.unit if isinstance(item, FetchedUnit) else item
             try:
                 records = iter(self.read_unit(unit))
                 if isinstance(item, FetchedUnit):
                     records = reading_from(records, item.fetched)
-                yield from self._decoded(unit, records)
+                yield from self._batches(unit, records)
             except OSError as error:
                 raise DataError(
                     f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
@@ -211,11 +220,18 @@ class UnitStages:
                     hint="check that the file is there and may be read, then run the same command again",
                 ) from error
 
-    def _decoded(self, unit: Unit, records: Iterator[Record]) -> Iterator[Batch]:
-        entries: list[Entry] = []
+    def _batches(self, unit: Unit, records: Iterator[Record]) -> Iterator[DocumentBatch]:
+        duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)
+        documents: list[AnyDocument] = []
         bad_records: list[BadRecord] = []
         size_bytes = bad_in_a_row = 0
-        duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)
+
+        def batch(*, is_last: bool, gave_up: bool = False) -> DocumentBatch:
+            records_read = len(documents) + len(bad_records)
+            return DocumentBatch(
+                unit, documents, size_bytes, tuple(bad_records), records_read, is_last, gave_up, duplicates=duplicates
+            )  # fmt: skip
+
         for record in records:
             if isinstance(record, BadRecord):
                 bad_records.append(record)
@@ -224,105 +240,78 @@ class UnitStages:
                     break
                 continue
             bad_in_a_row = 0
-            if size_bytes >= _BATCH_BYTES or len(entries) >= _BATCH_DOCUMENTS:
-                yield replace(_batch(unit, entries, size_bytes, bad_records), duplicates=duplicates)
-                entries, bad_records, size_bytes = [], [], 0
-            if isinstance(record, TokenDocument):
-                entries.append(Entry(record, None))
-                size_bytes += record.tokens.nbytes + _TEXT_OVERHEAD_BYTES
-            else:
-                entries.append(Entry(record, record.text))
-                size_bytes += len(record.text) + _TEXT_OVERHEAD_BYTES
-        gave_up = bad_in_a_row == BAD_RECORDS_IN_A_ROW
-        last = _batch(unit, entries, size_bytes, bad_records)
-        yield replace(last, duplicates=duplicates, is_last=True, gave_up=gave_up)
+            if size_bytes >= _BATCH_BYTES or len(documents) >= _BATCH_DOCUMENTS:
+                yield batch(is_last=False)
+                documents, bad_records, size_bytes = [], [], 0
+            documents.append(record)
+            text_bytes = record.tokens.nbytes if isinstance(record, TokenDocument) else len(record.text)
+            size_bytes += text_bytes + _TEXT_OVERHEAD_BYTES
+        yield batch(is_last=True, gave_up=bad_in_a_row == BAD_RECORDS_IN_A_ROW)
 
-    def filter(self, batch: Batch) -> Batch:
+    def filter(self, batch: DocumentBatch) -> DocumentBatch:
         """Apply the transforms of text."""
         counts: Counts = {}
-        entries = self.applier.texts(batch.entries, batch.duplicates, counts)
-        size_bytes = sum(len(entry.text or "") + _TEXT_OVERHEAD_BYTES for entry in entries)
-        return replace(batch, entries=entries, counts=counts, size_bytes=size_bytes)
+        documents = self.applier.texts(batch.documents, batch.duplicates, counts)
+        size_bytes = sum(len(document.text or "") + _TEXT_OVERHEAD_BYTES for document in documents)
+        return replace(batch, documents=documents, counts=counts, size_bytes=size_bytes)
 
-    def tokenize(self, batch: Batch) -> Batch:
-        path_changes = self._path_changes()
-        tokens = encode(batch.entries, self.files, self.tokenizer)
-        batch = replace(batch, path_changes=path_changes)
-        if any(transform.kind == "tokens" for transform in self.applier.transforms):
+    def tokenize(self, batch: DocumentBatch) -> DocumentBatch | TokenizedDocuments:
+        """Encode the documents; finish them, unless transforms of tokens follow."""
+        tokens = encode(batch.documents, self.files, self.tokenizer)
+        if self._transforms_tokens:
             return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))
-        return self._finished(batch, batch.entries, tokens)
+        return self._finished(batch, batch.documents, tokens, batch.counts)
 
-    def augment(self, batch: Batch) -> Batch:
+    def augment(self, batch: DocumentBatch) -> TokenizedDocuments:
         """Apply the transforms of tokens."""
         counts = dict(batch.counts)
-        entries, tokens = self.applier.tokens(batch.entries, batch.tokens, counts)
-        return replace(self._finished(batch, entries, tokens), counts=counts)
+        documents, tokens = self.applier.tokens(batch.documents, batch.tokens, counts)
+        return self._finished(batch, documents, tokens, counts)
 
-    def _finished(self, batch: Batch, entries: Sequence[Entry], tokens: Sequence[npt.NDArray[Any]]) -> Batch:
-        """The documents as they are stored; their texts are let go."""
-        text = finished(entries, tokens, self.files, self.recipe)
-        size_bytes = text.tokens.nbytes + text.documents_D.nbytes
-        return replace(batch, entries=(), tokens=(), text=text, size_bytes=size_bytes)
-
-    def gather(self, batches: Iterator[Batch]) -> Iterator[GatheredUnit | Told]:
-        """Whole units, and word of every batch on the way.
-
-        A tokenizer that left its fast path in the middle of a unit makes the unit anew: some of its ids may be wrong.
-        """
-        parts: list[Batch] = []
-        for batch in batches:
-            parts.append(batch)
-            if batch.is_last and any(part.path_changes != self._path_changes() for part in parts):
-                parts = self._made_anew(batch.unit)
-            if batch.text is not None and len(batch.text.documents_D):
-                documents_D = batch.text.documents_D
-                text_bytes = int(documents_D["text_bytes"].sum(dtype=np.int64))
-                yield Told(len(documents_D), text_bytes, len(batch.text.tokens))
-            if batch.is_last:
-                yield self._gathered(parts)
-                parts = []
-
-    def _path_changes(self) -> int:
-        return int(getattr(self.tokenizer, "path_changes", 0))
-
-    def _made_anew(self, unit: Unit) -> list[Batch]:
-        stages = self.stages(PipelineConfig())
-        changes = -1
-        parts: list[Batch] = []
-        while changes != self._path_changes():
-            changes = self._path_changes()
-            parts = list(one_after_the_other([unit], stages[: [stage.name for stage in stages].index("gather")]))
-        return parts
-
-    def _gathered(self, parts: Sequence[Batch]) -> GatheredUnit:
-        counts: Counts = {}
-        for part in parts:
-            add_counts(counts, part.counts)
-        texts = [part.text for part in parts if part.text is not None]
-        return GatheredUnit(
-            unit=parts[0].unit,
-            text=UnitText(
-                cast("TokenArray", np.concatenate([text.tokens for text in texts])),
-                np.concatenate([text.documents_D for text in texts]),
-            ),
-            bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
-            records_read=sum(part.records_read for part in parts),
-            gave_up=parts[-1].gave_up,
+    def _finished(
+        self,
+        batch: DocumentBatch,
+        documents: Sequence[AnyDocument],
+        tokens: Sequence[npt.NDArray[Any]],
+        counts: Counts,
+    ) -> TokenizedDocuments:
+        """Return the documents as they are stored; their texts can be freed."""
+        flat, documents_D = finish_documents(documents, tokens, self.files, self.recipe)
+        return TokenizedDocuments(
+            unit=batch.unit,
+            tokens=flat,
+            documents_D=documents_D,
+            bad_records=batch.bad_records,
+            records_read=batch.records_read,
+            is_last=batch.is_last,
+            gave_up=batch.gave_up,
             counts=counts,
         )
 
-    def _packed(self, item: GatheredUnit | Told) -> Item:
-        return item if isinstance(item, Told) else self.pack(item)
+    def gather(self, parts: Iterator[TokenizedDocuments]) -> Iterator[TokenizedDocuments]:
+        """Join the parts of each unit, and report progress part by part."""
+        of_unit: list[TokenizedDocuments] = []
+        for part in parts:
+            of_unit.append(part)
+            if len(part.documents_D):
+                text_bytes = int(part.documents_D["text_bytes"].sum(dtype=np.int64))
+                self.on_documents(len(part.documents_D), text_bytes, len(part.tokens))
+            if part.is_last:
+                yield _joined(of_unit)
+                of_unit = []
 
 
-def _batch(unit: Unit, entries: Sequence[Entry], size_bytes: int, bad_records: Sequence[BadRecord]) -> Batch:
-    records_read = len(entries) + len(bad_records)
-    return Batch(unit, entries, size_bytes, bad_records=tuple(bad_records), records_read=records_read)
-
-
-def one_after_the_other(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Iterator[Any]:
-    """What a pipeline of the same stages gives, made in the calling thread."""
-    flow = iter(items)
-    for stage in stages:
-        flow = stage.work(flow) if isinstance(stage, Flow) else map(stage.work, flow)
-    return flow
+def _joined(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
+    counts: Counts = {}
+    for part in parts:
+        add_counts(counts, part.counts)
+    return TokenizedDocuments(
+        unit=parts[0].unit,
+        tokens=cast("TokenArray", np.concatenate([part.tokens for part in parts])),
+        documents_D=np.concatenate([part.documents_D for part in parts]),
+        bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
+        records_read=sum(part.records_read for part in parts),
+        is_last=True,
+        gave_up=parts[-1].gave_up,
+        counts=counts,
+    )

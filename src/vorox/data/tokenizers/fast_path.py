@@ -9,11 +9,13 @@ counts up, so that whoever was in the middle of a unit can encode it again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -23,6 +25,9 @@ from tokenizers import pre_tokenizers
 from vorox.data.records import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
 from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, digits_pattern, word_pattern
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -222,6 +227,42 @@ def _key(text: str) -> int:
 
 def _is_checked(text: str) -> bool:
     return _key(text) % _CHECKED_ONE_IN == 0
+
+
+def rebuild_mixed(
+    tokenizer: object,
+    items: Iterable[Item],
+    build: Callable[[Iterable[Item]], Generator[Result]],
+    rebuild: Callable[[Item], Result],
+) -> Generator[Result]:
+    """Build a result of each item, and again those during which the tokenizer left its fast path.
+
+    Some text of such an item was encoded by the way that turned out wrong. The only place that handles this: a build
+    goes through here, and neither its stages nor its caller knows of the fast path.
+
+    Args:
+        tokenizer: Encodes text in ``build`` and ``rebuild``.
+        items: Taken by ``build``, from any of its threads.
+        build: Makes one result of each item, in order; may work ahead.
+        rebuild: Makes the result of one item.
+    """
+    begun: deque[tuple[Item, int]] = deque()
+
+    def changes() -> int:
+        return getattr(tokenizer, "path_changes", 0)
+
+    def noted() -> Iterator[Item]:
+        for item in items:
+            begun.append((item, changes()))
+            yield item
+
+    with contextlib.closing(build(noted())) as results:
+        for result in results:
+            item, before = begun.popleft()
+            while before != changes():
+                before = changes()
+                result = rebuild(item)
+            yield result
 
 
 def fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: Encoder) -> FastPath | None:
