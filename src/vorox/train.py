@@ -23,6 +23,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext, expected_directory
+from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.preparation import HowToBuild
@@ -105,7 +106,7 @@ def train(
             open_log(run, display, dist) as log,
             explained_machine_errors(run.directory),
             contextlib.closing(
-                make_setting(config, dist, log, on_progress, tokenizer_directory=run.tokenizer_directory)
+                make_setting(config, dist, log, on_progress, tokenizer_directory=run.layout.tokenizer)
             ) as setting,
         ):
             state, plan = (
@@ -182,7 +183,7 @@ def _open_as_main(
     config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
 ) -> RunContext:
     if isinstance(resume_from, Path):
-        directory = resume_from if _checkpoint(resume_from) is None else resume_from.parent.parent
+        directory = run_of_checkpoint(resume_from) or resume_from
         return RunContext.open(directory, config, argv=argv, distributed=dist)
     enter = RunContext.create if resume_from == "never" else RunContext.open_or_create
     return enter(config, argv=argv, distributed=dist)
@@ -196,7 +197,7 @@ def is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
 
 def _checkpoint(resume_from: str | Path) -> Path | None:
     """The checkpoint that a path names, if it names one and not a run."""
-    return resume_from if isinstance(resume_from, Path) and resume_from.parent.name == "checkpoints" else None
+    return resume_from if isinstance(resume_from, Path) and run_of_checkpoint(resume_from) is not None else None
 
 
 def _check_for_several(config: RunConfig, minutes: float | None) -> None:

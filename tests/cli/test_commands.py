@@ -205,7 +205,7 @@ def test_removing_a_run_needs_consent(vorox: Run, house: Path, monkeypatch: pyte
 
 
 def test_everything_that_a_run_writes_is_known(vorox: Run, house: Path) -> None:
-    """A file that ``run_files.RUN_FILES`` does not know would keep a run from being removed."""
+    """A file that ``run_layout.RUN_FILES`` does not know would keep a run from being removed."""
     shutil.copytree(the_run(house), house / "copy" / "runs" / the_run(house).name)
     assert vorox("runs", "remove", str(house / "copy" / "runs" / the_run(house).name), "-y")[0] == 0
 

@@ -15,7 +15,7 @@ from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
 from vorox.core.run_context import RunContext
-from vorox.core.run_files import RUN_FILES, mirrored_files
+from vorox.core.run_layout import RUN_FILES, RunLayout
 from vorox.core.run_lookup import find_run, run_directories
 from vorox.core.staged_directory import StagedDirectory
 
@@ -42,7 +42,7 @@ def make_run(name: str, *, step: int | None, error: Exception | None = None) -> 
     try:
         with RunContext.create(config, argv=["vorox", "train", "quickstart"]) as run:
             if step is not None:
-                with StagedDirectory(run.checkpoints_directory / f"step-{step:08d}") as staged:
+                with StagedDirectory(run.layout.checkpoints / f"step-{step:08d}") as staged:
                     staged.write("state.json", b"{}")
                     staged.commit({"step": step})
             if error is not None:
@@ -117,12 +117,12 @@ def test_every_kind_of_file_is_removed_and_the_mirrored_ones_are_found(vorox: Ru
     for name in written:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).touch()
-    mirrored = {path.relative_to(directory).as_posix() for path in mirrored_files(directory)}
+    mirrored = {path.relative_to(directory).as_posix() for path in RunLayout(directory).mirrored_files()}
     assert mirrored == {
         "attempts.bin", "chain.jsonl", "config.yaml", "configs/step-00000005.yaml", "events-00001.jsonl",
         "log-00001.txt", "run.json", "tokenizer/tokenizer.json",
     }  # fmt: skip
-    assert len({known.pattern for known in RUN_FILES}) == len(RUN_FILES)
+    assert len({known.name for known in RUN_FILES}) == len(RUN_FILES)
     assert vorox("runs", "remove", "all", "--yes")[0] == 0
     assert not directory.exists()
 

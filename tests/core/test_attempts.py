@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core.attempts import ATTEMPTS_NAME, Attempt, AttemptRecord, intervals, read_attempts
+from vorox.core.attempts import Attempt, AttemptRecord, intervals, read_attempts
+from vorox.core.run_layout import RunLayout
 
 
 def test_no_run_has_no_attempts(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_counters_are_seen_by_others_while_they_change(tmp_path: Path) -> None:
     with AttemptRecord(tmp_path, 2, 4, 16) as second:
         second.reached(7)
     assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4), Attempt(2, 4, 16, 7, 4))
-    assert (tmp_path / ATTEMPTS_NAME).stat().st_size == 128
+    assert (RunLayout(tmp_path).attempts).stat().st_size == 128
 
 
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
 def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path, torn: int) -> None:
     with AttemptRecord(tmp_path, 1, 0, 0) as record:
         record.reached(9)
-    path = tmp_path / ATTEMPTS_NAME
+    path = RunLayout(tmp_path).attempts
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:torn])
     assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 9, 0),)
@@ -53,7 +54,7 @@ def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path, torn: int) -> None
 
 def test_a_changed_record_counts_no_more(tmp_path: Path) -> None:
     AttemptRecord(tmp_path, 1, 0, 0).close()
-    path = tmp_path / ATTEMPTS_NAME
+    path = RunLayout(tmp_path).attempts
     raw = bytearray(path.read_bytes())
     raw[16] ^= 1
     path.write_bytes(raw)

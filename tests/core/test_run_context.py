@@ -64,7 +64,7 @@ def test_a_new_run_has_configuration_record_and_lock(config: RunConfig) -> None:
     with RunContext.open_or_create(config, argv=["vorox", "train", "x"]) as run:
         assert run.directory == Path(config.run.directory) / run_id(config)
         assert (run.attempt, run.run_id) == (1, run_id(config))
-        assert run.control_directory.is_dir()
+        assert run.layout.control.is_dir()
         assert recorded_config(run.directory) == config
         record = record_of(run.directory)
         assert record["run_id"] == run.run_id
@@ -177,7 +177,7 @@ def test_a_failure_is_written_with_its_four_lines(config: RunConfig) -> None:
     error = CheckpointError("the file is torn", where="step-10", hint="vorox checkpoints list", saved="step 5")
     with pytest.raises(CheckpointError), RunContext.create(config) as run:
         raise error
-    failure = json.loads(run.failure_path.read_text())
+    failure = json.loads(run.layout.failure.read_text())
     assert {key: failure[key] for key in ("what", "where", "hint", "saved", "exit_code", "error", "attempt")} == {
         "what": "the file is torn",
         "where": "step-10",
@@ -193,11 +193,11 @@ def test_a_failure_is_written_with_its_four_lines(config: RunConfig) -> None:
 def test_a_crash_keeps_its_traceback_without_secrets(config: RunConfig) -> None:
     with pytest.raises(ZeroDivisionError), RunContext.create(config) as run:
         raise ZeroDivisionError("postgresql://alice:CANARY@db")
-    failure = json.loads(run.failure_path.read_text())
+    failure = json.loads(run.layout.failure.read_text())
     assert failure["exit_code"] == 1
     assert failure["what"].startswith("ZeroDivisionError: ")
     assert "test_run_context.py" in failure["traceback"]
-    assert "CANARY" not in run.failure_path.read_text()
+    assert "CANARY" not in run.layout.failure.read_text()
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_being_stopped_is_no_failure(config: RunConfig, error: BaseException, ex
     with pytest.raises(type(error)), RunContext.create(config) as run:
         raise error
     assert outcome(run) == expected
-    assert not run.failure_path.exists()
+    assert not run.layout.failure.exists()
 
 
 def test_a_resumed_run_keeps_the_failure_on_record_only(config: RunConfig) -> None:
     with pytest.raises(CheckpointError), RunContext.create(config):
         raise CheckpointError("torn")
     with RunContext.open_or_create(config) as run:
-        assert not run.failure_path.exists()
+        assert not run.layout.failure.exists()
     attempts = run_attempts(run.directory)
     assert [attempt["outcome"] for attempt in attempts] == ["failed", "finished"]
     assert attempts[0]["failure"]["what"] == "torn"

@@ -20,8 +20,9 @@ from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, DataError, UnreadableCheckpointError
 from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.experiments.artifacts import list_checkpoints
-from vorox.training.checkpointing import checkpoint_path, latest_valid, quarantine, step_directories
+from vorox.training.checkpointing import latest_valid, quarantine, step_directories
 from vorox.training.restoration import restore_set_aside
 
 
@@ -171,7 +172,7 @@ def test_what_was_set_aside_is_taken_back(finished: Path) -> None:
     kept = sorted(step_directories(finished))
     for path, content in damage_all(finished).items():
         (path.with_name(f"{path.name}.corrupt-1") / "state.bin").write_bytes(content)
-    still_bad = checkpoint_path(finished, kept[0]).with_name(f"step-{kept[0]:08d}.corrupt-1")
+    still_bad = RunLayout(finished).checkpoint(kept[0]).with_name(f"step-{kept[0]:08d}.corrupt-1")
     (still_bad / "state.bin").write_bytes(b"x")
     result = CliRunner().invoke(app, ["checkpoints", "verify", str(finished), "--restore"])
     assert result.exit_code == 0, result.output
@@ -185,7 +186,7 @@ def test_what_was_set_aside_is_taken_back(finished: Path) -> None:
 
 def test_a_state_that_the_run_left_is_not_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run(configuration(tmp_path)).run_directory
-    path = checkpoint_path(directory, 12)
+    path = RunLayout(directory).checkpoint(12)
     whole = (path / "state.bin").read_bytes()
     (path / "state.bin").write_bytes(b"")
     with monkeypatch.context() as patch:

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from tiny_runs import configuration, write_text
+from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import checkpoint_path
 from vorox.training.history import read_history
 from warm_children import WarmChild, WarmChildren
 
@@ -71,7 +71,7 @@ class Life:
         """Go on to the end; what the run came to."""
         code = self.start(children).wait(TIMEOUT_SECONDS)
         assert code == 0, (self.directory / "output.txt").read_text()
-        manifest = read_manifest(checkpoint_path(self.run_directory, STEPS))["metadata"]
+        manifest = read_manifest(RunLayout(self.run_directory).checkpoint(STEPS))["metadata"]
         chain = read_chain(self.run_directory)
         assert list(chain) == list(range(1, STEPS + 1))
         evaluations = read_history(self.run_directory / "evaluations.jsonl")

@@ -15,9 +15,10 @@ from vorox.core import atomic
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.data.cache.collection import find_caches, find_garbage, remove_cache
 from vorox.experiments.artifacts import list_checkpoints, remove_checkpoints, remove_run
-from vorox.training.checkpointing import checkpoint_path, latest_valid, request_save, step_directories
+from vorox.training.checkpointing import latest_valid, request_save, step_directories
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege, modes do not exist")
 
@@ -45,15 +46,15 @@ def two_runs(tmp_path: Path) -> tuple[Path, Path]:
     """A run, and another one whose newest checkpoint is a link to a checkpoint of the first."""
     first = run(configuration(tmp_path / "first")).run_directory
     second = run(configuration(tmp_path / "second", ["train.num_steps=8"])).run_directory
-    checkpoint_path(second, 12).symlink_to(checkpoint_path(first, 12))
+    RunLayout(second).checkpoint(12).symlink_to(RunLayout(first).checkpoint(12))
     return first, second
 
 
 def test_retention_lets_a_link_go_and_not_what_it_points_to(tmp_path: Path) -> None:
     first, second = two_runs(tmp_path)
-    checkpoint_path(second, 12).unlink()
-    checkpoint_path(second, 4).rename(tmp_path / "four")
-    checkpoint_path(second, 4).symlink_to(checkpoint_path(first, 4))
+    RunLayout(second).checkpoint(12).unlink()
+    RunLayout(second).checkpoint(4).rename(tmp_path / "four")
+    RunLayout(second).checkpoint(4).symlink_to(RunLayout(first).checkpoint(4))
     before = content(first)
     longer = recorded_config(second, ["train.num_steps=20", "checkpoint.keep_last=1"])
     run(longer, resume_from=second)
@@ -65,8 +66,8 @@ def test_putting_aside_renames_the_link(tmp_path: Path) -> None:
     first, second = two_runs(tmp_path)
     before = content(first)
     longer = recorded_config(second, ["train.num_steps=10"])
-    run(longer, resume_from=checkpoint_path(second, 8))  # step 12 is abandoned with that
-    assert checkpoint_path(second, 12).with_name("step-00000012.replaced-1").is_symlink()
+    run(longer, resume_from=RunLayout(second).checkpoint(8))  # step 12 is abandoned with that
+    assert RunLayout(second).checkpoint(12).with_name("step-00000012.replaced-1").is_symlink()
     assert content(first) == before
 
 

@@ -26,11 +26,12 @@ from training.test_checkpointing import Run, loaded, progress_at
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, Preempted
+from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.experiments.tracking import read_metrics
 from vorox.train import make_setting
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import checkpoint_path, latest_valid, request_save, step_directories, verify
+from vorox.training.checkpointing import latest_valid, request_save, step_directories, verify
 from vorox.training.replay import replay
 
 WAIT_SECONDS = 60.0
@@ -95,13 +96,13 @@ def test_training_goes_on_and_nothing_shows_before_the_commit(tmp_path: Path) ->
         assert run.checkpointer.is_writing
         assert run.checkpointer.safe() == "training state up to step 10 is safe in step-00000010"
         assert run.checkpointer.seconds_since_save() == 8.0, "the age of what a kill would go back to"
-        assert run.reported == [checkpoint_path(tmp_path, 10)]
+        assert run.reported == [RunLayout(tmp_path).checkpoint(10)]
         writer.release()
         run.checkpointer.wait()
     assert run.steps == [10, 20]
-    assert run.reported == [checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 20)]
+    assert run.reported == [RunLayout(tmp_path).checkpoint(10), RunLayout(tmp_path).checkpoint(20)]
     assert run.checkpointer.seconds_since_save() == 3.0, "the age of what it holds, not of the commit"
-    path = checkpoint_path(tmp_path, 20)
+    path = RunLayout(tmp_path).checkpoint(20)
     assert loaded(path) == moment == verify(path).metadata["fingerprint"] != run.engine.fingerprint()
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from vorox.core.errors import DataError
 from vorox.core.records import Batch, DataCursor, Progress, StepValues
-from vorox.training.chain import CHAIN_NAME, ReplayChain, bits, check_chain, number, read_chain
+from vorox.core.run_layout import RunLayout
+from vorox.training.chain import ReplayChain, bits, check_chain, number, read_chain
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 START = Progress(0, 0, CURSOR)
@@ -39,7 +40,7 @@ def run(directory: Path, progress: Progress, steps: range, *, scale: float = 1.0
 
 def test_the_definition(tmp_path: Path) -> None:
     run(tmp_path, START, range(2))
-    first = json.loads((tmp_path / CHAIN_NAME).read_text().splitlines()[0])
+    first = json.loads((RunLayout(tmp_path).chain).read_text().splitlines()[0])
     assert first["loss"] == struct.pack(">d", 1.0).hex() == "3ff0000000000000"
     text = f'["",1,"{batch(0).digest()}","3ff0000000000000","3ff0000000000000"]'
     assert first["chain"] == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -88,7 +89,7 @@ def test_interrupted_equals_straight(tmp_path: Path) -> None:
 
 def test_a_changed_entry_is_named(tmp_path: Path) -> None:
     run(tmp_path, START, range(5))
-    path = tmp_path / CHAIN_NAME
+    path = RunLayout(tmp_path).chain
     path.write_text(path.read_text().replace(bits(1 / 3), bits(1 / 3.5)))
     with pytest.raises(DataError, match="step 3 does not follow"):
         read_chain(tmp_path)
@@ -97,7 +98,7 @@ def test_a_changed_entry_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_every_entry_is_checked_the_first_and_the_last_too(tmp_path: Path, step: int) -> None:
     run(tmp_path, START, range(5))
-    path = tmp_path / CHAIN_NAME
+    path = RunLayout(tmp_path).chain
     path.write_text(path.read_text().replace(f'"loss":"{bits(1 / step)}"', f'"loss":"{bits(1 / (step + 0.5))}"'))
     with pytest.raises(DataError, match=f"step {step} does not follow"):
         read_chain(tmp_path)
@@ -155,7 +156,7 @@ def edit(change: str, lines: list[bytes]) -> bytes:
 )
 def test_damage_is_said_and_does_not_stop_a_run(tmp_path: Path, change: str, first_bad: int, said: str) -> None:
     progress = run(tmp_path, START, range(6))
-    path = tmp_path / CHAIN_NAME
+    path = RunLayout(tmp_path).chain
     path.write_bytes(edit(change, path.read_bytes().splitlines(keepends=True)))
     found = check_chain(tmp_path, progress)
     assert found.damage(6) == said
@@ -169,7 +170,7 @@ def test_damage_is_said_and_does_not_stop_a_run(tmp_path: Path, change: str, fir
 
 
 def test_a_chain_that_cannot_be_read_names_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / CHAIN_NAME).mkdir()
+    (RunLayout(tmp_path).chain).mkdir()
     with pytest.raises(DataError, match="cannot be read") as caught:
         check_chain(tmp_path, START)
     assert "move it away" in caught.value.hint
@@ -177,9 +178,9 @@ def test_a_chain_that_cannot_be_read_names_the_remedy(tmp_path: Path) -> None:
 
 def test_goes_on_without_the_file(tmp_path: Path) -> None:
     progress = run(tmp_path, START, range(5))
-    (tmp_path / CHAIN_NAME).rename(tmp_path / "away")
+    (RunLayout(tmp_path).chain).rename(tmp_path / "away")
     run(tmp_path, progress, range(5, 7))
     assert list(read_chain(tmp_path)) == [6, 7]
-    (tmp_path / CHAIN_NAME).unlink()
+    (RunLayout(tmp_path).chain).unlink()
     with pytest.raises(DataError, match="no step is recorded"):
         read_chain(tmp_path)

@@ -19,12 +19,13 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext, recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import prepare
 from vorox.data.plan import Plan
 from vorox.training import resume
-from vorox.training.chain import CHAIN_NAME, read_chain
-from vorox.training.checkpointing import checkpoint_path, step_directories
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import step_directories
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.setting import Setting
 
@@ -100,7 +101,7 @@ def test_a_resume_that_is_killed_while_it_begins_changes_nothing(name: str, owne
     straight = run(mixed(tmp_path, 1.0, ["run.name=straight"]))
     killed_at(first, 10)
     (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
-    killed_in(name, owner, other, checkpoint_path(directory, 4))
+    killed_in(name, owner, other, RunLayout(directory).checkpoint(4))
     assert replayed(directory, 0, 4).is_exact
     outcome = run(first)
     assert outcome.run_directory == directory
@@ -111,7 +112,7 @@ def test_a_resume_that_is_killed_while_it_begins_changes_nothing(name: str, owne
 def test_what_an_abandoned_resume_trained_is_void_before_the_plan_changes(tmp_path: Path) -> None:
     """Steps that were done under the old mixture are never beside a plan with the new one."""
     directory = run(mixed(tmp_path, 1.0)).run_directory
-    killed_in("record_config_change", resume, mixed(tmp_path, 9.0), checkpoint_path(directory, 4))
+    killed_in("record_config_change", resume, mixed(tmp_path, 9.0), RunLayout(directory).checkpoint(4))
     assert max(read_chain(directory)) == 4
     assert replayed(directory, 0, 4).is_exact
     outcome = run(mixed(tmp_path, 9.0), resume_from=directory)
@@ -148,7 +149,7 @@ def test_back_to_an_earlier_checkpoint_with_the_first_length(tmp_path: Path) -> 
     (directory,) = (tmp_path / "runs").iterdir()
     killed_at(configuration(tmp_path, [KEEP, "train.num_steps=20"]), 14, directory)
     assert replayed(directory, 4, 12).is_exact
-    run(configuration(tmp_path, [KEEP]), resume_from=checkpoint_path(directory, 4))
+    run(configuration(tmp_path, [KEEP]), resume_from=RunLayout(directory).checkpoint(4))
     assert replayed(directory, 0, 12).is_exact
 
 
@@ -209,7 +210,7 @@ def test_fewer_steps_than_are_done_are_refused_and_rewrite_nothing(tmp_path: Pat
     assert (refused.value.exit_code, refused.value.where) == (2, "train.num_steps")
     assert f"vorox train --resume {directory.name} train.num_steps=" in refused.value.hint
     assert files(directory) == before
-    assert run(recorded_config(directory, change), resume_from=checkpoint_path(directory, 4)).progress.step == 5
+    assert run(recorded_config(directory, change), resume_from=RunLayout(directory).checkpoint(4)).progress.step == 5
 
 
 @pytest.mark.parametrize("change", ["log.every_steps=1", "optimizer.lr=0.1", "run.name=other"])
@@ -347,7 +348,7 @@ def test_a_damaged_chain_is_said_at_resume_and_named_by_replay(
     straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
     killed_at(configuration(tmp_path, [KEEP]), 11)
     (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
-    path = directory / CHAIN_NAME
+    path = RunLayout(directory).chain
     if damage is None:
         path.unlink()
     else:
@@ -372,7 +373,7 @@ def test_a_damaged_chain_is_said_at_resume_and_named_by_replay(
 
 def test_a_finished_run_says_it_too(tmp_path: Path) -> None:
     directory = run(configuration(tmp_path)).run_directory
-    (directory / CHAIN_NAME).unlink()
+    (RunLayout(directory).chain).unlink()
     run(configuration(tmp_path))
     assert len(events(directory, "chain_damaged")) == 1
     with pytest.raises(DataError, match="step 1 "):
@@ -386,7 +387,7 @@ def test_a_checkpoint_with_a_file_of_another_save_is_passed_over(tmp_path: Path)
     straight = run(configuration(tmp_path, ["run.name=straight", KEEP]))
     killed_at(configuration(tmp_path, [KEEP]), 11)
     (directory,) = (path for path in (tmp_path / "runs").iterdir() if path != straight.run_directory)
-    newest, before = checkpoint_path(directory, 8), checkpoint_path(directory, 4)
+    newest, before = RunLayout(directory).checkpoint(8), RunLayout(directory).checkpoint(4)
     assert {path.name for path in newest.iterdir()} == {path.name for path in before.iterdir()}
     shutil.copy(before / "state.bin", newest / "state.bin")
     outcome = run(configuration(tmp_path, [KEEP]))

@@ -25,12 +25,12 @@ from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError
 from vorox.core.records import Batch, DataCursor, Progress
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import ReplayChain
 from vorox.training.checkpointer import Checkpointer, steps_to_keep
 from vorox.training.checkpointing import (
-    checkpoint_path,
     latest_valid,
     quarantine,
     read_state,
@@ -92,7 +92,7 @@ class Run:
         """Save without a step before, and wait for it."""
         self.checkpointer.save(self.engine, progress_at(step), self.ledger, self.reported.append)
         self.checkpointer.wait()
-        return checkpoint_path(self.directory, step)
+        return RunLayout(self.directory).checkpoint(step)
 
     @property
     def steps(self) -> list[int]:
@@ -113,7 +113,7 @@ def test_holds_the_state_and_says_what_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.losses |= {5: 3.0, 9: 2.5, 50: 1.0}
     path = run.save(10)
-    assert path == checkpoint_path(tmp_path, 10) == tmp_path / "checkpoints" / "step-00000010"
+    assert path == RunLayout(tmp_path).checkpoint(10) == tmp_path / "checkpoints" / "step-00000010"
     checkpoint = latest_valid(tmp_path)
     assert checkpoint is not None
     assert checkpoint == (path, read_manifest(path)["metadata"])
@@ -212,7 +212,7 @@ def test_nothing_goes_before_its_successor_reads_back(tmp_path: Path) -> None:
 
     with atomic.observe(bad_disk), pytest.raises(CheckpointError, match=r"state\.bin"):
         run.commit(20)
-    assert verify(checkpoint_path(tmp_path, 10)).step == 10
+    assert verify(RunLayout(tmp_path).checkpoint(10)).step == 10
 
 
 def test_a_removal_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_removal_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
     run.save(10)
     removed = [op for op in record(lambda: run.save(20)) if op.kind == "remove"]
     assert removed[0].path.name == MANIFEST_NAME
-    assert removed[-1].path == checkpoint_path(tmp_path, 10)
+    assert removed[-1].path == RunLayout(tmp_path).checkpoint(10)
     assert run.steps == [20]
 
 
@@ -249,7 +249,7 @@ def test_every_flipped_byte_and_every_truncation_falls_back(tmp_path: Path, name
         falls_back()
     file.unlink()
     falls_back()
-    assert loaded(checkpoint_path(run.directory, 10)) == older
+    assert loaded(RunLayout(run.directory).checkpoint(10)) == older
     file.write_bytes(whole)
     restored = latest_valid(run.directory)
     assert restored is not None
@@ -269,9 +269,9 @@ def test_a_stranger_in_the_directory_or_a_wrong_name(tmp_path: Path) -> None:
         verify(newest)
     assert caught.value.where == str(newest / "extra")
     (newest / "extra").unlink()
-    shutil.copytree(checkpoint_path(tmp_path, 10), checkpoint_path(tmp_path, 30))
+    shutil.copytree(RunLayout(tmp_path).checkpoint(10), RunLayout(tmp_path).checkpoint(30))
     with pytest.raises(CheckpointError, match="the checkpoint of step 10"):
-        verify(checkpoint_path(tmp_path, 30))
+        verify(RunLayout(tmp_path).checkpoint(30))
     found = latest_valid(tmp_path)
     assert found is not None
     assert found.step == 20
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_an_abandoned_future_is_replaced(tmp_path: Path) -> None
     run.save(20)
     run.checkpointer = run.open(saved_step=10)
     run.save(20)
-    assert verify(checkpoint_path(tmp_path, 20)).metadata["fingerprint"] == run.engine.fingerprint()
+    assert verify(RunLayout(tmp_path).checkpoint(20)).metadata["fingerprint"] == run.engine.fingerprint()
     assert (tmp_path / "checkpoints" / "step-00000020.replaced-1").is_dir()
     found = latest_valid(tmp_path)
     assert found is not None
@@ -345,9 +345,9 @@ def test_crash_enumeration_of_the_first_save_and_of_putting_aside(tmp_path: Path
         assert found is None or found.step == 10, name
     shutil.rmtree(tmp_path / "before")
     shutil.copytree(run.directory, tmp_path / "before")
-    operations = record(lambda: set_aside(checkpoint_path(run.directory, 10), "corrupt", "why"))
+    operations = record(lambda: set_aside(RunLayout(run.directory).checkpoint(10), "corrupt", "why"))
     for name, directory in crash_states(tmp_path / "before", run.directory, operations, tmp_path):
-        if checkpoint_path(directory, 10).exists():
+        if RunLayout(directory).checkpoint(10).exists():
             assert latest_valid(directory) is not None, name
         else:
             with pytest.raises(CheckpointError):
@@ -371,7 +371,7 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
         run.commit(20)
     error = refused.value
     assert error.exit_code == 5
-    needed_bytes = (checkpoint_path(tmp_path, 10) / "state.bin").stat().st_size
+    needed_bytes = (RunLayout(tmp_path).checkpoint(10) / "state.bin").stat().st_size
     numbers = [int(word.replace(",", "")) for word in re.findall(r"\d[\d,]*", error.what)]
     assert needed_bytes + len(b"{}") in numbers
     assert numbers[-1] > needed_bytes, "more is free, so the message says that a write was refused"
@@ -379,7 +379,7 @@ def test_disk_full_leaves_the_old_one_and_says_what_is_needed(tmp_path: Path, fa
     assert "vorox checkpoints remove" in error.hint
     assert error.saved == "training state up to step 10 is safe in step-00000010"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
-    assert verify(checkpoint_path(tmp_path, 10)).step == 10
+    assert verify(RunLayout(tmp_path).checkpoint(10)).step == 10
     assert run.commit(20).name == "step-00000020"
 
 

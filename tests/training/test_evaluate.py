@@ -11,8 +11,9 @@ import pytest
 
 from vorox.core.errors import DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, EvalValues, Progress
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
-from vorox.training.evaluate import EVALUATIONS_NAME, Evaluations, evaluate
+from vorox.training.evaluate import Evaluations, evaluate
 from vorox.training.stop import StopRequest
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
@@ -112,7 +113,7 @@ def test_a_stop_leaves_no_record(tmp_path: Path) -> None:
     assert evaluations.run(engine, at(3), stop) is None  # type: ignore[arg-type]
     assert engine.batches == 0
     assert evaluations.due(at(3))
-    assert not (tmp_path / EVALUATIONS_NAME).exists()
+    assert not RunLayout(tmp_path).evaluations.exists()
 
 
 def test_a_model_that_diverged_is_recorded_all_the_same(tmp_path: Path) -> None:

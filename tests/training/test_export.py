@@ -23,6 +23,7 @@ from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory, verify_directory
@@ -31,7 +32,6 @@ from vorox.models.huggingface import huggingface_config, huggingface_files
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
-from vorox.training.checkpointing import checkpoint_path
 from vorox.training.export import export
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
@@ -66,7 +66,7 @@ def make_run(
     """A run whose checkpoints hold what the engine and the checkpointer write for a model with a family."""
     for step in steps:
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-        with StagedDirectory(checkpoint_path(directory, step)) as staged:
+        with StagedDirectory(RunLayout(directory).checkpoint(step)) as staged:
             with staged.open("model.safetensors") as writer:
                 if huggingface_family(spec):
                     weights = to_huggingface(spec, random_weights(spec, step).items())
@@ -125,7 +125,7 @@ def test_holds_what_transformers_needs_and_nothing_else(tmp_path: Path) -> None:
 
 def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", spec_of(LLAMA), steps=[10, 20])
-    assert export(checkpoint_path(run, 10), tmp_path / "hf").step == 10
+    assert export(RunLayout(run).checkpoint(10), tmp_path / "hf").step == 10
 
 
 def test_twice_is_once_and_anything_else_is_refused(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_twice_is_once_and_anything_else_is_refused(tmp_path: Path) -> None:
     assert export(run, target).existed
     assert before == {path: path.stat().st_mtime_ns for path in target.iterdir()}
     other = make_run(tmp_path / "other", spec_of(LLAMA | {"norm_eps": 1e-3}), steps=[20])
-    for source, dtype in [(checkpoint_path(run, 10), "fp32"), (run, "bf16"), (other, "fp32")]:
+    for source, dtype in [(RunLayout(run).checkpoint(10), "fp32"), (run, "bf16"), (other, "fp32")]:
         with pytest.raises(ConfigError, match="something other than this export") as caught:
             export(source, target, dtype=dtype)
         assert str(target) in caught.value.where
@@ -179,13 +179,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="neither a run"):
             export(source, tmp_path / "hf")
     run = make_run(tmp_path / "run", spec_of(LLAMA))
-    path = checkpoint_path(run, 10) / "model.safetensors"
+    path = RunLayout(run).checkpoint(10) / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
         export(run, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="does not match the hash"):
-        export(checkpoint_path(run, 10), tmp_path / "hf")
+        export(RunLayout(run).checkpoint(10), tmp_path / "hf")
 
 
 def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_what_transformers_says_while_loading_is_heard(
 
 def recommit(run: Path, name: str, old: bytes, new: bytes) -> None:
     """Change one file of a checkpoint and give it a valid manifest again."""
-    path = checkpoint_path(run, 10)
+    path = RunLayout(run).checkpoint(10)
     contents = {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.name != atomic.MANIFEST_NAME}
     assert contents[name].count(old) == 1
     contents[name] = contents[name].replace(old, new)

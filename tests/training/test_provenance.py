@@ -25,13 +25,13 @@ from vorox.core.attempts import read_attempts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
 from vorox.core.records import StepValues
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.spool import Spool
 from vorox.experiments.metadata.tables import TABLES
 from vorox.training import provenance as provenance_module
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import checkpoint_path
 from vorox.training.metadata_database import existing_target, refresh_database
 from vorox.training.metadata_rows import run_identity
 
@@ -95,7 +95,7 @@ def test_a_run_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert consumed(database) == [
         (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
     ]  # fmt: skip
-    run(config, resume_from=checkpoint_path(directory, 8))
+    run(config, resume_from=RunLayout(directory).checkpoint(8))
     assert consumed(database) == [
         (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 8, "kept"),
         (2, 1, 9, 12, "rolled_back"), (3, 2, 9, 12, "kept"),
@@ -444,7 +444,6 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         from numpy_engine import NumpyEngine
         from pathlib import Path
         from vorox.training import provenance
-        from vorox.training.checkpointing import checkpoint_path
         provenance.INTERVAL_SECONDS = 0.01
         use_numpy_engine(pytest.MonkeyPatch())
         directory, original = Path(sys.argv[1]), NumpyEngine.train_step
@@ -454,7 +453,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
                 spool = run_directory / "metadata.spool"
                 while not spool.exists() or b"nonfinite_step" not in spool.read_bytes():
                     pass
-                while not checkpoint_path(run_directory, 4).exists():  # it is written while training goes on
+                while not RunLayout(run_directory).checkpoint(4).exists():  # it is written while training goes on
                     pass
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(self, batch, **kwargs)

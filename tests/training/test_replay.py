@@ -25,6 +25,7 @@ from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxErro
 from vorox.core.lock import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.cache.chunk import Chunk
@@ -32,8 +33,8 @@ from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.plan import Plan
-from vorox.training.chain import CHAIN_NAME, bits, link
-from vorox.training.checkpointing import checkpoint_path, step_directories
+from vorox.training.chain import bits, link
+from vorox.training.checkpointing import step_directories
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.setting import Setting
 
@@ -121,10 +122,10 @@ def test_every_checkpoint_gone_but_the_first_weights_are_known(directory: Path) 
 
 
 def test_a_corrupt_checkpoint_is_passed_over(directory: Path) -> None:
-    (checkpoint_path(directory, 8) / "state.bin").write_bytes(b"")
+    (RunLayout(directory).checkpoint(8) / "state.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
         again(directory, 9)
-    (checkpoint_path(directory, 8) / MANIFEST_NAME).unlink()
+    (RunLayout(directory).checkpoint(8) / MANIFEST_NAME).unlink()
     assert again(directory, 0).num_states == 1
 
 
@@ -148,7 +149,7 @@ def test_from_the_state_at_which_the_configuration_changed(directory: Path) -> N
     changed = recorded_config(directory, ["optimizer.lr=0.5", "checkpoint.keep_last=9", "train.num_steps=14"])
     run(changed, resume_from=directory)
     assert str(again(directory, 12)) == "bit-exact, 2 steps"
-    checkpoint_path(directory, 12).rename(directory / "checkpoints" / "away")
+    RunLayout(directory).checkpoint(12).rename(directory / "checkpoints" / "away")
     with pytest.raises(
         ConfigError, match="state 8, and the configuration of this run was changed at step 12"
     ) as refused:
@@ -294,7 +295,7 @@ def flip_bit(checkpoint: Path, index: int, bit: int) -> None:
 
 
 def test_one_mantissa_bit_of_the_checkpoint(directory: Path) -> None:
-    checkpoint = checkpoint_path(directory, 8)
+    checkpoint = RunLayout(directory).checkpoint(8)
     flip_bit(checkpoint, 0, 0)
     with pytest.raises(CheckpointError, match="does not match the hash in the manifest"):
         again(directory, 8)
@@ -304,7 +305,7 @@ def test_one_mantissa_bit_of_the_checkpoint(directory: Path) -> None:
 
 
 def test_one_mantissa_bit_with_every_hash_recomputed_is_named(directory: Path) -> None:
-    checkpoint = checkpoint_path(directory, 8)
+    checkpoint = RunLayout(directory).checkpoint(8)
     values = np.frombuffer((checkpoint / "state.bin").read_bytes(), np.float32)
     in_use = np.flatnonzero(np.abs(values) > 1e-6)  # parameters and moments that a gradient has reached
     named = []
@@ -327,7 +328,7 @@ def test_one_mantissa_bit_with_every_hash_recomputed_is_named(directory: Path) -
 
 def rewrite_chain(directory: Path, step: int, **change: str) -> None:
     """Change a recorded number and every head after it, consistently."""
-    path = directory / CHAIN_NAME
+    path = RunLayout(directory).chain
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     entries[step - 1] |= change
     head = ""
@@ -349,7 +350,7 @@ def test_a_rewritten_chain_is_named(directory: Path, quantity: str) -> None:
 
 
 def test_a_careless_change_of_the_chain_is_refused(directory: Path) -> None:
-    path = directory / CHAIN_NAME
+    path = RunLayout(directory).chain
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4].replace('"loss":"4', '"loss":"3'), *lines[5:]]) + "\n")
     with pytest.raises(DataError, match="step 5 cannot be compared: it does not follow"):

@@ -21,12 +21,13 @@ from vorox.core.json_lines import read_lines
 from vorox.core.lock import FileLock
 from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.experiments.tracking import read_metrics
 from vorox.models.flops import flops_per_token
 from vorox.models.spec import model_spec
 from vorox.train import Outcome
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import checkpoint_path, latest_valid, request_save, step_directories
+from vorox.training.checkpointing import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.history import read_history
 
@@ -215,7 +216,7 @@ def test_a_corrupt_newest_checkpoint_costs_some_steps_and_is_said(
     with pytest.raises(Killed):
         run(config)
     directory = next((tmp_path / "runs").iterdir())
-    file = checkpoint_path(directory, 8) / ("MANIFEST.json" if damage == "manifest" else "state.bin")
+    file = RunLayout(directory).checkpoint(8) / ("MANIFEST.json" if damage == "manifest" else "state.bin")
     whole = file.read_bytes()
     if damage == "remove":
         file.unlink()
@@ -341,7 +342,7 @@ def test_another_length_survives_a_kill_before_the_next_save(tmp_path: Path, mon
 def test_resume_from_an_older_checkpoint_abandons_what_came_after(straight: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(tmp_path)
     directory = run(config).run_directory
-    found = result(run(config, resume_from=checkpoint_path(directory, 8)))
+    found = result(run(config, resume_from=RunLayout(directory).checkpoint(8)))
     assert found == straight
     assert (directory / "checkpoints" / "step-00000012.replaced-1").is_dir()
     assert list(step_directories(directory)) == [8, 12]

@@ -173,12 +173,14 @@ def save(
     """Ask the process that trains a run for a checkpoint after its current step, and wait for it."""
     from vorox.core.errors import ConfigError, StalledError
     from vorox.core.lock import lock_holder
+    from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints
     from vorox.training.checkpointing import request_save
 
     directory = find_run(root, run)
-    holder = lock_holder(directory / "LOCK")
+    layout = RunLayout(directory)
+    holder = lock_holder(layout.lock)
     if holder is None:
         raise ConfigError(
             f"the run {directory.name} is not running, there is nothing to save",
@@ -187,11 +189,10 @@ def save(
         )
     before = {entry.name for entry in list_checkpoints(directory)}
     request_save(directory)
-    asked = directory / "control" / "save"
     deadline = time.monotonic() + wait_seconds
-    while wait_seconds and asked.exists():
-        if lock_holder(directory / "LOCK") is None:
-            asked.unlink(missing_ok=True)
+    while wait_seconds and layout.save_request.exists():
+        if lock_holder(layout.lock) is None:
+            layout.save_request.unlink(missing_ok=True)
             raise ConfigError(
                 f"{directory.name} ended before it saved", where=str(directory), hint="see vorox runs show"
             )

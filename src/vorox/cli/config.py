@@ -136,13 +136,14 @@ def configuration_source(name: str) -> str | Path:
     """
     from vorox.core.config.presets import run_presets
     from vorox.core.errors import ConfigError
+    from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run
 
     path = Path(name)
     if name in run_presets() or (path.is_file() and path.suffix.lower() in _CONFIGURATION_ENDINGS):
         return name
     try:
-        return find_run("runs", name) / "config.yaml"
+        return RunLayout(find_run("runs", name)).config
     except ConfigError:
         from vorox.data.text.recognition import refuse_text_as_configuration
 

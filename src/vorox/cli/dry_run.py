@@ -109,12 +109,13 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
 def _run_line(config: RunConfig, resume_from: str | Path) -> str:
     from vorox.core.lock import lock_holder
     from vorox.core.run_context import expected_directory
+    from vorox.core.run_layout import RunLayout
     from vorox.training.checkpointing import step_directories
 
     directory, exists = expected_directory(config, resume_from)
     if not exists:
         return f"{directory} would be made"
-    holder = lock_holder(directory / "LOCK")
+    holder = lock_holder(RunLayout(directory).lock)
     steps = step_directories(directory)
     state = f"would go on after step {max(steps):,}" if steps else "would begin again: it has no checkpoint"
     return f"{directory} {state}" + (f"; NOW IN USE by {holder}" if holder else "")

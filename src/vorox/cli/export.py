@@ -30,12 +30,13 @@ def export(
     from vorox.cli.generate import find_checkpoint, open_engine
     from vorox.core.atomic import make_directory
     from vorox.core.run_context import recorded_config
+    from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run
     from vorox.training.export import export as write
 
     directory = find_run(root, run)
     checkpoint = find_checkpoint(directory, step)
-    target = output or directory / "export" / f"{to}-{dtype}-step-{checkpoint.step:08d}"
+    target = output or RunLayout(directory).exports / f"{to}-{dtype}-step-{checkpoint.step:08d}"
     make_directory(target.absolute().parent)
     engine = open_engine(recorded_config(directory, _CHECKED_IN_FP32), checkpoint) if check else None
     done = write(checkpoint.path, target, dtype=dtype, engine=engine)

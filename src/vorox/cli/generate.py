@@ -84,10 +84,12 @@ def checkpoint_named(name: str) -> Path | None:
     """The checkpoint of a run that a path names; ``None`` where it names none."""
     from pathlib import Path
 
+    from vorox.core.run_layout import run_of_checkpoint
     from vorox.core.run_lookup import is_run
 
     path = Path(name)
-    return path if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent) else None
+    directory = run_of_checkpoint(path)
+    return path if directory is not None and path.is_dir() and is_run(directory) else None
 
 
 def find_checkpoint(directory: Path, step: int | None) -> Checkpoint:
@@ -98,10 +100,11 @@ def find_checkpoint(directory: Path, step: int | None) -> Checkpoint:
         CheckpointError: It is corrupt.
     """
     from vorox.core.errors import ConfigError
-    from vorox.training.checkpointing import checkpoint_path, latest_valid, verify
+    from vorox.core.run_layout import RunLayout
+    from vorox.training.checkpointing import latest_valid, verify
 
     if step is not None:
-        path = checkpoint_path(directory, step)
+        path = RunLayout(directory).checkpoint(step)
         if not path.is_dir():
             raise ConfigError(
                 f"there is no checkpoint of step {step:,}", where=str(directory),

@@ -78,8 +78,9 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
 def _left_out(directory: Path) -> list[str]:
     """Records that this run put aside while it built its caches: how many, and where they are listed."""
     from vorox.core.json_lines import read_lines
+    from vorox.core.run_layout import RunLayout
 
-    told = (event["fields"] for event in read_lines(directory / "events.jsonl") if event.get("kind") == "quarantine")
+    told = (event["fields"] for event in read_lines(RunLayout(directory).events) if event.get("kind") == "quarantine")
     latest = {str(fields["list"]): int(fields["count"]) for fields in told}
     return [f"  left out  {count:,} of the records (unreadable), listed in {place}" for place, count in latest.items()]
 

@@ -121,6 +121,7 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
+    from vorox.core.run_layout import run_of_checkpoint
 
     source, overrides = named_configuration(words)
     settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
@@ -134,7 +135,7 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
     if name is not None:
         raise ConfigError("a run that goes on keeps its name", where="--name", hint="leave --name out")
     path = _resumed_path(resume, source, settings)
-    directory = path.parent.parent if path.parent.name == "checkpoints" else path
+    directory = run_of_checkpoint(path) or path
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
 
 
@@ -190,12 +191,14 @@ def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[
     """The run or checkpoint that ``--resume`` names."""
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
+    from vorox.core.run_layout import run_of_checkpoint
     from vorox.core.run_lookup import find_run, is_run
     from vorox.data.storage import scheme_of
 
     path = Path(resume)
-    if scheme_of(resume) is None and path.parent.name == "checkpoints":
-        if not path.is_dir() or not is_run(path.parent.parent):
+    directory = run_of_checkpoint(path)
+    if scheme_of(resume) is None and directory is not None:
+        if not path.is_dir() or not is_run(directory):
             raise ConfigError("there is no checkpoint of a run", where=resume, hint="vorox checkpoints list RUN")
         return path
     root = None

@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Literal
 
 from vorox.core import atomic
-
-ATTEMPTS_NAME = "attempts.bin"
+from vorox.core.run_layout import RunLayout
 
 Outcome = Literal["kept", "rolled_back", "open"]
 
@@ -88,7 +87,7 @@ class AttemptRecord:
     """
 
     def __init__(self, run_directory: Path, number: int, first_state: int, first_position: int) -> None:
-        path = run_directory / ATTEMPTS_NAME
+        path = RunLayout(run_directory).attempts
         before = read_attempts(run_directory)
         if path.exists() and path.stat().st_size > len(before) * _RECORD_BYTES:
             atomic.truncate(path, len(before) * _RECORD_BYTES)  # what a crash in the middle of an append left
@@ -130,7 +129,7 @@ class AttemptRecord:
 
 def read_attempts(run_directory: Path) -> tuple[Attempt, ...]:
     """The attempts that began a first step, in order; none if the run never came so far."""
-    path = run_directory / ATTEMPTS_NAME
+    path = RunLayout(run_directory).attempts
     raw = path.read_bytes() if path.exists() else b""
     found: list[Attempt] = []
     for start in range(0, len(raw) - _RECORD_BYTES + 1, _RECORD_BYTES):

@@ -21,6 +21,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
 from vorox.core.json_lines import LineFile, encode
 from vorox.core.redaction import redact, redact_arguments, redact_value
+from vorox.core.run_layout import RunLayout
 
 __all__ = ["Echo", "Level", "RunLog", "redact", "redact_arguments", "redact_value", "to_stderr"]
 
@@ -61,9 +62,11 @@ class RunLog:
         self._distributed = distributed or DistributedContext()
         self._attempt = attempt
         self._complained = False
-        suffix = "" if self._distributed.is_main else f"-{self._distributed.process_index:05d}"
-        self._text = None if directory is None else LineFile(directory / f"log{suffix}.txt")
-        self._events = None if directory is None else LineFile(directory / f"events{suffix}.jsonl")
+        self._text = self._events = None
+        if directory is not None:
+            layout, rank = RunLayout(directory), self._distributed.process_index
+            self._text = LineFile(layout.of_rank(layout.log, rank))
+            self._events = LineFile(layout.of_rank(layout.events, rank))
 
     def event(self, kind: str, message: str, *, level: Level = "info", **fields: Any) -> None:
         """Record that something happened.

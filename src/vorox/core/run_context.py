@@ -28,6 +28,7 @@ from vorox.core.errors import ConfigError, Preempted, VoroxError
 from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
 from vorox.core.redaction import redact_arguments, redact_value
+from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
 from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links
 from vorox.core.same_run import latest_run
 from vorox.core.schema import RunConfig
@@ -45,7 +46,7 @@ def run_id(config: RunConfig) -> str:
 def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path, bool]:
     """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
     if isinstance(resume_from, Path):
-        return (resume_from.parent.parent if resume_from.parent.name == "checkpoints" else resume_from), True
+        return (run_of_checkpoint(resume_from) or resume_from), True
     existing = None if resume_from == "never" else latest_run(config, run_id(config))
     return (fresh_directory(config), False) if existing is None else (existing, True)
 
@@ -64,6 +65,7 @@ class RunContext:
 
     Attributes:
         directory: ``runs/<run_id>``, absolute.
+        layout: The paths of its files.
         config: The configuration of this attempt.
         attempt: Number of this attempt, from 1: how often the run was begun or resumed.
     """
@@ -77,7 +79,7 @@ class RunContext:
         distributed: DistributedContext,
         lock: FileLock | None,
     ) -> None:
-        self.directory = directory
+        self.directory, self.layout = directory, RunLayout(directory)
         self.config = config
         self.attempt = 1
         self._is_main = distributed.is_main
@@ -174,7 +176,7 @@ class RunContext:
             if distributed.is_main:
                 atomic.make_directory(directory)
                 refuse_links(directory)
-                lock = FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}").acquire()
+                lock = lock_run(directory).acquire()
             run = cls(directory, config, argv=sys.argv if argv is None else argv, distributed=distributed, lock=lock)
             run._is_new = is_new
             return run
@@ -191,12 +193,12 @@ class RunContext:
 
     def _begin_attempt(self, argv: Sequence[str]) -> None:
         atomic.sweep_temporary(self.directory)
-        atomic.make_directory(self.control_directory)
+        atomic.make_directory(self.layout.control)
         record = self._read_record()
         attempts = cast("list[dict[str, Any]]", record["attempts"])
         if attempts and attempts[-1]["outcome"] == "running":
             attempts[-1]["outcome"] = "killed"  # we hold its lock, so it is gone
-        failure = _read_json(self.failure_path)
+        failure = _read_json(self.layout.failure)
         if attempts and failure is not None:
             attempts[-1]["failure"] = failure
         self.attempt = len(attempts) + 1
@@ -217,19 +219,19 @@ class RunContext:
             }
         )
         self._record = record
-        if not self.config_path.exists():
+        if not self.layout.config.exists():
             self.record_config()
         self._write_record()
         if failure is not None:
-            atomic.remove_file(self.failure_path)
+            atomic.remove_file(self.layout.failure)
 
     def _read_record(self) -> dict[str, Any]:
-        record = _read_json(self.record_path)
+        record = _read_json(self.layout.record)
         if record is None or record.get("format") != RUN_FORMAT or not isinstance(record.get("attempts"), list):
-            if self.record_path.exists():
+            if self.layout.record.exists():
                 raise ConfigError(
                     "the record of the run is damaged",
-                    where=str(self.record_path),
+                    where=str(self.layout.record),
                     hint="move it away to begin a new record; checkpoints and plan are not affected",
                 )
             return {
@@ -242,9 +244,7 @@ class RunContext:
         return record
 
     def _write_record(self) -> None:
-        atomic.write_file(self.record_path, atomic.pretty_json(self._record))
-
-    # Files
+        atomic.write_file(self.layout.record, atomic.pretty_json(self._record))
 
     @property
     def is_main(self) -> bool:
@@ -255,54 +255,12 @@ class RunContext:
     def run_id(self) -> str:
         return self.directory.name
 
-    @property
-    def config_path(self) -> Path:
-        """The resolved configuration."""
-        return self.directory / "config.yaml"
-
-    @property
-    def record_path(self) -> Path:
-        return self.directory / "run.json"
-
-    @property
-    def failure_path(self) -> Path:
-        return self.directory / "failure.json"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.directory / "plan.jsonl"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.directory / "metrics.jsonl"
-
-    @property
-    def chain_path(self) -> Path:
-        return self.directory / "chain.jsonl"
-
-    @property
-    def log_path(self) -> Path:
-        return self.directory / "log.txt"
-
-    @property
-    def tokenizer_directory(self) -> Path:
-        return self.directory / "tokenizer"
-
-    @property
-    def checkpoints_directory(self) -> Path:
-        return self.directory / "checkpoints"
-
-    @property
-    def control_directory(self) -> Path:
-        """Files put here ask the live process for something: ``control/save`` for a checkpoint."""
-        return self.directory / "control"
-
     # Record
 
     def record_config(self) -> None:
         """Write ``config.yaml``: this attempt's configuration is the run's from now on."""
         if self._is_main:
-            atomic.write_file(self.config_path, dump_yaml(self.config).encode())
+            atomic.write_file(self.layout.config, dump_yaml(self.config).encode())
 
     def note(self, **values: Any) -> None:
         """Add plain values to the record of this attempt (determinism level, device, what resume found different)."""
@@ -316,7 +274,7 @@ class RunContext:
             return
         failure = {**failure_record(error), "attempt": self.attempt, "at": _now()}
         with contextlib.suppress(OSError):
-            atomic.write_file(self.failure_path, atomic.pretty_json(failure), private=True)
+            atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
 
     def close(self, outcome: str) -> None:
         """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Repeatable."""
@@ -338,7 +296,7 @@ class RunContext:
             yield
         except (VoroxError, KeyboardInterrupt):
             # The chain is buffered; the metrics of step 1 and the record of a step that was not finite are not.
-            signs = (self.chain_path, self.metrics_path, self.directory / "nonfinite")
+            signs = (self.layout.chain, self.layout.metrics, self.layout.nonfinite)
             has_steps = any(path.exists() and path.stat().st_size for path in signs)
             if self._is_new and not has_steps and not has_checkpoint(self.directory):
                 self._closed = True
@@ -371,7 +329,7 @@ def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig
     Raises:
         ConfigError: It is missing or not valid.
     """
-    path = directory / "config.yaml"
+    path = RunLayout(directory).config
     if not path.exists():
         hint = f"restore it, or name the configuration that began the run: vorox train CONFIG --resume {directory.name}"
         raise ConfigError("the run has lost its config.yaml", where=str(path), hint=hint)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config.fields import nearest
 from vorox.core.errors import ConfigError
+from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 
 
 def run_directories(root: Path) -> list[Path]:
@@ -32,7 +33,7 @@ def same_run_directories(root: Path, run_id: str) -> list[Path]:
 def run_attempts(directory: Path) -> list[dict[str, Any]]:
     """What ``run.json`` says about each attempt; empty if there is no readable record."""
     try:
-        value = json.loads((directory / "run.json").read_bytes())
+        value = json.loads(RunLayout(directory).record.read_bytes())
         return list(cast("list[dict[str, Any]]", value["attempts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -109,13 +110,16 @@ def short_path(path: Path | str) -> str:
 
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run, finished or not."""
-    return (path / "run.json").is_file() or (path / "config.yaml").is_file()
+    layout = RunLayout(path)
+    return layout.record.is_file() or layout.config.is_file()
 
 
 def has_checkpoint(directory: Path) -> bool:
     """Whether a run has a checkpoint to go on from. What it holds is not checked."""
-    manifests = directory.glob(f"checkpoints/step-*/{MANIFEST_NAME}")
-    return any(path.parent.name.removeprefix("step-").isdecimal() for path in manifests)
+    names = (
+        parse_checkpoint_name(path.parent.name) for path in RunLayout(directory).checkpoints.glob(f"*/{MANIFEST_NAME}")
+    )
+    return any(name is not None and not name.status for name in names)
 
 
 def _last_start(path: Path) -> str:

@@ -17,6 +17,7 @@ import yaml
 from vorox.core.atomic import canonical_json
 from vorox.core.config import flat_values, flatten, in_digest, load_config
 from vorox.core.errors import VoroxError
+from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts, run_directories, same_run_directories
 from vorox.core.schema import RunConfig
 
@@ -43,11 +44,11 @@ def latest_run(config: RunConfig, run_id: str) -> Path | None:
 
 def _began_with(directory: Path, config: RunConfig) -> bool:
     """Whether a run began with a configuration, apart from settings that did not exist then."""
-    path = directory / "config.yaml"
+    layout = RunLayout(directory)
     try:
-        recorded = json.loads((directory / "run.json").read_bytes())["config_digest"]
-        known = flatten(yaml.safe_load(path.read_bytes()))
-        before = flat_values(load_config(path))
+        recorded = json.loads(layout.record.read_bytes())["config_digest"]
+        known = flatten(yaml.safe_load(layout.config.read_bytes()))
+        before = flat_values(load_config(layout.config))
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, VoroxError):
         return False
     now = {key: value for key, value in flat_values(config).items() if in_digest(key)}

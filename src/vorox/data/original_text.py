@@ -16,6 +16,7 @@ import xxhash
 
 from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
 from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.parts import cache_name, cache_of
@@ -49,7 +50,7 @@ class TextFinder:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load(self._trail.directory / "tokenizer")
+        return load(RunLayout(self._trail.directory).tokenizer)
 
     @cached_property
     def _sources(self) -> dict[str, SourceConfig]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vorox.core.attempts import StepInterval, intervals, read_attempts
 from vorox.core.errors import ConfigError
+from vorox.core.run_layout import RunLayout
 from vorox.data.byte_of_document import ByteFinder, Granularity
 from vorox.data.cache.reader import CacheReader
 from vorox.data.parts import SourceReader, cache_of
@@ -212,7 +213,7 @@ def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None
     history = intervals(read_attempts(trail.directory))
     total_steps = next((steps for steps in noted(trail.directory, "total_steps") if type(steps) is int), None)
     places: list[tuple[int, str, str, int, Granularity]] = []
-    finder = ByteFinder(trail.directory / "tokenizer")
+    finder = ByteFinder(RunLayout(trail.directory).tokenizer)
     for index, file_index in _files(trail, uri):
         reader, name = trail.readers[index], trail.plan.sources[index].name
         file = reader.files[file_index]

@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import cast
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
 from vorox.data.parts import SourceReader, cache_name, reader_of, readers_of
 from vorox.data.plan import Plan
 from vorox.data.streaming.retention import is_marked, resident_units
 
-PLAN_NAME = "plan.jsonl"
 _MOST_CANDIDATES = 64
 
 
@@ -81,7 +81,7 @@ def open_trail(run_directory: Path) -> Trail:
     Raises:
         DataError: The run has no plan, or the cache that it was made for is not there any more.
     """
-    plan = Plan.open(run_directory / PLAN_NAME)
+    plan = Plan.open(RunLayout(run_directory).plan)
     choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
     failure: DataError | None = None
     for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
@@ -115,7 +115,8 @@ def _open_streams(run_directory: Path, plan: Plan) -> Trail:
         missing = ", ".join(s.name for s, reader in zip(plan.sources, found, strict=True) if reader is None)
         raise DataError(
             f"rows of source {missing} cannot be built again: the run's configuration no longer has it",
-            where=str(run_directory / "config.yaml"), hint="see configs/ in the run directory for the one that had it",
+            where=str(RunLayout(run_directory).config),
+            hint="see configs/ in the run directory for the one that had it",
         )  # fmt: skip
     return Trail(run_directory, plan, readers, corpus.close)
 

@@ -8,7 +8,6 @@ what is half removed is never taken for whole (manifest first for checkpoints, a
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +18,10 @@ from vorox.core import atomic, staged_directory
 from vorox.core.config.yaml_reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from vorox.core.json_lines import read_lines
-from vorox.core.lock import FileLock, lock_holder
-from vorox.core.run_files import foreign_files
+from vorox.core.lock import lock_holder
+from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
 from vorox.experiments.tracking import last_values
-
-CHECKPOINTS_NAME = "checkpoints"
-_CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<aside>corrupt|replaced)-\d+)?")
 
 RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
 CheckpointState = Literal["unverified", "valid", "corrupt", "unreadable", "set aside"]
@@ -110,7 +106,8 @@ def list_failed_runs(root: Path) -> list[RunSummary]:
 def inspect_run(directory: Path) -> RunSummary:
     """What a run's files say. Works on runs that are damaged, unfinished or running."""
     attempts = run_attempts(directory)
-    holder = lock_holder(directory / "LOCK")
+    layout = RunLayout(directory)
+    holder = lock_holder(layout.lock)
     values = last_values(directory, ("loss", "eval/loss"))
     found = _checkpoint_directories(directory)
     steps = [step for step, aside, _ in found if not aside]
@@ -129,7 +126,7 @@ def inspect_run(directory: Path) -> RunSummary:
         attempts=len(attempts),
         created_at=str(attempts[0].get("started_at")) if attempts else None,
         changed_at=changed_at,
-        failure=_read_json(directory / "failure.json"),
+        failure=_read_json(layout.failure),
     )
 
 
@@ -147,7 +144,7 @@ def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
 
 def _last_chain_step(directory: Path) -> int:
     step = 0
-    for record in read_lines(directory / "chain.jsonl", last_bytes=1 << 13):
+    for record in read_lines(RunLayout(directory).chain, last_bytes=1 << 13):
         value = record.get("step", record.get("resume"))
         step = value if type(value) is int else step
     return step
@@ -160,7 +157,8 @@ def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | N
         if type(total_steps) is int:
             return total_steps
     try:
-        value: Any = read_mapping((directory / "config.yaml").read_text(encoding="utf-8"), "config.yaml").value
+        path = RunLayout(directory).config
+        value: Any = read_mapping(path.read_text(encoding="utf-8"), path.name).value
         num_steps = value["train"]["num_steps"]
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
@@ -182,12 +180,12 @@ def _measure(directory: Path) -> tuple[int, float]:
 
 def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
     """(step, why it was set aside or empty, path), by step."""
-    parent = run_directory / CHECKPOINTS_NAME
+    parent = RunLayout(run_directory).checkpoints
     found: list[tuple[int, str, Path]] = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match["step"]), match["aside"] or "", path))
+        name = parse_checkpoint_name(path.name)
+        if name is not None and path.is_dir():
+            found.append((name.step, name.status, path))
     return sorted(found)
 
 
@@ -208,7 +206,7 @@ def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[Check
 def _eval_losses(run_directory: Path) -> dict[int, float]:
     """Validation loss by step; what an abandoned attempt found does not count."""
     losses: dict[int, float] = {}
-    for record in read_lines(run_directory / "evaluations.jsonl"):
+    for record in read_lines(RunLayout(run_directory).evaluations):
         step, loss, resume_step = record.get("step"), record.get("loss"), record.get("resume")
         if type(resume_step) is int:
             losses = {known: value for known, value in losses.items() if known <= resume_step}
@@ -265,7 +263,7 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
         CheckpointError: No valid checkpoint would be left.
     """
     refuse_links(run_directory)
-    with _locked(run_directory):
+    with lock_run(run_directory):
         known = list_checkpoints(run_directory)
         leaving = {_find(known, name, run_directory).name for name in names}
         chosen = [summary for summary in known if summary.name in leaving]
@@ -274,7 +272,7 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
         if readable and not force and not any(verified(summary).state == "valid" for summary in reversed(staying)):
             raise CheckpointError(
                 "no valid checkpoint would be left",
-                where=str(run_directory / CHECKPOINTS_NAME),
+                where=str(RunLayout(run_directory).checkpoints),
                 hint="add --force to lose the state of the run",
                 saved="nothing was removed",
             )
@@ -306,11 +304,11 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
     if directory.is_symlink():
         raise ConfigError("this is a link, not a run", where=str(directory), hint="name the directory it points to")
     directory = directory.resolve()
-    record = _read_json(directory / "run.json") or {}
+    record = _read_json(RunLayout(directory).record) or {}
     if not str(record.get("format", "")).startswith("vorox-run/"):
         raise ConfigError("this directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
-    with _locked(directory):
-        foreign = foreign_files(directory)
+    with lock_run(directory):
+        foreign = RunLayout(directory).foreign_files()
         if foreign:
             raise ConfigError(
                 f"the directory holds what no run writes: {', '.join(foreign)}",
@@ -324,14 +322,10 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
         atomic.sweep_temporary(directory.parent)  # what an interrupted removal left
         hidden = atomic.temporary_name(directory)
         atomic.rename(directory, hidden)
-        for name in ("run.json", "config.yaml"):  # without them it is a run to nobody
-            atomic.remove_file(hidden / name)
+        for path in (RunLayout(hidden).record, RunLayout(hidden).config):  # without them it is a run to nobody
+            atomic.remove_file(path)
         shutil.rmtree(hidden)
     return size_bytes
-
-
-def _locked(run_directory: Path) -> FileLock:
-    return FileLock(run_directory / "LOCK", blocking=False, purpose=f"the run {run_directory.name}")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
 from vorox.core.json_lines import LineFile, encode
-
-METRICS_NAME = "metrics.jsonl"
+from vorox.core.run_layout import RunLayout
 
 
 class Sink(Protocol):
@@ -43,10 +42,10 @@ class Sink(Protocol):
 class JsonLinesSink:
     """Writes ``metrics.jsonl``. Lines that cannot be written wait and go with later ones."""
 
-    name = METRICS_NAME
+    name = RunLayout.metrics.name
 
     def __init__(self, run_directory: Path, *, attempt: int, resume_step: int) -> None:
-        self._file = LineFile(run_directory / METRICS_NAME)
+        self._file = LineFile(RunLayout(run_directory).metrics)
         self._attempt = attempt
         self._opening: dict[str, Any] | None = None
         if attempt > 1 or resume_step > 0 or self._file.path.exists():
@@ -87,7 +86,7 @@ class TensorBoardSink:
                 hint=install_command("tensorboard"),
             ) from error
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(run_directory / "tensorboard"))
+        self._writer = EventFileWriter(str(RunLayout(run_directory).tensorboard))
         if resume_step:
             # Tells TensorBoard to forget what an earlier attempt wrote about later steps.
             session = SessionLog(status=SessionLog.SessionStatus.START)

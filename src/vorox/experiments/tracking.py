@@ -16,9 +16,10 @@ from typing import Any
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.json_lines import as_number, read_lines
 from vorox.core.log import RunLog
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import metric, reduce
-from vorox.experiments.sinks import METRICS_NAME, JsonLinesSink, Sink, TensorBoardSink
+from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink
 from vorox.experiments.wandb_sink import WandbSink
 
 
@@ -136,7 +137,7 @@ def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[
         last_bytes: Read only so much of the end of the file.
     """
     steps: dict[int, dict[str, tuple[int, float]]] = {}
-    for record in read_lines(run_directory / METRICS_NAME, last_bytes=last_bytes):
+    for record in read_lines(RunLayout(run_directory).metrics, last_bytes=last_bytes):
         attempt = record.get("attempt")
         if type(attempt) is not int:
             continue
@@ -151,7 +152,7 @@ def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[
 def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[int, float]]:
     """The newest value of each metric that has one, with its step. Reads no more of the file than it needs."""
     found: dict[str, tuple[int, float]] = {}
-    path = run_directory / METRICS_NAME
+    path = RunLayout(run_directory).metrics
     for last_bytes in (1 << 16, 1 << 21, None):
         for step, values in read_metrics(run_directory, last_bytes=last_bytes).items():
             found.update((name, (step, values[name])) for name in names if name in values)

@@ -64,14 +64,14 @@ def begin(
     if found is not None:
         state = resume.restore(setting.engine, found, spec=setting.spec.to_json(), log=log)
         position = state.progress.cursor.position
-        if run.plan_path.exists():  # nothing is appended to a plan that is another run's
-            resume.check_plan(Plan.open(run.plan_path), state.progress.cursor)
+        if run.layout.plan.exists():  # nothing is appended to a plan that is another run's
+            resume.check_plan(Plan.open(run.layout.plan), state.progress.cursor)
         if not _has_other_length(directory, config, state.progress.step):
             length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
         _check_length(directory, length.total_steps, state.progress.step)
     reached = _reached(directory, state, log) * config.train.global_batch_sequences
     plan, events = feed.open_plan(
-        run.plan_path, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
+        run.layout.plan, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
     )
     if state is None:
         check_tokenizer(config, corpus.tokenizer)
@@ -171,7 +171,7 @@ def join(setting: Setting, run: RunContext) -> tuple[RunState, Plan]:
         manifest = read_manifest(Path(path))
         resume.load(setting.engine, Checkpoint(Path(path), manifest["metadata"]), setting.spec.to_json())
     state = RunState.from_json(setting.distributed.broadcast(_STATE))
-    plan = Plan.open(run.plan_path)
+    plan = Plan.open(run.layout.plan)
     resume.check_plan(plan, state.progress.cursor)
     return state, plan
 

@@ -22,9 +22,9 @@ from vorox.core.atomic import canonical_json
 from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, DataError
 from vorox.core.records import Progress, StepValues
+from vorox.core.run_layout import RunLayout
 from vorox.training.history import StepHistory, read_history
 
-CHAIN_NAME = "chain.jsonl"
 _NOT_A_NUMBER = "7ff8000000000000"
 _HEX = re.compile("[0-9a-f]+")
 _LENGTHS = {"batch": 32, "loss": 16, "grad_norm": 16, "chain": 32}
@@ -73,7 +73,7 @@ class ReplayChain:
     """
 
     def __init__(self, run_directory: Path, progress: Progress, *, writes: bool = True) -> None:
-        path = run_directory / CHAIN_NAME
+        path = RunLayout(run_directory).chain
         self._history = StepHistory(path if writes else None, progress.step)
         self.head = progress.chain
 
@@ -136,7 +136,7 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
         CheckpointError: The disk did not deliver the file.
         DataError: It cannot be read.
     """
-    path = run_directory / CHAIN_NAME
+    path = RunLayout(run_directory).chain
     try:
         records = read_history(path, skip_damaged=True)
     except OSError as error:
@@ -185,12 +185,12 @@ def abandon_steps(run_directory: Path, after_step: int) -> None:
     Raises:
         CheckpointError: The disk is full or gone.
     """
-    history = StepHistory(run_directory / CHAIN_NAME, after_step)
+    history = StepHistory(RunLayout(run_directory).chain, after_step)
     try:
         history.flush()
     except OSError as error:
         raise CheckpointError(
-            f"the chain cannot be written: {error.strerror}", where=str(run_directory / CHAIN_NAME),
+            f"the chain cannot be written: {error.strerror}", where=str(RunLayout(run_directory).chain),
             hint="free some space, or repair the disk, and run the same command again",
         ) from error  # fmt: skip
 

@@ -30,15 +30,13 @@ from vorox.core.engine import Engine, EngineSnapshot
 from vorox.core.errors import CheckpointError, NumericalError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.training.checkpointing import (
-    DIRECTORY_NAME,
     STATE_NAME,
     RunState,
-    checkpoint_path,
     read_state,
-    request_path,
     set_aside,
     step_directories,
     verify,
@@ -112,7 +110,7 @@ class Checkpointer:
         self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
         self._log, self._clock = log, clock
         self._on_committed, self._on_removed = on_committed, on_removed
-        self._control = request_path(run_directory)
+        self._control = RunLayout(run_directory).save_request
         self._taken_step = self._saved_step = saved_step
         self._saved_at = self._committed_at = clock()
         self._answering: Request | None = None
@@ -122,8 +120,8 @@ class Checkpointer:
         self._distributed = distributed or DistributedContext()
         if not self._distributed.is_main:
             return
-        atomic.make_directory(run_directory / DIRECTORY_NAME)
-        for left in atomic.sweep_temporary(run_directory / DIRECTORY_NAME):
+        atomic.make_directory(RunLayout(run_directory).checkpoints)
+        for left in atomic.sweep_temporary(RunLayout(run_directory).checkpoints):
             log.event("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
 
     def due(self, progress: Progress) -> bool:
@@ -266,7 +264,7 @@ class Checkpointer:
                 self._saved_step, self._saved_at = moment.step, moment.taken_at
 
     def _write_as_main(self, moment: _Moment) -> None:
-        path = checkpoint_path(self._run_directory, moment.step)
+        path = RunLayout(self._run_directory).checkpoint(moment.step)
         try:
             self._check_finite(moment)
             self._commit(moment, path)
@@ -361,7 +359,7 @@ class Checkpointer:
                 self._log.event("checkpoint_kept", message, level="warning")
 
     def _failure(self, snapshot: EngineSnapshot, step: int, error: OSError) -> CheckpointError:
-        path = checkpoint_path(self._run_directory, step)
+        path = RunLayout(self._run_directory).checkpoint(step)
         saved = self.safe()
         if not atomic.is_disk_full(error):
             what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,14 @@ from vorox.core import atomic, staged_directory
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
+from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links
 from vorox.training.schedule import Horizon
 
-DIRECTORY_NAME = "checkpoints"
 STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
 REASON_NAME = "REASON.txt"
 _SAVED = "saved"
-_STEP = re.compile(r"step-(\d{8,})")
-_SET_ASIDE = re.compile(r"step-(\d{8,})\.(corrupt|replaced)-\d+")
 
 
 class Checkpoint(NamedTuple):
@@ -101,23 +98,19 @@ def read_state(checkpoint: Path) -> RunState:
     return RunState.from_json(value)
 
 
-def checkpoint_path(run_directory: Path, step: int) -> Path:
-    return run_directory / DIRECTORY_NAME / f"step-{step:08d}"
-
-
 def step_directories(run_directory: Path) -> dict[int, Path]:
     """Every directory that has a checkpoint's name, by step, whatever state it is in.
 
     Raises:
         UnreadableCheckpointError: The directory of the checkpoints cannot be listed.
     """
-    found = ((_STEP.fullmatch(path.name), path) for path in _listed(run_directory))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
+    return dict(sorted((name.step, path) for name, path in found if name and not name.status))
 
 
 def _listed(run_directory: Path) -> list[Path]:
     """The directories among the checkpoints, links to one included, by name."""
-    parent = run_directory / DIRECTORY_NAME
+    parent = RunLayout(run_directory).checkpoints
     with reading(parent):
         try:
             names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
@@ -135,8 +128,8 @@ def verify(path: Path) -> Checkpoint:
     """
     with reading(path):
         checkpoint = Checkpoint(path, staged_directory.verify_directory(path))
-    match = _STEP.fullmatch(path.name)
-    if match and checkpoint.metadata.get("step") != int(match[1]):
+    name = parse_checkpoint_name(path.name)
+    if name and not name.status and checkpoint.metadata.get("step") != name.step:
         raise CheckpointError(f"this is the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path))
     return checkpoint
 
@@ -174,7 +167,7 @@ def latest_valid(
     if failures or (at_or_before is None and _corrupt_before(run_directory)):
         raise CheckpointError(
             "no checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all were put aside"),
-            where=str(run_directory / DIRECTORY_NAME),
+            where=str(RunLayout(run_directory).checkpoints),
             hint=f"`vorox checkpoints verify {run_directory.name} --restore` takes back what reads whole; else restore "
             "one from a copy, or start again with --resume never",
         )
@@ -187,8 +180,8 @@ def _corrupt_before(run_directory: Path) -> bool:
 
 def set_aside_as_corrupt(run_directory: Path) -> list[tuple[int, Path]]:
     """The checkpoints that were set aside as corrupt, with their steps."""
-    found = ((_SET_ASIDE.fullmatch(path.name), path) for path in _listed(run_directory))
-    return [(int(match[1]), path) for match, path in found if match and match[2] == "corrupt"]
+    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
+    return [(name.step, path) for name, path in found if name and name.status == "corrupt"]
 
 
 def set_aside(path: Path, why: str, note: str) -> Path:
@@ -225,11 +218,6 @@ def quarantine(log: RunLog) -> Callable[[Path, CheckpointError], None]:
 def request_save(run_directory: Path) -> None:
     """Ask the process that trains this run for a checkpoint after its current step."""
     refuse_links(run_directory)
-    path = request_path(run_directory)
+    path = RunLayout(run_directory).save_request
     atomic.make_directory(path.parent)
     atomic.write_file(path, b"")
-
-
-def request_path(run_directory: Path) -> Path:
-    """The file that asks for a checkpoint, and goes when there is one."""
-    return run_directory / "control" / "save"

@@ -20,11 +20,10 @@ import numpy.typing as npt
 from vorox.core.engine import Engine
 from vorox.core.errors import DataError
 from vorox.core.records import IGNORED_LABEL, Batch, Progress
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
 from vorox.training.history import StepHistory, read_history
 from vorox.training.stop import Stop
-
-EVALUATIONS_NAME = "evaluations.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class Evaluations:
         token_byte_lengths: npt.NDArray[np.int32] | None,
         writes: bool = True,
     ) -> None:
-        path = run_directory / EVALUATIONS_NAME
+        path = RunLayout(run_directory).evaluations
         self._config, self._total_steps = config, total_steps
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
         self._history = StepHistory(path if writes else None, progress.step)

@@ -17,12 +17,12 @@ from vorox.core.errors import VoroxError
 from vorox.core.json_lines import finite_json
 from vorox.core.log import RunLog
 from vorox.core.records import NonfiniteOrigin, StepValues
+from vorox.core.run_layout import RunLayout
 from vorox.data.provenance import open_trail, where
 
 if TYPE_CHECKING:
     from vorox.training.ledger import StartedStep
 
-DIRECTORY_NAME = "nonfinite"
 _FORMAT = "vorox-nonfinite/1"
 _MAX_RECORDS = 32
 
@@ -72,7 +72,7 @@ class Forensics:
             "origin_unknown_because": unknown,
             **self._rows(number),
         }
-        path = self._run_directory / DIRECTORY_NAME / f"step-{number:08d}.json"
+        path = RunLayout(self._run_directory).nonfinite_record(number)
         try:
             atomic.make_directory(path.parent)
             atomic.write_file(path, atomic.pretty_json(finite_json(record)))
@@ -81,7 +81,7 @@ class Forensics:
             self._log.event("nonfinite_record", text, level="warning", step=number)
             return ""
         what = f"first in {origin}" if origin is not None else f"where is unknown: {unknown}"
-        text = f"Step {number:,} was not finite, {what}; recorded in {DIRECTORY_NAME}/{path.name}"
+        text = f"Step {number:,} was not finite, {what}; recorded in {path.parent.name}/{path.name}"
         self._log.event("nonfinite_record", text, level="warning", step=number, path=str(path))
         return str(path)
 

@@ -15,10 +15,10 @@ import numpy as np
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
 from vorox.data.parts import cache_of
 from vorox.data.provenance import RowOrigin, Trail, open_trail, rows_at
 from vorox.experiments.metadata import MetadataCache
-from vorox.experiments.metadata.cache import DATABASE_NAME
 from vorox.training.metadata_rows import inventory_rows, run_identity, sample_rows
 from vorox.training.provenance import Projection, metadata_target
 
@@ -32,7 +32,7 @@ def existing_target(run_directory: Path) -> Path | str:
         ConfigError: There is none, or the connection string is not in the environment.
     """
     target = metadata_target(run_directory, recorded_config(run_directory).log)
-    target = run_directory / DATABASE_NAME if target is None else target
+    target = RunLayout(run_directory).metadata_database if target is None else target
     if isinstance(target, Path) and not target.exists():
         raise ConfigError(
             "the run has no metadata database", where=str(target),
@@ -60,7 +60,7 @@ def refresh_database(
     try:
         with (
             open_trail(run_directory) as trail,
-            MetadataCache(run_directory / DATABASE_NAME if target is None else target) as cache,
+            MetadataCache(RunLayout(run_directory).metadata_database if target is None else target) as cache,
         ):
             _refresh(cache, trail, inventory, sample_steps)
     except away as error:

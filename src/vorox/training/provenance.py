@@ -19,12 +19,12 @@ from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_context import RunContext
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.core.secrets import held
 from vorox.data.parts import SourceReader
 from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
-from vorox.experiments.metadata.cache import DATABASE_NAME
 from vorox.experiments.metadata.databases import require_psycopg
 from vorox.training.metadata_rows import attempt_rows, plan_rows, run_identity, run_rows, segment_rows
 
@@ -70,7 +70,7 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
         case "off":
             return None
         case "sqlite":
-            return run_directory / DATABASE_NAME
+            return RunLayout(run_directory).metadata_database
         case "postgres":
             require_psycopg()
             dsn = held(config.metadata_dsn_variable) or os.environ.get(config.metadata_dsn_variable)

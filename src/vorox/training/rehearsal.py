@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vorox.core.records import DataShard
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
 from vorox.data.loader import BatchStream, first_cursor
@@ -27,7 +28,7 @@ def first_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_steps
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
     with tempfile.TemporaryDirectory(prefix="vorox-rehearsal-") as directory:
-        plan = Plan.create(Path(directory) / "plan.jsonl", endless, readers)
+        plan = Plan.create(RunLayout(Path(directory)).plan, endless, readers)
         if endless.growth is None:
             plan.extend_to(num_steps * config.train.global_batch_sequences, readers)
         cursor = first_cursor(plan, config.run.seed)

@@ -18,6 +18,7 @@ from typing import Any
 from vorox.core.config import config_digest
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Progress
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.loader import first_cursor
@@ -25,13 +26,11 @@ from vorox.data.plan import Plan
 from vorox.data.plan_format import encode_start
 from vorox.training import feed, resume
 from vorox.training.agreement import batch_digest
-from vorox.training.chain import CHAIN_NAME, ChainEntry, RecordedChain, examine_chain, number
+from vorox.training.chain import ChainEntry, RecordedChain, examine_chain, number
 from vorox.training.checkpointing import Checkpoint, latest_valid, read_state, step_directories
 from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
-
-PLAN_NAME = "plan.jsonl"
 
 OnStep = Callable[[int, int], None]
 """Called with the steps that were compared so far, and all that will be."""
@@ -118,7 +117,7 @@ def replay(
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
-            where=str(run_directory / "config.yaml"),
+            where=str(RunLayout(run_directory).config),
             hint="restore the run's config.yaml from a copy, or start from a later state",
         )
     with (
@@ -154,7 +153,7 @@ def _check_range(
         raise ConfigError(
             f"the configuration of this run was changed at step {changed_at:,}, between {first_step:,} and "
             f"{last_step:,}",
-            where=str(run_directory / "configs"),
+            where=str(RunLayout(run_directory).configs),
             hint=f"replay to {changed_at:,}, then from there",
         )
     return last_step
@@ -168,7 +167,7 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
         raise ConfigError(
             f"the newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this "
             f"run was changed at step {changed_at:,} in between",
-            where=str(run_directory / "configs"),
+            where=str(RunLayout(run_directory).configs),
             hint=f"replay from a state whose checkpoint is kept: {', '.join(map(str, kept))}",
         )
     damage = recorded.first_damage(start + 1, last_step)
@@ -187,10 +186,10 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
 
 def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
     """The run's plan, checked against configuration and caches; a copy, because a live run may extend its own."""
-    original = run_directory / PLAN_NAME
+    original = RunLayout(run_directory).plan
     if not original.exists():
         raise DataError("the run has no plan", where=str(original), hint="restore the file from a copy")
-    copy = scratch / PLAN_NAME
+    copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
     plan = Plan.open(copy)
     recorded, wanted = encode_start(plan.start), encode_start(feed.plan_start(setting.config, setting.corpus, plan))
@@ -275,7 +274,7 @@ def _compare(
     if start in recorded and start not in chain.changed and recorded[start].chain != head:
         raise DataError(
             f"the chain says {recorded[start].chain} at step {start:,}, the checkpoint {head}",
-            where=str(run_directory / CHAIN_NAME),
+            where=str(RunLayout(run_directory).chain),
             hint="one of the two was changed; restore it from a copy",
         )
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from vorox.core import atomic, staged_directory
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
-from vorox.core.lock import FileLock
+from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import refuse_links
-from vorox.training.chain import CHAIN_NAME
-from vorox.training.checkpointing import REASON_NAME, checkpoint_path, set_aside_as_corrupt
+from vorox.training.checkpointing import REASON_NAME, set_aside_as_corrupt
 from vorox.training.history import read_history
 
 
@@ -42,13 +41,13 @@ def restore_set_aside(run_directory: Path) -> list[Restoration]:
         UnreadableCheckpointError: The disk still does not deliver one.
     """
     refuse_links(run_directory)
-    with FileLock(run_directory / "LOCK", blocking=False, purpose=f"the run {run_directory.name}"):
-        heads = {step: record.get("chain") for step, record in read_history(run_directory / CHAIN_NAME).items()}
+    with lock_run(run_directory):
+        heads = {step: record.get("chain") for step, record in read_history(RunLayout(run_directory).chain).items()}
         found: list[Restoration] = []
         for step, path in set_aside_as_corrupt(run_directory):
-            problem = _problem(path, step, checkpoint_path(run_directory, step), heads)
+            problem = _problem(path, step, RunLayout(run_directory).checkpoint(step), heads)
             if not problem:
-                atomic.rename(path, checkpoint_path(run_directory, step))
+                atomic.rename(path, RunLayout(run_directory).checkpoint(step))
             found.append(Restoration(path.name, step, problem))
         return found
 

@@ -9,7 +9,6 @@ configuration that was changed on the way stays readable: ``configs/step-N.yaml`
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import DataCursor
 from vorox.core.redaction import MARK, redact_value
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
 from vorox.training.checkpointing import (
@@ -61,8 +61,6 @@ RECORDED = ("data.stages", "data.sources")
 
 _MIXTURE_KEYS = ("weight", "max_epochs", "on_exhausted")
 """What may differ in a source that both configurations have."""
-
-_CONFIGS = "configs"
 
 
 def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
@@ -110,7 +108,7 @@ def check_unedited(
     made_with = _made_with(found.metadata)
     if made_with is None:  # made by an earlier version, which recorded a digest alone
         return recorded
-    newest = max(_config_files(run_directory).items(), default=None)
+    newest = max(RunLayout(run_directory).configs_by_step().items(), default=None)
     if newest is not None and newest[0] >= found.step and not _changed(_hidden(load_config(newest[1])), recorded):
         return recorded  # changed by a resume that was killed before its first checkpoint
     edited = _changed(made_with, recorded)
@@ -126,7 +124,7 @@ def check_unedited(
         raise ConfigError(
             f"config.yaml was edited since the checkpoint of step {found.step:,} was made:\n"
             + "\n".join(f"  {entry}" for entry in taken_over),
-            where=str(run_directory / "config.yaml"),
+            where=str(RunLayout(run_directory).config),
             saved="nothing was changed",
             hint=hint,
         )
@@ -293,7 +291,7 @@ def record_config_change(run_directory: Path, recorded: RunConfig, current: RunC
         current: What this process runs with.
         step: State that it starts from.
     """
-    files = _config_files(run_directory)
+    files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known < step), default=None)
     previous = recorded if before is None else load_config(files[before])
     for known, path in files.items():
@@ -301,25 +299,16 @@ def record_config_change(run_directory: Path, recorded: RunConfig, current: RunC
             atomic.remove_file(path)  # of work that was lost or abandoned
     if step == 0 or not any(in_digest(entry.key) for entry in differences(previous, current)):
         return
-    directory = run_directory / _CONFIGS
-    atomic.make_directory(directory)
+    layout = RunLayout(run_directory)
+    atomic.make_directory(layout.configs)
     if before is None:
-        atomic.write_file(directory / "step-00000000.yaml", dump_yaml(previous).encode())
-    atomic.write_file(directory / f"step-{step:08d}.yaml", dump_yaml(current).encode())
+        atomic.write_file(layout.config_from(0), dump_yaml(previous).encode())
+    atomic.write_file(layout.config_from(step), dump_yaml(current).encode())
 
 
 def config_in_force(run_directory: Path, step: int) -> tuple[RunConfig, int | None]:
     """The configuration that the step after ``step`` was run with, and the state at which the next one took over."""
-    files = _config_files(run_directory)
+    files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known <= step), default=None)
-    path = run_directory / "config.yaml" if before is None else files[before]
+    path = RunLayout(run_directory).config if before is None else files[before]
     return load_config(path), min((known for known in files if known > step), default=None)
-
-
-def _config_files(run_directory: Path) -> dict[int, Path]:
-    found: dict[int, Path] = {}
-    for path in sorted((run_directory / _CONFIGS).glob("step-*.yaml")):
-        match = re.fullmatch(r"step-(\d+)\.yaml", path.name)
-        if match:
-            found[int(match[1])] = path
-    return found

@@ -34,7 +34,7 @@ from vorox.training.agreement import Agreement
 from vorox.training.beginning import tell_plan
 from vorox.training.chain import ReplayChain
 from vorox.training.checkpointer import Checkpointer
-from vorox.training.checkpointing import RunState, checkpoint_path
+from vorox.training.checkpointing import RunState
 from vorox.training.disk_room import check_checkpoint_room
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
@@ -103,7 +103,7 @@ def open_session(
     )  # fmt: skip
     checkpointer = _checkpointer(setting, run, state, evaluations, mirror)
     if dist.is_main:
-        corpus.tokenizer.save(run.tokenizer_directory)
+        corpus.tokenizer.save(run.layout.tokenizer)
     facts = resume.environment(engine)
     setting.log.event(
         "engine",
@@ -163,7 +163,7 @@ def _checkpointer(
             **tokenizer.files(setting.spec.max_positions_tokens),
         },
         eval_losses=evaluations.losses,
-        saved_step=step if checkpoint_path(run.directory, step).exists() else None,
+        saved_step=step if run.layout.checkpoint(step).exists() else None,
         log=setting.log,
         on_committed=mirror.committed,
         on_removed=mirror.removed,

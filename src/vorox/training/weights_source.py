@@ -19,6 +19,7 @@ from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config import ConfigSource, ResolvedConfig, resolve_config
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import TokenizerConfig
@@ -238,7 +239,7 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
                 where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
             )  # fmt: skip
         # The tokenizer that the run keeps outlives its checkpoints.
-        kept = place / "tokenizer"
+        kept = RunLayout(place).tokenizer
         return WeightsDescription(name, _checkpoint_spec(steps[max(steps)]), _tokenizer_settings(kept))
     spec = _checkpoint_spec(place) if (place / MANIFEST_NAME).exists() else None
     return WeightsDescription(name, spec or _huggingface_spec(place, with_weights=True), _tokenizer_settings(place))

@@ -19,6 +19,7 @@ from typing import Any
 from vorox.core.atomic import is_temporary_of_the_dead, remove_directory, remove_file, sync_directory
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.core.run_layout import RunLayout
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
 from vorox.data.cache.leases import STALE_SECONDS, is_void, lease_path
 from vorox.data.cache.manifest import LOG_NAME, Manifest
@@ -26,7 +27,6 @@ from vorox.data.cache.pins import Pin, pins_of
 from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
 
-PLAN_NAME = "plan.jsonl"
 STREAMS_NAME = "streams"
 """Below the root: caches of which chunks come and go."""
 _CHUNK_NAME = re.compile(r"u(?P<unit>\d{9,})-(?P<part>\d+)\.psc")
@@ -218,7 +218,7 @@ def _source_and_content(directory: Path) -> tuple[str, str]:
 def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
     """Recipe digests of the caches that the plans of runs speak of, with the names of the runs."""
     found: dict[str, set[str]] = {}
-    for path in sorted(runs.glob(f"*/{PLAN_NAME}")):
+    for path in sorted(runs.glob(f"*/{RunLayout.plan.name}")):
         try:
             bodies = HashChainedLog(path).read()[0]
         except (DataError, OSError, json.JSONDecodeError) as error:

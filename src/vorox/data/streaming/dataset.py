@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus, PrepareProgress, prepare
 from vorox.data.growth import PlanGrower
@@ -216,7 +217,7 @@ class RemoteIterableDataset:
             tempfile.TemporaryDirectory(prefix="vorox-stream-") as directory,
         ):
             readers = [source.train for source in corpus.sources]
-            plan = Plan.create(Path(directory) / "plan.jsonl", _plan_start(config, corpus), readers)
+            plan = Plan.create(RunLayout(Path(directory)).plan, _plan_start(config, corpus), readers)
             grower = PlanGrower(plan, readers, config.data.growth)
             yield SampleReader(plan, grower, config.data.document_mask, self._metadata, self.epochs, threading.Event())
 

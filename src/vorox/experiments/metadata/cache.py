@@ -24,8 +24,6 @@ from vorox.experiments.metadata.databases import (
 )
 from vorox.experiments.metadata.tables import TABLES, Row
 
-DATABASE_NAME = "metadata.sqlite"
-
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core import atomic
+from vorox.core.run_layout import RunLayout
 from vorox.experiments.metadata.tables import TABLES, Row
 
-SPOOL_NAME = "metadata.spool"
 _COMPACT_BYTES = 1 << 20
 
 
@@ -41,7 +41,7 @@ class Spool:
     """The spool of one run; one process writes at a time."""
 
     def __init__(self, run_directory: Path) -> None:
-        self.path = run_directory / SPOOL_NAME
+        self.path = RunLayout(run_directory).metadata_spool
         self.size_bytes = self.path.stat().st_size if self.path.exists() else 0
         self._compacted_bytes = 0
 

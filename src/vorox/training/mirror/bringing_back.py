@@ -18,12 +18,11 @@ from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-from vorox.core.lock import FileLock
 from vorox.core.log import Echo
+from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import is_run, refuse_links
 from vorox.data.storage import StoredFile, list_objects, open_range
-from vorox.training.chain import CHAIN_NAME
-from vorox.training.checkpointing import Checkpoint, checkpoint_path, latest_valid, set_aside, verify
+from vorox.training.checkpointing import Checkpoint, latest_valid, set_aside, verify
 from vorox.training.history import last_record
 from vorox.training.mirror.contents import (
     RECORD_NAME,
@@ -107,7 +106,7 @@ def _other_line(directory: Path, step: int) -> ConfigError:
 
 def _refuse_other_line(candidate: MirroredCheckpoint, directory: Path) -> None:
     """The mirror is not ahead: what it holds must be a moment of the run that is here."""
-    recorded = last_record(directory / CHAIN_NAME, candidate.step)
+    recorded = last_record(RunLayout(directory).chain, candidate.step)
     if recorded is None or recorded["step"] != candidate.step:
         return  # the chain was moved away; nothing can be compared
     manifest = _json(read_object(candidate.files[MANIFEST_NAME]), candidate.files[MANIFEST_NAME].uri)
@@ -117,19 +116,19 @@ def _refuse_other_line(candidate: MirroredCheckpoint, directory: Path) -> None:
 
 def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | None, *, whole_run: bool) -> Path:
     """One checkpoint and its record, checked, then moved to their places."""
-    target = checkpoint_path(directory, candidate.step)
+    target = RunLayout(directory).checkpoint(candidate.step)
     if not whole_run:
         _refuse_other_line(candidate, directory)
         if _is_valid(target):
             return target
     refuse_links(directory)
     atomic.make_directory(target.parent)
-    with FileLock(directory / "LOCK", blocking=False, purpose=f"the run {directory.name}"):
+    with lock_run(directory):
         staged, record = atomic.temporary_name(target), atomic.temporary_name(directory / "record")
         try:
             names = _fetch_record(candidate, record) if whole_run else []
             if here is not None:
-                seen = last_record(record / CHAIN_NAME, here.step)
+                seen = last_record(RunLayout(record).chain, here.step)
                 if seen is None or (seen["step"], seen["chain"]) != (here.step, here.metadata["chain"]):
                     raise _other_line(directory, here.step)
             fetch_checkpoint(candidate.files, staged)

@@ -20,11 +20,11 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.log import Echo, Level, RunLog
 from vorox.core.run_context import recorded_config, run_id
+from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import is_run, same_run_directories
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, absolute, check_writable, list_objects, remove_object
 from vorox.training.checkpointer import steps_to_keep
-from vorox.training.checkpointing import checkpoint_path
 from vorox.training.mirror.bringing_back import bring_back
 from vorox.training.mirror.contents import (
     CHECKPOINT_NAME,
@@ -102,7 +102,7 @@ class Mirrored:
     def _mirror_what_is_here(self, uploader: Uploader, directory: Path, step: int) -> None:
         """Have the state that the run goes on from mirrored, if it is not."""
         assert self._found is not None
-        path = checkpoint_path(directory, step)
+        path = RunLayout(directory).checkpoint(step)
         if path.exists() and step not in {entry.step for entry in self._found.line()}:
             uploader.committed(path)
 
@@ -176,7 +176,7 @@ def _directory(config: RunConfig, resume_from: ResumeFrom, place: str) -> Path:
     """The run directory, by what is here and what is in the store."""
     if isinstance(resume_from, Path):
         path = resume_from.absolute()
-        return path.parent.parent if path.parent.name == "checkpoints" else path
+        return run_of_checkpoint(path) or path
     root, name = Path(config.run.directory), run_id(config)
     here = [path.name.removeprefix(name).removeprefix("-") for path in same_run_directories(root, name)]
     number = max((int(suffix or 1) for suffix in here), default=0)
@@ -224,7 +224,7 @@ def _recorded(checkpoint: MirroredCheckpoint) -> RunConfig:
     """The configuration that a mirrored run was made with."""
     assert checkpoint.record is not None
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
+        file = RunLayout(Path(folder)).config
         file.write_bytes(read_object(checkpoint.record[file.name]))
         return load_config(file)
 

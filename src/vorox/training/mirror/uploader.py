@@ -24,7 +24,7 @@ from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, VoroxError
 from vorox.core.log import RunLog
 from vorox.core.redaction import redact
-from vorox.core.run_files import mirrored_files
+from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 from vorox.data.storage import RetryPolicy, StoredFile, Waiter, put_bytes, put_file, remove_object, retry_budget, untold
 from vorox.data.storage.retry import jitter_of
 from vorox.training.mirror.contents import (
@@ -319,7 +319,7 @@ def put_record(
     """Put the files of a run, as they are at this moment, and then what they are."""
     entries: dict[str, dict[str, int | str]] = {}
     put: list[StoredFile] = []
-    for path in mirrored_files(run_directory):
+    for path in RunLayout(run_directory).mirrored_files():
         check()
         data = path.read_bytes()
         file = path.relative_to(run_directory).as_posix()
@@ -331,4 +331,6 @@ def put_record(
 
 
 def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    name = parse_checkpoint_name(path.name)
+    assert name is not None, "only checkpoints are mirrored"
+    return name.step

@@ -1,0 +1,144 @@
+"""The layout of a run directory: every file and folder of a run is named here, and nowhere else.
+
+In: the path of a run directory. Out: the paths of its files, what removing the run may delete, and what its mirror
+copies. ``RunLayout(directory).plan`` is a path; ``RunLayout.plan`` is its entry in the table.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, overload
+
+from vorox.core.atomic import TEMPORARY_PREFIX
+from vorox.core.lock import FileLock
+
+_CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<status>corrupt|replaced)-\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """One kind of file or folder directly inside a run directory.
+
+    Attributes:
+        name: Its name.
+        pattern: Glob of its names where there are several, such as one per rank.
+        mirrored: Glob of what a mirror copies of it besides checkpoints; empty for what can be rebuilt and for what
+            belongs to one machine.
+    """
+
+    name: str
+    pattern: str = ""
+    mirrored: str = ""
+
+    @overload
+    def __get__(self, layout: None, owner: type) -> RunFile: ...
+    @overload
+    def __get__(self, layout: RunLayout, owner: type) -> Path: ...
+    def __get__(self, layout: RunLayout | None, owner: type) -> RunFile | Path:
+        return self if layout is None else layout.directory / self.name
+
+
+class CheckpointName(NamedTuple):
+    """The name of a checkpoint directory, parsed.
+
+    Attributes:
+        step: Finished steps.
+        status: ``corrupt`` or ``replaced`` if it was set aside; empty for a checkpoint in use.
+    """
+
+    step: int
+    status: str
+
+
+class RunLayout:
+    """The paths of one run directory.
+
+    Args:
+        directory: ``runs/<run_id>``.
+    """
+
+    attempts = RunFile("attempts.bin", mirrored="attempts.bin")
+    chain = RunFile("chain.jsonl", mirrored="chain.jsonl")
+    checkpoints = RunFile("checkpoints")
+    config = RunFile("config.yaml", mirrored="config.yaml")
+    configs = RunFile("configs", mirrored="configs/*.yaml")
+    control = RunFile("control")
+    evaluations = RunFile("evaluations.jsonl", mirrored="evaluations.jsonl")
+    events = RunFile("events.jsonl", "events*.jsonl", mirrored="events*.jsonl")
+    exports = RunFile("export")
+    failure = RunFile("failure.json")
+    lock = RunFile("LOCK")
+    log = RunFile("log.txt", "log*.txt", mirrored="log*.txt")
+    metadata_database = RunFile("metadata.sqlite", "metadata.sqlite*")
+    metadata_spool = RunFile("metadata.spool")
+    metrics = RunFile("metrics.jsonl", mirrored="metrics.jsonl")
+    nonfinite = RunFile("nonfinite", mirrored="nonfinite/*")
+    plan = RunFile("plan.jsonl", mirrored="plan.jsonl")
+    record = RunFile("run.json", mirrored="run.json")
+    tensorboard = RunFile("tensorboard")
+    tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
+    wandb = RunFile("wandb")
+    temporary = RunFile(f"{TEMPORARY_PREFIX}*", f"{TEMPORARY_PREFIX}*")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def save_request(self) -> Path:
+        """The file that requests a checkpoint; removed when there is one."""
+        return self.control / "save"
+
+    def of_rank(self, path: Path, rank: int) -> Path:
+        """Return the file of one rank: ``log.txt`` of rank 3 is ``log-00003.txt``, of rank 0 ``log.txt``."""
+        return path if rank == 0 else path.with_name(f"{path.stem}-{rank:05d}{path.suffix}")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def nonfinite_record(self, step: int) -> Path:
+        return self.nonfinite / f"step-{step:08d}.json"
+
+    def config_from(self, step: int) -> Path:
+        """Return the path of the configuration in force from a step on."""
+        return self.configs / f"step-{step:08d}.yaml"
+
+    def configs_by_step(self) -> dict[int, Path]:
+        """Return every recorded configuration by the step that it is in force from."""
+        found = ((re.fullmatch(r"step-(\d+)\.yaml", path.name), path) for path in sorted(self.configs.glob("*")))
+        return {int(match[1]): path for match, path in found if match}
+
+    def foreign_files(self) -> list[str]:
+        """Return the names in the run directory that no run writes."""
+        patterns = [file.pattern or file.name for file in RUN_FILES]
+        names = sorted(path.name for path in self.directory.iterdir())
+        return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+    def mirrored_files(self) -> list[Path]:
+        """Return what a mirror keeps besides checkpoints: all that a run needs to resume on another machine."""
+        patterns = [file.mirrored for file in RUN_FILES if file.mirrored]
+        found = [path for pattern in patterns for path in sorted(self.directory.glob(pattern))]
+        return [path for path in found if path.is_file() and not path.name.startswith(TEMPORARY_PREFIX)]
+
+
+RUN_FILES = tuple(value for value in vars(RunLayout).values() if isinstance(value, RunFile))
+
+
+def parse_checkpoint_name(name: str) -> CheckpointName | None:
+    """Parse the name of a directory among the checkpoints; ``None`` if no run gives a checkpoint such a name."""
+    match = _CHECKPOINT.fullmatch(name)
+    if match is None:
+        return None
+    return CheckpointName(int(match["step"]), match["status"] or "")
+
+
+def run_of_checkpoint(path: Path) -> Path | None:
+    """Return the run directory of a path that names a checkpoint; ``None`` if it names none."""
+    return path.parent.parent if path.parent.name == RunLayout.checkpoints.name else None
+
+
+def lock_run(run_directory: Path) -> FileLock:
+    """Return the lock that the process which writes a run holds; a second process is refused at once."""
+    return FileLock(RunLayout(run_directory).lock, blocking=False, purpose=f"the run {run_directory.name}")
