@@ -147,7 +147,7 @@ def write_corpus(folder: Path, texts: Sequence[str]) -> None:
 def prepare(root: Path, sizes: dict[str, float]) -> None:
     """The tokenizer, and for each path its corpus and one of two documents."""
     from vorox.core.schema.data import TokenizerConfig
-    from vorox.data.tokenizers.tokenizer import train
+    from vorox.data.tokenizers.loading import train
 
     texts = list(documents(int(max(24.0, *sizes.values()) * 1e6)))  # the vocabulary needs so much
     train(TokenizerConfig(kind="bpe", vocab_size=VOCABULARY), texts[:6000:2]).save(root / "tokenizer")
@@ -206,7 +206,7 @@ def run_build(root: Path, contender: Contender) -> dict[str, float]:
 def run_tokenizer(root: Path, contender: Contender) -> dict[str, float]:
     """Nothing but ``encode_batch`` over strings that are there."""
     from vorox.data.groups import groups_within
-    from vorox.data.tokenizers.tokenizer import load
+    from vorox.data.tokenizers.loading import load
 
     texts = read_texts(root, contender)
     batches = list(groups_within(((text, len(text)) for text in texts), BATCH_CHARACTERS))

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from vorox.cli.generate import find_checkpoint, open_engine
 from vorox.core.run_context import recorded_config
-from vorox.data.tokenizers.tokenizer import load
+from vorox.data.tokenizers.loading import load
 
 ROOT = Path(__file__).parents[1]
 NANOGPT = ROOT / "benchmarks" / ".peers" / "nanoGPT"

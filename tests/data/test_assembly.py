@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_rows import FakeRows
-from vorox.core.records import IGNORED_LABEL
-from vorox.data.assembly import assemble, interleave, row_digests
+from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
+from vorox.data import assembly
+from vorox.data.assembly import interleave, row_digests
 from vorox.data.records import RowBlock
 
 
@@ -23,6 +24,11 @@ def block_of(rows: list[tuple[list[int], list[int]]], dtype: type = np.uint16) -
         segment_lengths=lengths,
         segment_document_offsets=np.zeros_like(lengths),
     )
+
+
+def assemble(block: RowBlock, *, document_mask: bool) -> Batch:
+    """All rows as one micro-batch."""
+    return assembly.assemble(block, document_mask=document_mask, step=0, cursor_after=DataCursor("", 0, 1, 1, 0))
 
 
 def oracle(tokens: list[int], lengths: list[int], document_mask: bool) -> list[tuple[int, int, int, int]]:
@@ -60,31 +66,31 @@ def test_equals_the_oracle(rows_and_type: tuple[list[tuple[list[int], list[int]]
     rows, dtype = rows_and_type
     made = assemble(block_of(rows, dtype), document_mask=document_mask)
     expected = np.array([oracle(tokens, lengths, document_mask) for tokens, lengths in rows])
-    assert np.array_equal(made.tokens_NT, expected[:, :, 0])
-    assert np.array_equal(made.labels_NT, expected[:, :, 1])
+    assert np.array_equal(made.tokens_ABT[0], expected[:, :, 0])
+    assert np.array_equal(made.labels_ABT[0], expected[:, :, 1])
     assert made.num_target_tokens == np.count_nonzero(expected[:, :, 1] != IGNORED_LABEL)
     if document_mask:
-        assert made.segment_ids_NT is not None
-        assert made.position_ids_NT is not None
-        assert np.array_equal(made.segment_ids_NT, expected[:, :, 2])
-        assert np.array_equal(made.position_ids_NT, expected[:, :, 3])
+        assert made.segment_ids_ABT is not None
+        assert made.position_ids_ABT is not None
+        assert np.array_equal(made.segment_ids_ABT[0], expected[:, :, 2])
+        assert np.array_equal(made.position_ids_ABT[0], expected[:, :, 3])
     else:
-        assert made.segment_ids_NT is None
-        assert made.position_ids_NT is None
+        assert made.segment_ids_ABT is None
+        assert made.position_ids_ABT is None
 
 
 def test_one_row_by_hand() -> None:
     """Two documents of 3 and 2 tokens and two of padding."""
     made = assemble(block_of([([10, 11, 12, 20, 21, 0, 0], [3, 2])]), document_mask=True)
-    assert made.tokens_NT.tolist() == [[10, 11, 12, 20, 21, 0]]
-    assert made.labels_NT.tolist() == [[11, 12, -100, 21, -100, -100]]
-    assert made.segment_ids_NT is not None
-    assert made.segment_ids_NT.tolist() == [[1, 1, 1, 2, 2, 0]]
-    assert made.position_ids_NT is not None
-    assert made.position_ids_NT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert made.tokens_ABT[0].tolist() == [[10, 11, 12, 20, 21, 0]]
+    assert made.labels_ABT[0].tolist() == [[11, 12, -100, 21, -100, -100]]
+    assert made.segment_ids_ABT is not None
+    assert made.segment_ids_ABT[0].tolist() == [[1, 1, 1, 2, 2, 0]]
+    assert made.position_ids_ABT is not None
+    assert made.position_ids_ABT[0].tolist() == [[0, 1, 2, 0, 1, 0]]
     assert made.num_target_tokens == 3
     unmasked = assemble(block_of([([10, 11, 12, 20, 21, 0, 0], [3, 2])]), document_mask=False)
-    assert unmasked.labels_NT.tolist() == [[11, 12, 20, 21, -100, -100]]
+    assert unmasked.labels_ABT[0].tolist() == [[11, 12, 20, 21, -100, -100]]
     assert unmasked.num_target_tokens == 4
 
 
@@ -93,7 +99,7 @@ def test_arrays_are_the_engines_to_keep(document_mask: bool) -> None:
     """int32, contiguous, writable, and nothing shared with the block or with the next batch."""
     block = FakeRows("a", [50]).read_rows(np.arange(20))
     first, second = (assemble(block, document_mask=document_mask) for _ in range(2))
-    for name in ("tokens_NT", "labels_NT", "segment_ids_NT", "position_ids_NT"):
+    for name in ("tokens_ABT", "labels_ABT", "segment_ids_ABT", "position_ids_ABT"):
         array, other = getattr(first, name), getattr(second, name)
         if array is None:
             assert not document_mask
@@ -120,8 +126,8 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     together = assemble(reader.read_rows(np.arange(40)), document_mask=True)
     for row in range(40):
         alone = assemble(reader.read_rows(np.array([row])), document_mask=True)
-        assert np.array_equal(alone.labels_NT[0], together.labels_NT[row])
-        assert alone.row_digests_N[0] == together.row_digests_N[row]
+        assert np.array_equal(alone.labels_ABT[0, 0], together.labels_ABT[0, row])
+        assert alone.row_digests_AB[0, 0] == together.row_digests_AB[0, row]
 
 
 def test_a_block_that_is_not_contiguous() -> None:

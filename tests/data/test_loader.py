@@ -22,7 +22,7 @@ from processor_cost import cost
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard, Progress
-from vorox.data import batch_stream
+from vorox.data import prefetch as prefetching
 from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import Recipe
@@ -31,6 +31,7 @@ from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.prefetch import Prefetcher, map_ordered
 from vorox.data.records import RowBlock
 
 GLOBAL_BATCH = 8
@@ -253,7 +254,7 @@ def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
         started.append(step)
         return step
 
-    with BatchStream(read, lambda: 100, first_step=5, num_threads=3, prefetch_batches=4) as batches:
+    with Prefetcher(read, lambda: 100, first=5, num_threads=3, depth=4) as batches:
         for step in range(5, 30):
             wait_until(lambda: batches.queue_depth == 4)
             assert sorted(started) == list(range(5, step + 4))
@@ -263,17 +264,17 @@ def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
 def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on only while something is read."""
     now = [0.0]
-    monkeypatch.setattr(batch_stream, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    monkeypatch.setattr(prefetching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
 
     def read(step: int) -> Any:
         now[0] += 1
         return step
 
-    with BatchStream(read, lambda: 4, first_step=0, num_threads=0, prefetch_batches=1) as direct:
+    with Prefetcher(read, lambda: 4, num_threads=0, depth=1) as direct:
         for _ in range(3):
             next(direct)
     assert direct.wait_seconds == 3
-    with BatchStream(read, lambda: 4, first_step=0, num_threads=1, prefetch_batches=4) as ahead:
+    with Prefetcher(read, lambda: 4, num_threads=1, depth=4) as ahead:
         wait_until(lambda: ahead.queue_depth == 4)
         for _ in range(3):
             next(ahead)
@@ -293,16 +294,32 @@ def test_a_reader_error_surfaces_at_its_step(tmp_path: Path, threads: int) -> No
         next(batches)
     with pytest.raises(RuntimeError, match="closed"):
         next(batches)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-prefetch")]
 
 
 def test_an_interrupt_in_a_reader_thread_reaches_the_consumer() -> None:
     def read(step: int) -> Batch:
         raise KeyboardInterrupt
 
-    batches = BatchStream(read, lambda: 1, first_step=0, num_threads=1, prefetch_batches=1)
+    batches = Prefetcher(read, lambda: 1, num_threads=1, depth=1)
     with pytest.raises(KeyboardInterrupt):
         next(batches)
+
+
+def test_a_map_keeps_the_order_of_its_items_and_raises_at_the_item_that_fails() -> None:
+    begun: list[int] = []
+
+    def halved(number: int) -> float:
+        begun.append(number)
+        time.sleep(number % 3 * 0.002)
+        return 1 / (number - 40)
+
+    results = map_ordered(halved, range(100), 4)
+    assert [next(results) for _ in range(40)] == [(number, 1 / (number - 40)) for number in range(40)]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert max(begun) < 45, "little is begun ahead"
+    assert list(map_ordered(halved, [], 4)) == []
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -327,17 +344,17 @@ def test_closing_never_hangs(plan: Plan, readers: list[FakeRows]) -> None:
                 next(batches)
             batches.close()
             batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-prefetch")]
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_stream, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(prefetching, "_CLOSE_SECONDS", 0.1)
     readers = [Stuck("code", [60])]
     batches = stream(make_plan(tmp_path, readers, steps=7), readers, num_threads=1)
     next(batches)
     assert readers[0].waiting.wait(PATIENCE_SECONDS)
     batches.close()
-    assert [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")], "it hangs still"
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("vorox-prefetch")], "it hangs still"
     readers[0].go.set()
 
 

@@ -21,7 +21,7 @@ from vorox.data.cache_places import all_units, find_place
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.preparation import HowToBuild, Preparation
 from vorox.data.text.sources import list_source
-from vorox.data.tokenizers.tokenizer import train
+from vorox.data.tokenizers.loading import train
 
 
 def lines(first: int, count: int) -> str:

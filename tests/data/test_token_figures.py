@@ -10,7 +10,8 @@ import pytest
 
 from vorox.core.schema.data import TokenizerConfig
 from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
-from vorox.data.tokenizers.tokenizer import Tokenizer, train
+from vorox.data.tokenizers.loading import train
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 BYTES = train(TokenizerConfig(kind="byte"), ())
 

@@ -19,7 +19,7 @@ from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
 from vorox.data.original_text import TextFinder
 from vorox.data.provenance import open_trail, where
-from vorox.data.tokenizers.tokenizer import load
+from vorox.data.tokenizers.loading import load
 
 VOCAB_SIZE, END = 300, 299
 

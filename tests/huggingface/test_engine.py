@@ -19,7 +19,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.schema import DataConfig, RunConfig, RuntimeConfig, SourceConfig, TokenizerConfig, TrainConfig
 from vorox.core.staged_directory import StagedDirectory
-from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.huggingface import huggingface_files, spec_from_huggingface
 from vorox.models.names import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec

@@ -27,7 +27,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory, verify_directory
-from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.huggingface import huggingface_config, huggingface_files
 from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec

@@ -17,7 +17,7 @@ from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
 from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
-from vorox.data.loader import BatchStream
+from vorox.data.prefetch import Prefetcher
 from vorox.train import Outcome
 from vorox.training import sampling
 from vorox.training.chain import read_chain
@@ -89,7 +89,7 @@ def test_a_failure_between_steps_is_saved_first(
             fail_once(patch, sampling, "complete", error)
         else:
             step = 6
-            fail_once(patch, BatchStream, "__next__", error, call=7)
+            fail_once(patch, Prefetcher, "__next__", error, call=7)
         with pytest.raises(DoesNotFitError if isinstance(error, MemoryError) else type(error)) as failed:
             run(config)
     (directory,) = run_directories(tmp_path / "run" / "runs")
@@ -136,7 +136,7 @@ def _no_memory(*arguments: object, **named: object) -> None:
 def test_a_machine_without_free_memory_is_no_crash(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, call, saved_step = {
         "step": (NumpyEngine, "train_step", 8, 4),
-        "batch": (BatchStream, "__next__", 8, 7),  # between two steps, so the last one is saved first
+        "batch": (Prefetcher, "__next__", 8, 7),  # between two steps, so the last one is saved first
         "copy": (NumpyEngine, "snapshot", 2, 4),
         "write": (StagedDirectory, "commit", 2, 4),
     }[place]

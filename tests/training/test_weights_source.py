@@ -20,7 +20,7 @@ from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory
-from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.huggingface import huggingface_files
 from vorox.models.names import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec

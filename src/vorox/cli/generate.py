@@ -42,7 +42,7 @@ def generate(
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import find_run
-    from vorox.data.tokenizers.tokenizer import load
+    from vorox.data.tokenizers.loading import load
     from vorox.training.checkpointing import verify
     from vorox.training.sampling import SamplingSettings, complete
 

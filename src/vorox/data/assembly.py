@@ -1,52 +1,80 @@
-"""Rows into the arrays of a batch: inputs, labels, segment ids, position ids and the rows' identity.
+"""Blocks of rows to batches: inputs, labels, segment ids, position ids and the digest of each row.
 
-A block of rows goes in, contiguous ``int32`` arrays come out, freshly allocated, so that an engine may keep or change
-them. Vectorised over the block: no Python per row except for the hash. Invariant: an output row depends on that row
-alone, never on its neighbours in the block.
+A block goes in, a ``Batch`` of contiguous ``int32`` arrays comes out, freshly allocated, so that an engine may keep or
+change them. Vectorised over the block: no Python per row except for the hash. Invariant: an output row depends on that
+row alone, never on its neighbours in the block.
 
-Shape legend: N rows, C stored tokens of a row, T = C - 1 positions, S segments of all rows.
+Shape legend: N rows, C stored tokens of a row, T = C - 1 positions, S segments of all rows, A micro-batches of B rows.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.records import IGNORED_LABEL, Int32Array
+from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, Int32Array
 from vorox.data.records import RowBlock, TokenArray
 
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class AssembledRows:
-    """What ``core.records.Batch`` holds, before it is cut into micro-batches."""
-
-    tokens_NT: Int32Array
-    labels_NT: Int32Array
-    segment_ids_NT: Int32Array | None
-    position_ids_NT: Int32Array | None
-    row_digests_N: npt.NDArray[np.uint64]
-    num_target_tokens: int
-
-
-def assemble(block: RowBlock, *, document_mask: bool) -> AssembledRows:
-    """Build the arrays of a block.
+def assemble(
+    block: RowBlock,
+    *,
+    document_mask: bool,
+    step: int,
+    cursor_after: DataCursor,
+    num_micro_batches: int = 1,
+    padding_rows: int = 0,
+    row_pieces: int = 1,
+) -> Batch:
+    """Build the batch of a block of rows.
 
     Args:
         block: Rows in slot order.
         document_mask: Whether documents are kept apart: no label crosses from one segment into the next, and segment
-            and position ids are made. If not, a row is one text.
+            and position ids are computed. If not, a row is one text.
+        step: Step that trains on the batch.
+        cursor_after: Data state after the batch.
+        num_micro_batches: Micro-batches that the rows are divided into; they must divide evenly.
+        padding_rows: Rows to append that nothing is trained on: token 0, no label, segment 0, digest 0.
+        row_pieces: Pieces of equal length that each row is split into, one after the other. The label at a split is
+            the next token, so every token is predicted as often as before; segments are renumbered from 1 and
+            positions restart in each piece. The digest of a piece is that of its row and its index.
     """
     num_positions = block.row_tokens - 1
-    # One allocation: several of this size at once make malloc give memory back and fault it in again, for each batch.
-    arrays = np.empty((4 if document_mask else 2, block.num_rows, num_positions), np.int32)
+    # One allocation: several of this size at once make malloc return memory and fault it in again for each batch.
+    shape = (4 if document_mask else 2, block.num_rows + padding_rows, num_positions)
+    arrays = np.empty(shape, np.int32)
+    num_target_tokens = _write_rows(block, arrays[:, : block.num_rows], document_mask=document_mask)
+    if padding_rows:
+        arrays[:, block.num_rows :] = 0
+        arrays[1, block.num_rows :] = IGNORED_LABEL
+    digests = np.zeros((block.num_rows + padding_rows, row_pieces), np.uint64)
+    digests[: block.num_rows] = _piece_digests(row_digests(block), row_pieces)
+    if row_pieces > 1:
+        arrays = _split_rows(arrays, row_pieces)
+    arrays_kABT = arrays.reshape(len(arrays), num_micro_batches, -1, arrays.shape[-1])
+    return Batch(
+        step=step,
+        tokens_ABT=arrays_kABT[0],
+        labels_ABT=arrays_kABT[1],
+        segment_ids_ABT=arrays_kABT[2] if document_mask else None,
+        position_ids_ABT=arrays_kABT[3] if document_mask else None,
+        row_digests_AB=digests.reshape(num_micro_batches, -1),
+        num_target_tokens=num_target_tokens,
+        cursor_after=cursor_after,
+    )
+
+
+def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> int:
+    """Fill tokens, labels and, under a document mask, segment and position ids; return the number of targets."""
+    num_positions = block.row_tokens - 1
     arrays[0], arrays[1] = block.tokens_NC[:, :-1], block.tokens_NC[:, 1:]
     labels_NT = arrays[1]
     real_N = _real_tokens(block)
@@ -61,45 +89,32 @@ def assemble(block: RowBlock, *, document_mask: bool) -> AssembledRows:
         num_target_tokens = int(np.maximum(real_N - 1, 0).sum())
     for row in np.flatnonzero(real_N < block.row_tokens).tolist():  # rows with padding, which are few
         labels_NT[row, max(int(real_N[row]) - 1, 0) :] = IGNORED_LABEL
-    return AssembledRows(
-        tokens_NT=arrays[0],
-        labels_NT=labels_NT,
-        segment_ids_NT=arrays[2] if document_mask else None,
-        position_ids_NT=arrays[3] if document_mask else None,
-        row_digests_N=row_digests(block),
-        num_target_tokens=num_target_tokens,
-    )
+    return num_target_tokens
 
 
-def cut_rows(rows: AssembledRows, pieces: int) -> AssembledRows:
-    """The same tokens as rows of ``T / pieces`` positions, the pieces of a row one after the other.
-
-    The label at a cut is the token behind it, so that every token is predicted as often as before. Segments are
-    numbered anew in each piece, and positions restart at its beginning. The identity of a piece is that of its row
-    and its place in it.
-    """
-    num_rows, num_positions = rows.tokens_NT.shape
+def _split_rows(arrays: Int32Array, pieces: int) -> Int32Array:
+    """The same positions as rows of ``T / pieces``, with segment and position ids that restart in each piece."""
+    num_arrays, num_rows, num_positions = arrays.shape
     if num_positions % pieces:
-        raise ValueError(f"rows of {num_positions} positions cannot be cut into {pieces} equal pieces")
-    shape = (num_rows * pieces, num_positions // pieces)
-    ids, positions = rows.segment_ids_NT, rows.position_ids_NT
-    if ids is not None and positions is not None:
-        ids, positions = ids.reshape(shape), positions.reshape(shape)
-        first = ids[:, :1]
-        positions = np.where(ids == first, positions - positions[:, :1], positions)
-        ids = np.where(ids > 0, ids - first + 1, 0)
-    digests = np.empty((num_rows, pieces), np.uint64)
+        raise ValueError(f"rows of {num_positions} positions cannot be split into {pieces} equal pieces")
+    arrays = arrays.reshape(num_arrays, num_rows * pieces, num_positions // pieces)
+    if num_arrays == 4:
+        ids, positions = arrays[2], arrays[3]
+        first = ids[:, :1].copy()
+        positions[:] = np.where(ids == first, positions - positions[:, :1], positions)
+        ids[:] = np.where(ids > 0, ids - first + 1, 0)
+    return arrays
+
+
+def _piece_digests(digests: npt.NDArray[np.uint64], pieces: int) -> npt.NDArray[np.uint64]:
+    """The digest of each piece of each row, ``[N, pieces]``; of a whole row its own."""
+    if pieces == 1:
+        return digests[:, None]
+    of_pieces = np.empty((len(digests), pieces), np.uint64)
     for piece in range(pieces):
-        for row, digest in enumerate(rows.row_digests_N.tolist()):
-            digests[row, piece] = xxhash.xxh3_64_intdigest(struct.pack("<QII", digest, piece, pieces))
-    return AssembledRows(
-        tokens_NT=rows.tokens_NT.reshape(shape),
-        labels_NT=rows.labels_NT.reshape(shape),
-        segment_ids_NT=ids,
-        position_ids_NT=positions,
-        row_digests_N=digests.reshape(-1),
-        num_target_tokens=rows.num_target_tokens,
-    )
+        for row, digest in enumerate(digests.tolist()):
+            of_pieces[row, piece] = xxhash.xxh3_64_intdigest(struct.pack("<QII", digest, piece, pieces))
+    return of_pieces
 
 
 def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:

@@ -17,7 +17,8 @@ import xxhash
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader, DocumentSpan
 from vorox.data.text.formats import ROW_GROUPS
-from vorox.data.tokenizers.tokenizer import Tokenizer, load
+from vorox.data.tokenizers.loading import load
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 Granularity = Literal["byte", "record", "row group", "file"]
 """What a row is known to hold: the byte; tokens of the record that has it, of Parquet of its row group; of the file."""

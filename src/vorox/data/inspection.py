@@ -19,7 +19,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.dataset import Corpus, CorpusCache
 from vorox.data.documents import BadRecord, SourceFile
-from vorox.data.parallel import in_order
+from vorox.data.prefetch import map_ordered
 from vorox.data.records import TokenArray
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
@@ -212,7 +212,7 @@ def _verify_files(source: Source, report: VerifyProgress) -> None:
         pinned = stored.version is not None  # by its store: what was listed just now is what it was
         return file.version if pinned else content_hash(stored)
 
-    for (_, file), found in in_order(pairs, content, usable_cores()):
+    for (_, file), found in map_ordered(content, pairs, usable_cores()):
         if found != file.version:
             raise DataError(
                 "the file's content is not what its recorded hash says", where=file.uri,

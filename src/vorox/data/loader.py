@@ -1,47 +1,47 @@
-"""Batches of a run: plan and caches in, ``Batch`` per step out, read ahead by threads.
+"""The data loader: plan and caches in, one ``Batch`` per step out, prefetched by threads.
 
-Every step's batch is a function of (plan, step, shard). The rows of a step are the same at any number of shards; where
-they do not come out even, shards differ by one row and the shorter ones are filled up with a row that nothing is
-trained on. Opening costs the plan and one look at the cache's digests, wherever the cursor stands. Over caches that
-grow, a step is located when the plan covers it, by readers that see its rows.
+Every batch is a function of (plan, step, shard). The rows of a step are the same for any number of shards. Where they
+do not divide evenly, shards differ by one row, and the shorter ones are padded with a row that nothing is trained on.
+Opening costs reading the plan and comparing the caches' digests, wherever the cursor stands. Over caches that grow, a
+step is located once the plan covers it.
 
 Shape legend: N rows of a step in this process, A micro-batches, B rows of a micro-batch, T positions.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard
-from vorox.data.assembly import AssembledRows, assemble, cut_rows, interleave
-from vorox.data.batch_stream import BatchStream
+from vorox.core.records import Batch, DataCursor, DataShard
+from vorox.data.assembly import assemble
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Readers
-from vorox.data.records import RowBlock, RowReader
+from vorox.data.prefetch import Prefetcher
+from vorox.data.records import RowReader
+from vorox.data.row_source import LocatedRows, RowSource, read_rows
 
 __all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "validation_batches"]
 
 Int64Array = npt.NDArray[np.int64]
+BatchStream = Prefetcher[Batch]
+"""The batches of consecutive steps."""
 
 _LOCATED_ROWS = 4096
-"""Rows whose places are computed together: numpy's cost per call disappears. Of the first step, only its own are."""
+"""Rows located together, so that numpy's cost per call is negligible. The first step locates only its own."""
 
 _ENDLESS_STEPS = 2**62
 
 
 def first_cursor(plan: Plan, seed: int) -> DataCursor:
-    """Where a run begins.
+    """Return the cursor of step 0.
 
     Raises:
-        ConfigError: The plan was begun with another seed.
+        ConfigError: The plan has another seed.
     """
     if seed != plan.start.seed:
         raise ConfigError(f"the plan has seed {plan.start.seed}, the run has {seed}", where=str(plan.path))
@@ -62,24 +62,24 @@ def open_batches(
     grower: PlanGrower | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> BatchStream:
-    """Read batches from ``cursor`` on, for as long as the plan covers them.
+    """Open the batches from ``cursor`` on, as far as the plan covers them.
 
     Args:
-        plan: The run's plan, extended as far as batches will be asked for. It may be extended further meanwhile.
-        readers: Caches of the sources, in the plan's order; ``None`` for one that is not drawn from any more.
+        plan: The run's plan. It may be extended while batches are read.
+        readers: Caches of the sources, in the plan's order; ``None`` for one that is no longer drawn from.
         shard: The part of every global batch that this process reads.
-        cursor: Where to begin: ``first_cursor`` or a checkpoint's.
+        cursor: Where to start: ``first_cursor`` or a checkpoint's.
         global_batch_sequences: Rows of a step over all shards, as in the plan.
         micro_batch_sequences: Rows of a micro-batch of one shard.
         document_mask: Whether documents of a row are kept apart.
-        num_threads: Reader threads; 0 reads when a batch is asked for.
-        prefetch_batches: Batches kept ready by the threads.
-        grower: Covers positions as the caches grow; its readers take the place of ``readers``.
-        stop: Asked while a step waits for rows that are not built yet.
+        num_threads: Reader threads; 0 reads each batch when it is requested.
+        prefetch_batches: Batches that the threads keep ready.
+        grower: Extends the plan as the caches grow; its readers replace ``readers``.
+        stop: Polled while a step waits for rows that are not built yet.
 
     Raises:
-        ConfigError: A shard's part is no multiple of the micro-batch, or the plan has another size.
-        DataError: The cursor is not of this plan, or a cache is no longer what the plan was made for.
+        ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has another batch size.
+        DataError: The cursor is not of this plan, or a cache has changed since the plan was made.
     """
     if global_batch_sequences != plan.start.global_batch_sequences:
         raise ConfigError(
@@ -90,31 +90,25 @@ def open_batches(
     _check_cursor(plan, cursor)
     plan.check(readers)
     _check_alike([reader for reader in readers if reader is not None])
-    closing = threading.Event()
-
-    def read(step: int) -> Batch:
-        if grower is not None:
-            position = (step + 1) * global_batch_sequences
-            grower.cover(position, stop=lambda: closing.is_set() or (stop is not None and stop()))
-        return source.read(step)
+    source = RowSource(plan, readers, grower=grower, stop=stop)
+    batches = _BatchReader(source, slots, document_mask, cursor)
 
     def num_steps() -> int:
         if grower is None:
             return plan.num_positions // global_batch_sequences
         return _ENDLESS_STEPS if grower.total_steps is None else grower.total_steps
 
-    source = _BatchSource(plan, (lambda: grower.readers) if grower else (lambda: readers), slots, document_mask, cursor)
-    return BatchStream(
-        read, num_steps, first_step=cursor.step, num_threads=num_threads, prefetch_batches=prefetch_batches,
-        on_close=closing.set,
+    return Prefetcher(
+        batches.read, num_steps, first=cursor.step, num_threads=num_threads, depth=prefetch_batches,
+        on_close=source.close,
     )  # fmt: skip
 
 
 def slots_of_shard(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> Int64Array:
-    """Slots of the global batch that a process reads, ``[A, B]``: of each global micro-batch, its contiguous part.
+    """Return the slots of the global batch that a process reads, ``[A, B]``: a contiguous part of each micro-batch.
 
-    ``B`` is ``micro_batch_sequences`` for each shard of the process, side by side. A shard has the global batch over
-    the shards, rounded up, in whole micro-batches. Where that does not come out even, the last global micro-batch is
+    ``B`` is ``micro_batch_sequences`` times the shards of the process, side by side. A shard has its share of the
+    global batch, rounded up, in whole micro-batches. If the rows do not divide evenly, the last global micro-batch is
     short: some shards have one row less of it, and -1 in its place.
 
     Raises:
@@ -158,10 +152,10 @@ def validation_batches(
     document_mask: bool,
     shard: DataShard | None = None,
 ) -> Iterator[Batch]:
-    """The fixed validation set: rows spread evenly over the caches, in a fixed order, as batches ``[1, B, T]``.
+    """Yield the fixed validation set: rows spread evenly over the caches, in a fixed order, as batches ``[1, B, T]``.
 
-    The last batch is filled up with rows of which every label is ignored, so that shapes stay fixed. With several
-    shards, each reads its part of every batch of ``B * shard.count`` rows.
+    The last batch is padded with rows of ignored labels, so that shapes stay fixed. With several shards, each reads
+    its part of every batch of ``B * shard.count`` rows.
 
     Raises:
         DataError: The caches hold no row.
@@ -179,151 +173,71 @@ def validation_batches(
         rows = slots[slots < count] * num_rows // count
         source_index = np.searchsorted(starts, rows, side="right") - 1
         cursor = DataCursor(plan_digest="", plan_events=0, step=step + 1, position=(step + 1) * step_rows, seed=0)
-        block = _read(readers, source_index, rows - starts[source_index])
-        assembled = assemble(block, document_mask=document_mask)
-        yield _batch(_filled(assembled, micro_batch_sequences - block.num_rows), step, 1, cursor)
+        block = read_rows(readers, source_index, rows - starts[source_index])
+        yield assemble(
+            block, document_mask=document_mask, step=step, cursor_after=cursor,
+            padding_rows=micro_batch_sequences - block.num_rows,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Source and cache row of the rows of consecutive steps, one line per step, and the readers they are meant for."""
+class _BatchReader:
+    """Reads the batch of any step of one run on one shard. Rows are located a window of steps at a time."""
 
-    first_step: int
-    source_index: npt.NDArray[np.int32]
-    rows: Int64Array
-    readers: Readers
-
-
-class _BatchSource:
-    """Makes the batch of any step of one run on one shard."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        readers: Callable[[], Readers],
-        slots_AB: Int64Array,
-        document_mask: bool,
-        cursor: DataCursor,
-    ) -> None:
-        self._plan, self._readers, self._document_mask, self._cursor = plan, readers, document_mask, cursor
-        self._slots = slots_AB[slots_AB >= 0]  # rows that are missing are the last of the last micro-batch
-        self._shape_AB = slots_AB.shape
+    def __init__(self, source: RowSource, slots_AB: Int64Array, document_mask: bool, cursor: DataCursor) -> None:
+        self._source, self._plan, self._document_mask, self._cursor = source, source.plan, document_mask, cursor
+        self._batch_rows = source.plan.start.global_batch_sequences
+        self._slots = slots_AB[slots_AB >= 0]  # missing rows are the last of the last micro-batch
+        self._num_micro_batches, self._padding_rows = len(slots_AB), slots_AB.size - self._slots.size
         self._window_steps = max(1, _LOCATED_ROWS // slots_AB.size)
-        self._places: dict[int, _Places] = {}
+        self._windows: dict[int, tuple[int, LocatedRows]] = {}
         self._locating = threading.Lock()
 
     def read(self, step: int) -> Batch:
-        places = self._locate(step)
-        line = step - places.first_step
-        block = _read(places.readers, places.source_index[line], places.rows[line])
-        rows = assemble(block, document_mask=self._document_mask)
-        batch = self._plan.start.global_batch_sequences
-        pieces = self._plan.row_pieces_at(step * batch)
-        if pieces > 1:
-            rows = cut_rows(rows, pieces)
-        missing = self._shape_AB[0] * self._shape_AB[1] - block.num_rows
-        rows = _filled(rows, missing * pieces)
-        return _batch(rows, step, self._shape_AB[0], self._cursor_after(step + 1, (step + 1) * batch))
+        self._source.cover((step + 1) * self._batch_rows)
+        return assemble(
+            self._locate(step).read(),
+            document_mask=self._document_mask,
+            step=step,
+            cursor_after=self._cursor_after(step + 1),
+            num_micro_batches=self._num_micro_batches,
+            padding_rows=self._padding_rows,
+            row_pieces=self._plan.row_pieces_at(step * self._batch_rows),
+        )
 
-    def _cursor_after(self, step: int, position: int) -> DataCursor:
-        """Over a growing cache, the plan as far as it decides what lies before: however far it was extended by then."""
+    def _cursor_after(self, step: int) -> DataCursor:
+        """The cursor before a step. Over a growing cache it covers the events that decide what lies before it."""
+        position = step * self._batch_rows
         events, digest = self._cursor.plan_events, self._cursor.plan_digest
         if self._plan.start.growth is not None:
             events = max(events, self._plan.tables.events_covering(position))
             digest = self._plan.digest_at(events) or digest
         return DataCursor(plan_digest=digest, plan_events=events, step=step, position=position, seed=self._cursor.seed)
 
-    def _locate(self, step: int) -> _Places:
-        window = step // self._window_steps
+    def _locate(self, step: int) -> LocatedRows:
+        window, num_slots = step // self._window_steps, len(self._slots)
         with self._locating:
-            places = self._places.get(window)
-            if places is None or step >= places.first_step + len(places.rows):  # the plan may have been shorter then
+            first_step, located = self._windows.get(window, (0, None))
+            if located is None or (step - first_step) * num_slots >= len(located):  # the plan may have been shorter
                 first_step = max(window * self._window_steps, self._cursor.step)  # earlier sources may be gone
-                places = self._places[window] = self._locate_window(first_step, step)
-                for old in sorted(self._places)[:-2]:
-                    del self._places[old]
-            return places
+                located = self._locate_window(first_step, step)
+                self._windows[window] = first_step, located
+                for old in sorted(self._windows)[:-2]:
+                    del self._windows[old]
+            start = (step - first_step) * num_slots
+            return located[start : start + num_slots]
 
-    def _locate_window(self, first_step: int, step: int) -> _Places:
-        batch = self._plan.start.global_batch_sequences
-        planned_steps = self._plan.num_positions // batch  # before the readers are asked: they see all that it covers
-        readers = self._readers()
-        window_end = (step // self._window_steps + 1) * self._window_steps if self._places else step + 1
-        last_step = max(step + 1, min(window_end, planned_steps))
-        positions = np.arange(first_step, last_step)[:, None] * batch + self._slots
-        found = self._plan.locate(positions.reshape(-1))
-        rows = found.row
-        for index, reader in enumerate(readers):
-            chosen = np.flatnonzero(found.source_index == index)
-            if chosen.size and reader is not None:  # a step that needs one that is not there says so when it is read
-                rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
-        return _Places(first_step, found.source_index.reshape(positions.shape), rows.reshape(positions.shape), readers)
-
-
-def _present(reader: RowReader | None) -> RowReader:
-    if reader is None:
-        raise DataError(
-            "the step needs rows of a source that the configuration no longer has", where="data.sources",
-            hint="resume from a checkpoint behind the step at which it was taken out",
-        )  # fmt: skip
-    return reader
-
-
-def _read(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
-    """Rows of several sources in slot order."""
-    if not rows.size:  # a shard of the last validation batch
-        return next(reader for reader in readers if reader is not None).read_rows(rows)
-    order = np.argsort(source_index, kind="stable")
-    sources = source_index[order]
-    if sources[0] == sources[-1]:
-        return _present(readers[int(sources[0])]).read_rows(rows)
-    cuts = [0, *(np.flatnonzero(sources[1:] != sources[:-1]) + 1).tolist(), len(order)]
-    slots = [order[first:last] for first, last in itertools.pairwise(cuts)]
-    blocks = [
-        _present(readers[int(sources[first])]).read_rows(rows[at]) for first, at in zip(cuts[:-1], slots, strict=True)
-    ]
-    return interleave(blocks, slots)
-
-
-def _batch(rows: AssembledRows, step: int, num_micro_batches: int, cursor: DataCursor) -> Batch:
-    shape = (num_micro_batches, -1, rows.tokens_NT.shape[1])
-    segment_ids, position_ids = rows.segment_ids_NT, rows.position_ids_NT
-    return Batch(
-        step=step,
-        tokens_ABT=rows.tokens_NT.reshape(shape),
-        labels_ABT=rows.labels_NT.reshape(shape),
-        segment_ids_ABT=None if segment_ids is None else segment_ids.reshape(shape),
-        position_ids_ABT=None if position_ids is None else position_ids.reshape(shape),
-        row_digests_AB=rows.row_digests_N.reshape(num_micro_batches, -1),
-        num_target_tokens=rows.num_target_tokens,
-        cursor_after=cursor,
-    )
-
-
-def _filled(rows: AssembledRows, missing: int) -> AssembledRows:
-    """The same rows with some added that nothing is trained on: token 0, no label, segment 0."""
-    if not missing:
-        return rows
-
-    def fill(array: npt.NDArray[Any], value: int) -> npt.NDArray[Any]:
-        return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
-
-    segment_ids, position_ids = rows.segment_ids_NT, rows.position_ids_NT
-    return replace(
-        rows,
-        tokens_NT=fill(rows.tokens_NT, 0),
-        labels_NT=fill(rows.labels_NT, IGNORED_LABEL),
-        segment_ids_NT=None if segment_ids is None else fill(segment_ids, 0),
-        position_ids_NT=None if position_ids is None else fill(position_ids, 0),
-        row_digests_N=fill(rows.row_digests_N, 0),
-    )
+    def _locate_window(self, first_step: int, step: int) -> LocatedRows:
+        window_end = (step // self._window_steps + 1) * self._window_steps if self._windows else step + 1
+        end = max(step + 1, min(window_end, self._plan.num_positions // self._batch_rows))
+        positions = np.arange(first_step, end)[:, None] * self._batch_rows + self._slots
+        return self._source.locate(positions.reshape(-1))
 
 
 def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
     if plan.digest_at(cursor.plan_events) != cursor.plan_digest or cursor.seed != plan.start.seed:
         raise DataError(
             f"the data cursor of step {cursor.step:,} was not written under this plan", where=str(plan.path),
-            hint="resume from a checkpoint of this run; if plan.jsonl was replaced, bring the original back",
+            hint="resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
         )  # fmt: skip
     if cursor.step < 0 or cursor.position != cursor.step * plan.start.global_batch_sequences:
         raise DataError(
@@ -334,7 +248,7 @@ def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
 
 
 def _check_alike(readers: Sequence[RowReader]) -> None:
-    """Rows of all sources go into the same arrays."""
+    """Refuse sources whose rows do not fit into one array."""
     shapes = sorted({(reader.row_tokens, reader.recipe.dtype) for reader in readers})
     if len(shapes) > 1:
         raise DataError(f"the sources' caches differ in row length or token size: {shapes}", where="data.sources")

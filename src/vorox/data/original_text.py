@@ -23,7 +23,8 @@ from vorox.data.parts import cache_name, cache_of
 from vorox.data.provenance import DocumentOrigin, RowOrigin, Trail
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import read_record
-from vorox.data.tokenizers.tokenizer import Tokenizer, load
+from vorox.data.tokenizers.loading import load
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

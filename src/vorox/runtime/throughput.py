@@ -144,7 +144,7 @@ class Throughput:
 
         Args:
             work: Arithmetic of the step.
-            waited_seconds: How long the loop has waited for data in all so far (``BatchStream.wait_seconds``).
+            waited_seconds: How long the loop has waited for data in all so far (``Prefetcher.wait_seconds``).
         """
         self._waited = waited_seconds
         if self._window is None or self._whole is None:

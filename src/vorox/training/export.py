@@ -25,7 +25,7 @@ from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.records import Int32Array
 from vorox.core.staged_directory import StagedDirectory
-from vorox.data.tokenizers import tokenizer as tokenizers
+from vorox.data.tokenizers import loading as tokenizers
 from vorox.data.tokenizers.token_ids import IDS_NAME
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface

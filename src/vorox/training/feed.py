@@ -7,8 +7,7 @@ replayed is what was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,60 +15,18 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.config.checks import exact_weight
 from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import SourceConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
 from vorox.data.estimate import DatasetEstimate, estimate
 from vorox.data.growth import PlanGrower, Tell, await_planned
 from vorox.data.loader import BatchStream, open_batches, validation_batches
-from vorox.data.parts import PartReader, SourceReader, measure_parts, readers_of
+from vorox.data.parts import PartReader, SourceReader, readers_of
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import WantedStage, declare, folded, set_horizon, take_grown
-from vorox.data.plan_events import Cut, GrowthRule, Part, PlanSource, PlanStart, StageEvent
+from vorox.data.plan_events import Cut, PlanSource, PlanStart, StageEvent
 from vorox.data.plan_format import Event
+from vorox.data.plan_start import plan_start
 from vorox.training.schedule import Horizon
-
-
-def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
-    """What the data order of a run is a function of, besides the caches' content.
-
-    Args:
-        config: The run.
-        corpus: Its caches.
-        recorded: The plan that the run began with, whose parts of sources stay as they were measured.
-    """
-    growth, known = config.data.growth, {source.name: source for source in recorded.sources} if recorded else {}
-    rule = None
-    if growth.mode == "strict":
-        rule = GrowthRule("strict", growth.first_segment_units, growth.max_segment_units, growth.later_passes)
-    elif growth.mode == "elastic":
-        rule = GrowthRule("elastic")
-    sources: list[PlanSource] = []
-    for source, weight, section in zip(corpus.sources, corpus.weights, config.data.sources, strict=True):
-        whole = PlanSource(
-            source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs,
-            section.on_exhausted,
-        )  # fmt: skip
-        for name, part, share in _parts(section, source.train, known, config):
-            sources.append(replace(whole, name=name, part=part, weight=weight * share))
-    return PlanStart(config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)
-
-
-def _parts(
-    section: SourceConfig, cache: CacheReader, known: Mapping[str, PlanSource], config: RunConfig
-) -> list[tuple[str, Part | None, Fraction]]:
-    """Name, definition and share of the rows of each part of a source; the whole where it is not divided."""
-    if section.split_by is None:
-        return [(section.name, None, Fraction(1))]
-    names = [f"{section.name}.{part}" for part in section.split_names]
-    if names[0] in known:
-        sources = [known[name] for name in names]
-        whole = sum(source.weight for source in sources)
-        return [(source.name, source.part, source.weight / whole) for source in sources]
-    growth = config.data.growth
-    first = growth.first_segment_units if growth.mode == "strict" else None  # all that is sure to be there
-    measured = measure_parts(cache, section.name, section.split_by, section.split_quantiles, last_unit=first)
-    return [(name, part, share) for name, (part, share) in zip(names, measured, strict=True)]
 
 
 def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:

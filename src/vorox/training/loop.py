@@ -8,33 +8,11 @@ validation, a sample or the reading of a batch, the state is saved after the fai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from vorox.core.engine import Engine
-from vorox.core.records import Batch, Progress
+from vorox.core.records import Progress
 from vorox.data.growth import Starved
-from vorox.training.agreement import Agreement
-from vorox.training.checkpointer import Checkpointer
-from vorox.training.evaluate import Evaluations
-from vorox.training.ledger import Ledger, StartedStep
-from vorox.training.observer import Observer
+from vorox.training.ledger import StartedStep
+from vorox.training.run import Run
 from vorox.training.saving import save, saved_on_failure, stopped, wait_for_save
-from vorox.training.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run is made of while it runs."""
-
-    engine: Engine
-    batches: Iterator[Batch]
-    schedule: Schedule
-    ledger: Ledger
-    checkpointer: Checkpointer
-    evaluations: Evaluations
-    observer: Observer
-    agreement: Agreement
 
 
 def train(run: Run, progress: Progress) -> Progress:

@@ -18,13 +18,14 @@ from vorox.data.dataset import Corpus
 from vorox.data.loader import BatchStream, first_cursor
 from vorox.data.parts import readers_of
 from vorox.data.plan import Plan
+from vorox.data.plan_start import plan_start
 from vorox.training import feed
 
 
 @contextlib.contextmanager
 def first_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_steps: int) -> Generator[BatchStream]:
     """The batches of the first ``num_steps`` steps, whatever a run may pass over its sources."""
-    start = feed.plan_start(config, corpus)
+    start = plan_start(config, corpus)
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
     with tempfile.TemporaryDirectory(prefix="vorox-rehearsal-") as directory:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 from vorox.core.errors import CheckpointError, Preempted
 from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
 from vorox.data.growth import Starved
-
-if TYPE_CHECKING:
-    from vorox.training.loop import Run
+from vorox.training.run import Run
 
 
 def stopped(run: Run, progress: Progress, *, why: str = "", where: str = "", hint: str) -> Preempted:

@@ -40,10 +40,10 @@ from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
 from vorox.training.forensics import Forensics
 from vorox.training.ledger import Ledger
-from vorox.training.loop import Run
 from vorox.training.mirror import Mirrored
 from vorox.training.observer import Observer, Queue
 from vorox.training.provenance import Provenance, open_provenance
+from vorox.training.run import Run
 from vorox.training.saving import validations_without_save
 from vorox.training.schedule import Horizon, Schedule
 from vorox.training.setting import Setting

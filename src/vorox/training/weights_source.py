@@ -27,10 +27,10 @@ from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.huggingface import download_repository, load_huggingface
+from vorox.data.tokenizers.loading import load as load_tokenizer
+from vorox.data.tokenizers.loading import train as train_tokenizer
 from vorox.data.tokenizers.store import ready_made
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
-from vorox.data.tokenizers.tokenizer import load as load_tokenizer
-from vorox.data.tokenizers.tokenizer import train as train_tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import huggingface_family

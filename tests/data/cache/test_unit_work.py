@@ -16,7 +16,7 @@ from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import list_source, read_unit
-from vorox.data.tokenizers.tokenizer import train
+from vorox.data.tokenizers.loading import train
 
 TOKENIZER = ByteTokenizer()
 

@@ -21,9 +21,10 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.encoders import byte_alphabet
+from vorox.data.tokenizers.loading import load, train
 from vorox.data.tokenizers.store import tokenizer_for
 from vorox.data.tokenizers.tiktoken_ranks import library_pattern
-from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 tiktoken = pytest.importorskip("tiktoken")
 transformers = pytest.importorskip("transformers")

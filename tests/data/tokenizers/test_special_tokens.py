@@ -7,7 +7,7 @@ import pytest
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import TokenizerConfig
-from vorox.data.tokenizers.tokenizer import train
+from vorox.data.tokenizers.loading import train
 
 TEXT = ["the quick brown fox jumps over the lazy dog, and the dog does not mind " * 20]
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>")

@@ -22,7 +22,8 @@ from vorox.core.schema.data import SourceConfig, TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.text.sources import list_source
 from vorox.data.tokenizers.encoders import byte_alphabet
-from vorox.data.tokenizers.tokenizer import Tokenizer, load, train
+from vorox.data.tokenizers.loading import load, train
+from vorox.data.tokenizers.tokenizer import Tokenizer
 
 KINDS = ("bpe", "byte", "char")
 EXTRA = "äöüß€😀 \u3000\x00\x7f\ufeff\u200d\U0010ffff\r\n\t<|endoftext|>"
@@ -193,7 +194,7 @@ class TestLongDocuments:
 
 class TestTraining:
     PROGRAM = (
-        "import sys, hashlib; from vorox.core.schema.data import *; from vorox.data.tokenizers.tokenizer import train; "
+        "import sys, hashlib; from vorox.core.schema.data import *; from vorox.data.tokenizers.loading import train; "
         "from vorox.data.text.sources import list_source; from vorox.data.storage import local_path; "
         "listed = list_source(SourceConfig(name='s', format='python_stdlib', max_bytes=1 << 20)); "
         "tokenizer = train(TokenizerConfig(vocab_size=1500), (local_path(f.uri).read_text() for f in listed.stored)); "

@@ -20,7 +20,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import verify_directory
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.storage import local_path
-from vorox.data.tokenizers.tokenizer import load
+from vorox.data.tokenizers.loading import load
 from vorox.data.transfer.export import export
 
 LINES = 120
@@ -184,7 +184,7 @@ def test_wide_ids_have_the_other_magic(tmp_path: Path, monkeypatch: pytest.Monke
     from tokenizers import AddedToken, Tokenizer
 
     from vorox.core.schema.data import TokenizerConfig
-    from vorox.data.tokenizers.tokenizer import train
+    from vorox.data.tokenizers.loading import train
 
     library = Tokenizer.from_str(train(TokenizerConfig(kind="byte"), ()).files()["tokenizer.json"].decode())
     library.add_special_tokens([AddedToken(f"<extra {number}>", special=True) for number in range(66_000)])

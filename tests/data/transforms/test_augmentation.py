@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vorox.core.schema.data import TokenizerConfig
-from vorox.data.tokenizers.tokenizer import Tokenizer, train
+from vorox.data.tokenizers.loading import train
+from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms import augmentation
 from vorox.data.transforms.augmentation import fill_in_the_middle, local_model, required_special_tokens, token_dropout
 from vorox.data.transforms.identity import generator_at

@@ -24,7 +24,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.quarantine import verify_quarantine
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
-from vorox.data.parallel import in_order
+from vorox.data.prefetch import map_ordered
 
 Depth = Literal["quick", "full"]
 
@@ -63,7 +63,7 @@ def _checked(
     """Every chunk with what is wrong with it, in the manifest's order."""
     done, total = 0, int(manifest.chunks["size_bytes"].sum())
     records = map(manifest.chunk, range(len(manifest.chunks)))
-    for record, problem in in_order(records, check, check_threads(manifest)):
+    for record, problem in map_ordered(check, records, check_threads(manifest)):
         done += record.size_bytes
         if on_progress is not None:
             on_progress(done, total)

@@ -1,64 +1,35 @@
-"""``RemoteIterableDataset``: samples of a streamed corpus, in an order that can be taken up anywhere.
+"""``RemoteIterableDataset``: samples of a streamed corpus, resumable at any position.
 
 A run's configuration, or a few arguments, go in; dictionaries of arrays come out, one per training row, in the order
-in which a run of that configuration would read them. The state is the number of the next sample: it is about 200
-bytes, restoring it skips nothing, and it means the same to any number of ranks and workers. Invariant: the sample at
-a position is a function of the configuration and the text alone.
+in which a run of that configuration would read them. The state is the number of the next sample: about 200 bytes that
+mean the same for any number of ranks and workers, and nothing is skipped to resume. Invariant: the sample at a position
+is a function of the configuration and the text alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
-import threading
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus, PrepareProgress, prepare
+from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.growth import PlanGrower
-from vorox.data.plan import Plan, Positions
-from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
+from vorox.data.plan import Plan
+from vorox.data.plan_start import plan_start
+from vorox.data.prefetch import Prefetcher
+from vorox.data.row_source import RowSource
 from vorox.data.streaming.arguments import Sources, Transforms, configuration
-from vorox.data.streaming.samples import Sample, SampleReader, read_ahead
+from vorox.data.streaming.sample_reader import BLOCK_SAMPLES, Sample, SampleReader, Share, order_before
 
 if TYPE_CHECKING:
     from vorox.data.streaming.torch_adapter import TorchStream
 
-_BLOCK_SAMPLES = 16
 _STATE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which positions one reader of many takes: every ``count``-th turn, beginning with turn ``index``.
-
-    Attributes:
-        index: Its number.
-        count: Of how many.
-        turn: Samples that it takes at a time.
-        stride: Positions from one sample of a turn to the next.
-        skip: Samples of its own that it leaves out at the beginning.
-    """
-
-    index: int = 0
-    count: int = 1
-    turn: int = 1
-    stride: int = 1
-    skip: int = 0
-
-    def blocks(self, start: int) -> Iterator[Positions]:
-        """Its positions from ``start`` on, ascending, some at a time."""
-        for first in itertools.count(self.skip, _BLOCK_SAMPLES):
-            turns, offsets = np.divmod(np.arange(first, first + _BLOCK_SAMPLES), self.turn)
-            yield start + ((turns * self.count + self.index) * self.turn + offsets) * self.stride
 
 
 class RemoteIterableDataset:
@@ -123,7 +94,7 @@ class RemoteIterableDataset:
         self._prefetch_samples, self._metadata, self._on_progress = prefetch_samples, metadata, on_progress
         self._start = self._position = 0
         self._order = ""
-        self._reader: SampleReader | None = None
+        self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Sample]:
         """Samples from the state that was loaded last on, or from the first."""
@@ -133,31 +104,34 @@ class RemoteIterableDataset:
             yield sample
 
     def samples(self, start: int, share: Share) -> Generator[tuple[int, Sample]]:
-        """The samples of a share of the positions from ``start`` on, each with its position.
+        """Generate the samples of a share of the positions from ``start`` on, each with its position.
 
         Raises:
-            DataError: The text is no longer what the loaded state was made with, or cannot be read.
+            DataError: The text has changed since the loaded state was made, or cannot be read.
         """
-        with self._opened() as reader:
-            self._check_order(reader)
-            depth = -(-self._prefetch_samples // _BLOCK_SAMPLES)
-            ready = read_ahead(reader.read, share.blocks(start), depth)
-            try:
-                for positions, samples in ready:
-                    yield from zip(positions.tolist(), samples, strict=False)
-            finally:
-                reader.closing.set()
-                ready.close()
+        with self._opened() as source:
+            self._check_order(source)
+            reader = SampleReader(
+                source, start, share, document_mask=self.config.data.document_mask, metadata=self._metadata,
+                max_epochs=self.epochs,
+            )  # fmt: skip
+            depth = -(-self._prefetch_samples // BLOCK_SAMPLES)
+            blocks = Prefetcher(
+                reader.read, reader.num_blocks, num_threads=min(depth, 1), depth=depth, on_close=source.close
+            )
+            with blocks:
+                while len(block := next(blocks)) == BLOCK_SAMPLES:
+                    yield from block
+                yield from block
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iterator stands: all that it takes to go on from there, at any number of ranks.
 
         Every rank must have taken as many samples as the others.
         """
-        if self._position == self._start or self._reader is None:
+        if self._position == self._start or self._plan is None:
             return self.start_state
-        order = self._reader.order_before(self._position)
-        return {**self.start_state, "position": self._position, "order": order}
+        return {**self.start_state, "position": self._position, "order": order_before(self._plan, self._position)}
 
     @property
     def start_state(self) -> dict[str, Any]:
@@ -194,32 +168,31 @@ class RemoteIterableDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is open: another process opens its own."""
-        return {**self.__dict__, "_reader": None, "_on_progress": None}
+        return {**self.__dict__, "_plan": None, "_on_progress": None}
 
-    def _check_order(self, reader: SampleReader) -> None:
-        """Make sure that the samples before a loaded state are those that it was made after."""
-        self._reader, position = reader, self._start
+    def _check_order(self, source: RowSource) -> None:
+        """Refuse a loaded state if the samples before it have changed."""
+        self._plan, position = source.plan, self._start
         if not position or not self._order:
             return
-        reader.grower.cover(position)
-        if reader.order_before(position) != self._order:
+        source.cover(position)
+        if order_before(source.plan, position) != self._order:
             raise DataError(
                 f"the samples before position {position:,} are not those that the state was made after",
                 where=", ".join(source.name for source in self.config.data.sources),
-                hint="bring back the text and the settings that it was made with, or begin anew",
+                hint="restore the text and the settings that it was made with, or start anew",
             )
 
     @contextlib.contextmanager
-    def _opened(self) -> Generator[SampleReader]:
+    def _opened(self) -> Generator[RowSource]:
         config = self.config
         with (
             contextlib.closing(prepare(config, on_progress=self._on_progress)) as corpus,
             tempfile.TemporaryDirectory(prefix="vorox-stream-") as directory,
         ):
             readers = [source.train for source in corpus.sources]
-            plan = Plan.create(RunLayout(Path(directory)).plan, _plan_start(config, corpus), readers)
-            grower = PlanGrower(plan, readers, config.data.growth)
-            yield SampleReader(plan, grower, config.data.document_mask, self._metadata, self.epochs, threading.Event())
+            plan = Plan.create(RunLayout(Path(directory)).plan, plan_start(config, corpus), readers)
+            yield RowSource(plan, readers, grower=PlanGrower(plan, readers, config.data.growth))
 
 
 def _check_supported(config: RunConfig) -> None:
@@ -232,17 +205,3 @@ def _check_supported(config: RunConfig) -> None:
             f"{asked[0]} is for the steps of a run; a RemoteIterableDataset has one mixture of whole sources",
             where=asked[0], hint="leave it out, or use `vorox train`",
         )  # fmt: skip
-
-
-def _plan_start(config: RunConfig, corpus: Corpus) -> PlanStart:
-    data = config.data
-    sources = [
-        PlanSource(
-            source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs,
-            section.on_exhausted,
-        )
-        for source, weight, section in zip(corpus.sources, corpus.weights, data.sources, strict=True)
-    ]  # fmt: skip
-    growth = data.growth
-    rule = GrowthRule(growth.mode, growth.first_segment_units, growth.max_segment_units, growth.later_passes)
-    return PlanStart(config.run.seed, data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)

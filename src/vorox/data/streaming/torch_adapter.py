@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.streaming.dataset import RemoteIterableDataset, Share
-from vorox.data.streaming.samples import Sample
+from vorox.data.streaming.sample_reader import Sample, SampleStream, Share
 
 _STATE_VERSION = 1
 
@@ -38,7 +37,7 @@ class TorchStream(_Base):
         batch_size: Samples that a worker takes at a time.
     """
 
-    def __init__(self, dataset: RemoteIterableDataset, *, batch_size: int = 1) -> None:
+    def __init__(self, dataset: SampleStream, *, batch_size: int = 1) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} is too small", where="as_torch")
         self.dataset, self.batch_size = dataset, batch_size

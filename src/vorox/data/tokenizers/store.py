@@ -25,9 +25,10 @@ from vorox.data.text.sources import Source, read_unit
 from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
+from vorox.data.tokenizers.loading import load, train
 from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
 from vorox.data.tokenizers.token_ids import token_ids
-from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer, load, train
+from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 
 IDENTITY_NAME = "IDENTITY.json"
 TrainingProgress = Callable[[int, int], None]

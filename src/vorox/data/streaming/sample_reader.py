@@ -1,0 +1,164 @@
+"""Samples: one training row each, as a dictionary of arrays, with where its text comes from.
+
+The index of a block goes in, the samples at its positions come out. Invariant: a sample is a function of (plan,
+position), whatever the size of the blocks and however many are prefetched.
+
+Shape legend: T positions of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from vorox.core.atomic import canonical_json
+from vorox.core.records import DataCursor
+from vorox.data.assembly import assemble
+from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.plan import Plan, Positions
+from vorox.data.plan_format import encode_start
+from vorox.data.row_source import LocatedRows, RowSource
+
+Sample = dict[str, Any]
+"""``input_ids`` and ``labels``, int32 ``[T]``; under a document mask also ``segment_ids`` and ``position_ids``;
+``metadata`` if requested."""
+
+BLOCK_SAMPLES = 16
+"""Samples that are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The positions of one reader of several: every ``count``-th turn, starting with turn ``index``.
+
+    Attributes:
+        index: Number of the reader.
+        count: Number of readers.
+        turn: Consecutive samples of a turn.
+        stride: Positions from one sample of a turn to the next.
+        skip: Samples of its own to leave out at the start.
+    """
+
+    index: int = 0
+    count: int = 1
+    turn: int = 1
+    stride: int = 1
+    skip: int = 0
+
+    def positions(self, start: int, block: int) -> Positions:
+        """Return the positions of a block of samples, ascending; those of all readers begin at ``start``."""
+        first = self.skip + block * BLOCK_SAMPLES
+        turns, offsets = np.divmod(np.arange(first, first + BLOCK_SAMPLES), self.turn)
+        return start + ((turns * self.count + self.index) * self.turn + offsets) * self.stride
+
+
+class SampleStream(Protocol):
+    """A dataset whose samples several readers share. ``RemoteIterableDataset`` is one."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def start_state(self) -> dict[str, Any]: ...
+
+    def samples(self, start: int, share: Share) -> Iterator[tuple[int, Sample]]:
+        """Generate (position, sample) for the positions of a share."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SampleReader:
+    """Reads the samples of one share, a block at a time. For one thread.
+
+    Args:
+        source: The rows.
+        start: Position at which all shares begin.
+        share: Which positions to read.
+        document_mask: Whether documents of a row are kept apart.
+        metadata: Whether samples name their documents.
+        max_epochs: Passes after which the samples end; ``None`` for no end.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        start: int,
+        share: Share,
+        *,
+        document_mask: bool,
+        metadata: bool,
+        max_epochs: int | None,
+    ) -> None:
+        self._source, self._start, self._share = source, start, share
+        self._document_mask, self._metadata, self._max_epochs = document_mask, metadata, max_epochs
+        self._num_blocks = sys.maxsize
+
+    def num_blocks(self) -> int:
+        """Return the number of blocks, as far as it is known: the end is met when it is read."""
+        return self._num_blocks
+
+    def read(self, block: int) -> list[tuple[int, Sample]]:
+        """Read the samples of a block, each with its position. A short block is the last one.
+
+        Raises:
+            DataError: A row cannot be read, or cannot be rebuilt as it was.
+        """
+        positions = self._share.positions(self._start, block)
+        self._source.cover(int(positions[-1]) + 1)
+        located = self._source.locate(positions)
+        if self._max_epochs is not None and int(located.epoch.max()) >= self._max_epochs:
+            located = located[: int(np.argmax(located.epoch >= self._max_epochs))]
+            self._num_blocks = block + 1
+        if not len(located):
+            return []
+        batch = assemble(
+            located.read(), document_mask=self._document_mask, step=block,
+            cursor_after=DataCursor("", 0, block + 1, int(positions[-1]) + 1, self._source.plan.start.seed),
+        )  # fmt: skip
+        arrays = {"input_ids": batch.tokens_ABT[0], "labels": batch.labels_ABT[0]}
+        if batch.segment_ids_ABT is not None and batch.position_ids_ABT is not None:
+            arrays |= {"segment_ids": batch.segment_ids_ABT[0], "position_ids": batch.position_ids_ABT[0]}
+        samples: list[tuple[int, Sample]] = []
+        for n, position in enumerate(positions[: len(located)].tolist()):
+            sample: Sample = {name: array[n] for name, array in arrays.items()}
+            if self._metadata:
+                sample["metadata"] = self._metadata_of(position, located, n)
+            samples.append((position, sample))
+        return samples
+
+    def _metadata_of(self, position: int, located: LocatedRows, n: int) -> dict[str, Any]:
+        source = int(located.source_index[n])
+        reader = located.readers[source]
+        assert isinstance(reader, CacheReader)
+        spans: Sequence[DocumentSpan] = reader.documents_of(int(located.rows[n]))
+        return {
+            "position": position,
+            "source": self._source.plan.sources[source].name,
+            "epoch": int(located.epoch[n]),
+            "documents": [
+                {
+                    "uri": span.uri,
+                    "start_byte": span.byte_offset,
+                    "end_byte": span.byte_offset + span.byte_length,
+                    "first_token": span.document_token_offset,
+                    "num_tokens": span.length,
+                }
+                for span in spans
+            ],
+        }
+
+
+def order_before(plan: Plan, position: int) -> str:
+    """Return a hash over everything that decides the samples before a position."""
+    counts = plan.tables.mixture.counts(position)
+    content = [
+        [segment.content_digest for segment in group if segment.start_draw < count]
+        for group, count in zip(plan.segments, counts, strict=True)
+    ]
+    return hashlib.sha256(canonical_json([encode_start(plan.start), content])).hexdigest()[:32]

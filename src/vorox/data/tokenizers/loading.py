@@ -1,0 +1,102 @@
+"""Making tokenizers: load one that is on disk, or train the one that the configuration describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema.data import TokenizerConfig
+from vorox.data.tokenizers.encoders import byte_alphabet
+from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
+from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer, special_token
+
+
+def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
+    """Read a ``tokenizer.json``, or the directory that holds one.
+
+    Args:
+        path: File or directory.
+        end_of_text: Token after every document; added if the vocabulary lacks it. ``None``: what the
+            ``tokenizer_config.json`` beside it calls the end of the sequence.
+
+    Raises:
+        DataError: There is no readable tokenizer there.
+    """
+    path = Path(path).expanduser()
+    if (path / IDS_NAME).is_file():
+        return load_token_ids(path / IDS_NAME)
+    file = path / TOKENIZER_NAME if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        if end_of_text is None:
+            token: Any = json.loads((file.parent / CONFIG_NAME).read_bytes())["eos_token"]
+            end_of_text = token if isinstance(token, str) else str(token["content"])
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokenizer: {error.strerror}", where=str(error.filename or file),
+            hint="give a tokenizer.json or a directory with one; tokenizer_config.json names the end-of-text token",
+        ) from error  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError("the tokenizer's files are not valid", where=str(file.parent)) from error
+    return Tokenizer(text, end_of_text, where=str(file))
+
+
+def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """Make the tokenizer that the configuration asks for; only ``bpe`` and ``char`` look at the texts.
+
+    Raises:
+        ConfigError: The section contradicts itself.
+        DataError: ``kind: file`` and the file is missing or broken.
+    """
+    if (config.path is not None) != (config.kind == "file"):
+        raise ConfigError(
+            f"kind {config.kind} {'needs a path' if config.kind == 'file' else 'takes no path'}",
+            where="tokenizer.path", hint="kind: file reads a tokenizer.json; the other kinds make one",
+        )  # fmt: skip
+    end_of_text = config.end_of_text or END_OF_TEXT
+    if config.kind == "file":
+        assert config.path is not None
+        return load(config.path, end_of_text=end_of_text)
+    if config.kind == "char":
+        library = _character_level(sorted(set[str]().union(*texts)), end_of_text)
+    else:
+        library = _byte_level(end_of_text, words=config.kind == "bpe")
+        if config.kind == "bpe":
+            _train_merges(library, config, end_of_text, texts)
+    return Tokenizer(library.to_str(), end_of_text, where="tokenizer.end_of_text")
+
+
+def _byte_level(end_of_text: str, *, words: bool) -> Any:
+    vocabulary = {} if words else byte_alphabet()
+    library: Any = LibraryTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    library.decoder = decoders.ByteLevel()
+    if not words:
+        library.add_special_tokens([special_token(end_of_text)])
+    return library
+
+
+def _character_level(characters: list[str], end_of_text: str) -> Any:
+    if not characters:
+        raise DataError("a character vocabulary needs text, and there is none", where="tokenizer.kind")
+    library: Any = LibraryTokenizer(models.BPE(vocab={text: index for index, text in enumerate(characters)}, merges=[]))
+    library.decoder = decoders.Fuse()
+    library.add_special_tokens([special_token(end_of_text)])
+    return library
+
+
+def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts: Iterable[str]) -> None:
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=2,
+        special_tokens=[special_token(end_of_text)],
+        initial_alphabet=sorted(byte_alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
