@@ -258,6 +258,7 @@ class Preparation:
             )  # fmt: skip
         place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         mark_used(place.directory)
+        self.streams.share_reads(source.stored)
         work = self._work(source, recipe)
         cutter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
         units = UnitList(place.directory, work, cutter)

@@ -11,6 +11,7 @@ from vorox.data.storage.locations import (
     place_in,
     scheme_of,
 )
+from vorox.data.storage.remote import shared_reads
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, StoreUnreachable, in_one_budget, retry_budget
 from vorox.data.storage.transport import close_connections
 from vorox.data.storage.verbs import (
@@ -59,6 +60,7 @@ __all__ = [
     "retry_budget",
     "root_of",
     "scheme_of",
+    "shared_reads",
     "untold",
     "waiting_for_data",
 ]

@@ -18,6 +18,7 @@ from vorox.core.errors import DataError
 from vorox.data.storage import transport
 from vorox.data.storage.locations import NoSuchEnding, StoredFile, absolute, fixed_part, has_magic, matches
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, current_budget, with_retries
+from vorox.data.storage.shared_reads import SharedReads
 from vorox.data.storage.transport import Receive
 
 T = TypeVar("T")
@@ -140,8 +141,16 @@ class _Piece:
         transport.finish(self._future, self._file.uri, self._budget)
         return self._got
 
+    @property
+    def has_failed(self) -> bool:
+        return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
+
     def cancel(self) -> None:
         self._future.cancel()
+
+
+shared_reads: SharedReads[_Piece] = SharedReads()
+"""Pieces of the files that streams have registered."""
 
 
 class _RangeReader(io.RawIOBase):
@@ -157,7 +166,7 @@ class _RangeReader(io.RawIOBase):
         self._end_byte = file.size_bytes if end_byte is None else end_byte
         self._has_end = end_byte is not None
         self._budget = current_budget()
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[tuple[_Piece, int, int]] = deque()  # with the range of it that is read
         self._view = memoryview(b"")
         self._ask(1)
 
@@ -173,13 +182,17 @@ class _RangeReader(io.RawIOBase):
     def _ask(self, pieces_ahead: int) -> None:
         budget = current_budget(self._budget)  # a reader may outlive the unit of work that opened it
         while self._asked_byte < self._end_byte and len(self._pieces) < pieces_ahead:
-            end = min(self._asked_byte + self._piece_bytes(), self._end_byte)
-            self._pieces.append(_Piece(self._store, self._file, self._asked_byte, end, budget))
-            self._asked_byte = end
+            start, end = self._asked_byte, min(self._asked_byte + self._piece_bytes(), self._end_byte)
+            piece = shared_reads.piece(
+                self._file, start, start, end, lambda first, last: _Piece(self._store, self._file, first, last, budget)
+            )
+            self._asked_byte = min(piece.end_byte, self._end_byte)
+            self._pieces.append((piece, start, self._asked_byte))
 
     def readinto(self, buffer: Any) -> int:
         if not self._view and self._pieces:
-            self._view = memoryview(self._pieces.popleft().bytes())
+            piece, start, end = self._pieces.popleft()
+            self._view = memoryview(piece.bytes())[start - piece.start_byte : end - piece.start_byte]
             self._ask(_PIECES_AHEAD)
         target = memoryview(buffer).cast("B")
         count = min(len(target), len(self._view))
@@ -188,8 +201,9 @@ class _RangeReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        for piece in self._pieces:
-            piece.cancel()
+        if not shared_reads.is_registered(self._file):
+            for piece, _, _ in self._pieces:
+                piece.cancel()
         self._pieces.clear()
         super().close()
 
@@ -251,7 +265,11 @@ class _RandomReader(io.RawIOBase):
             tail = self._windows.get("end")
             if tail is not None:
                 end = min(end, tail[0])
-        self._windows[name] = start, _Piece(self._store, self._file, start, end, self._budget).bytes()
+        piece = shared_reads.piece(
+            self._file, self._position, start, end,
+            lambda first, last: _Piece(self._store, self._file, first, last, self._budget),
+        )  # fmt: skip
+        self._windows[name] = piece.start_byte, piece.bytes()
         return self._windows[name]
 
 

@@ -6,6 +6,7 @@ the segments are those that the plan takes up, so that what is kept is what is r
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from vorox.core.schema.data import DataConfig
 from vorox.data.cache.unit_work import UnitWork
 from vorox.data.documents import Unit
+from vorox.data.storage import StoredFile, shared_reads
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.streaming.retention import Ring
 from vorox.data.streaming.stream import Stream
@@ -36,6 +38,11 @@ class Streams:
         self._data = data
         self.ring = Ring(data.streaming.retention_bytes)
         self.streams: list[Stream] = []
+        self._shared_reads = contextlib.ExitStack()
+
+    def share_reads(self, files: Sequence[StoredFile]) -> None:
+        """Fetch bytes of these files once for all that cut and build them, as far as memory goes."""
+        self._shared_reads.enter_context(shared_reads.registered(files))
 
     def open(self, directory: Path, work: UnitWork, units: UnitList, *, bad_record_fraction: float) -> StreamReader:
         """The rows of one split of a source, built while they are read.
@@ -94,6 +101,7 @@ class Streams:
         self.ring.close()
         for stream in self.streams:
             stream.close()
+        self._shared_reads.close()
 
 
 def _size_bytes(unit: Unit) -> int:
