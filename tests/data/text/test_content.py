@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import itertools
 import random
+import tarfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -19,15 +22,15 @@ from hypothesis import strategies as st
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text import content
-from vorox.data.text.compression import BrokenStream, Compression, compression_of, decoder_at, looks_like
-from vorox.data.text.content import Limits, length_bytes, open_content, open_content_seekable
+from vorox.data.text.compression import BrokenStream, Compression, DecompressedStream, compression_of, looks_like
+from vorox.data.text.content import Limits, SequentialReads, length_bytes, open_content, open_content_seekable
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    content._known.clear()
+    content._survey.cache_clear()
     yield
-    content._known.clear()
+    content._survey.cache_clear()
 
 
 def stored(path: Path, data: bytes) -> StoredFile:
@@ -47,8 +50,7 @@ def compressed(kind: Compression, data: bytes, parts: int) -> bytes:
 
 
 def decompress(kind: Compression, data: bytes) -> bytes:
-    decoder, reader = decoder_at(kind), io.BytesIO(data)
-    return b"".join(iter(lambda: decoder.read(reader, 100), b""))
+    return b"".join(iter(DecompressedStream(kind, io.BytesIO(data)).read, b""))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -72,40 +74,62 @@ def test_every_range_in_every_order(
             assert reader.read(end) == data[size - min(start, size) :][:end]
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose decoding was begun."""
+    begun: list[str] = []
+    begin = content._Content.__init__
+
+    def count(self: content._Content, file: StoredFile, *given: Any) -> None:
+        begun.append(file.uri)
+        begin(self, file, *given)
+
+    monkeypatch.setattr(content._Content, "__init__", count)
+    return begun
+
+
+def ranges_of(file: StoredFile, starts: Sequence[int], size: int) -> Iterator[bytes]:
+    for start in starts:
+        with open_content(file, start, start + size) as reader:
+            yield reader.read()
+
+
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_units_in_order_are_decompressed_once(
     tmp_path: Path, kind: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = words(3_000_000)
     file = stored(tmp_path / f"a.{kind}", compressed(kind, data, 1))
-    begun: list[int] = []
-
-    def count(kind: Compression, taken_bytes: int = 0, offset: int = 0) -> object:
-        begun.append(offset)
-        return decoder_at(kind, taken_bytes, offset)
-
-    monkeypatch.setattr(content, "decoder_at", count)
-    for start in range(0, len(data), 250_000):
-        with open_content(file, start, min(start + 250_000, len(data))) as reader:
-            assert reader.read() == data[start : start + 250_000]
-    assert begun == [0]
+    begun = counted(monkeypatch)
+    starts = range(0, len(data), 250_000)
+    with contextlib.closing(SequentialReads()) as reads:
+        found = list(reads.during(ranges_of(file, starts, 250_000)))
+    assert found == [data[start : start + 250_000] for start in starts]
+    assert begun == [file.uri]
+    assert len(list(ranges_of(file, starts, 250_000))) == len(begun) - 1, "without it, each from the start of the file"
 
 
-def test_going_back_begins_at_the_nearest_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vorox.data.text.compression._RESTART_DISTANCE_BYTES", 1 << 16)
+def test_going_back_a_little_goes_on_and_going_back_far_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "_LOOK_BACK_BYTES", 50_000)
     data = words(600_000)
-    file = stored(tmp_path / "a.zst", compressed("zst", data, 6))
-    assert length_bytes(file) == len(data)
-    begun: list[int] = []
+    file, other = (stored(tmp_path / name, compressed("zst", data, 6)) for name in ("a.zst", "b.zst"))
+    begun = counted(monkeypatch)
+    starts = [300_000, 260_000, 400_000, 100_000]
+    with contextlib.closing(SequentialReads()) as reads:
+        assert list(reads.during(ranges_of(file, starts, 9_000))) == [data[at : at + 9_000] for at in starts]
+        assert begun == [file.uri, file.uri]
+        assert next(reads.during(ranges_of(other, [0], 10))) == data[:10]
+        assert begun[2:] == [other.uri]
 
-    def count(kind: Compression, taken_bytes: int = 0, offset: int = 0) -> object:
-        begun.append(offset)
-        return decoder_at(kind, taken_bytes, offset)
 
-    monkeypatch.setattr(content, "decoder_at", count)
-    with open_content(file, len(data) - 150_000, len(data) - 149_991) as reader:
-        assert reader.read() == data[-150_000:-149_991]
-    assert begun == [len(data) * 4 // 6]
+def test_a_file_that_changes_while_it_is_kept_open_is_refused(tmp_path: Path) -> None:
+    file = stored(tmp_path / "a.gz", compressed("gz", words(9_000_000), 1))
+    with contextlib.closing(SequentialReads()) as reads:
+        assert len(next(reads.during(ranges_of(file, [0], 1000)))) == 1000
+        (tmp_path / "a.gz").write_bytes(compressed("gz", words(9_000_000, seed=2), 1))
+        with pytest.raises(DataError, match="changed"):
+            list(reads.during(ranges_of(file, [8_000_000], 1000)))
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:
@@ -125,7 +149,6 @@ def test_several_threads_read_one_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert sum(len(known.decoders) for known in content._known.values()) <= content._MOST_DECODERS_KEPT
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -204,6 +227,22 @@ def test_bombs_are_refused_by_ratio_and_by_size(
     small = stored(tmp_path / f"b.{kind}", bomb(kind, 15 << 20))
     assert length_bytes(small) == 15 << 20, "what is small anyway may be as repetitive as it likes"
     assert length_bytes(stored(tmp_path / f"c.{kind}", bomb(kind, 17 << 20)), Limits(max_ratio=1e6)) == 17 << 20
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("first", [b'{"text": "a"}\n', b'{"text": "b"}\n' * 2000])
+def test_a_later_member_that_is_no_text_is_refused_as_the_first_would_be(
+    tmp_path: Path, kind: Compression, first: bytes
+) -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("a.txt"))
+    members = [compressed(kind, part, 1) for part in (first, first, archive.getvalue(), first)]
+    file = stored(tmp_path / f"a.jsonl.{kind}", b"".join(members))
+    with pytest.raises(DataError, match="looks like a tar archive") as caught:
+        length_bytes(file, Limits(is_text=True))
+    assert caught.value.where == file.uri
+    assert length_bytes(file) == 3 * len(first) + len(archive.getvalue()), "of other formats nothing is known"
 
 
 def test_names_and_first_bytes() -> None:

@@ -38,7 +38,7 @@ def forgotten() -> Iterator[None]:
 
 def forget() -> None:
     """What another process would not know."""
-    content._known.clear()
+    content._survey.cache_clear()
     pieces._remembered.clear()
 
 

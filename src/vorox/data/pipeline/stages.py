@@ -7,6 +7,7 @@ Every stage is a pure function of its input, so threads may run it in any order;
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,6 +26,7 @@ from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.records import TokenArray
 from vorox.data.storage import Fetched, reading_from
+from vorox.data.text.content import SequentialReads
 from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
 
 ReadUnit = Callable[[Unit], Iterable[Record]]
@@ -206,19 +208,20 @@ class UnitStages:
 
     def decode(self, units: Iterator[Unit | FetchedUnit]) -> Iterator[DocumentBatch]:
         """Yield the records of units in batches."""
-        for item in units:
-            unit = item.unit if isinstance(item, FetchedUnit) else item
-            try:
-                records = iter(self.read_unit(unit))
-                if isinstance(item, FetchedUnit):
-                    records = reading_from(records, item.fetched)
-                yield from self._batches(unit, records)
-            except OSError as error:
-                raise DataError(
-                    f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
-                    where=str(error.filename or self.files[unit.spans[0].file_index].uri),
-                    hint="check that the file is there and may be read, then run the same command again",
-                ) from error
+        with contextlib.closing(SequentialReads()) as reads:
+            for item in units:
+                unit = item.unit if isinstance(item, FetchedUnit) else item
+                try:
+                    records = reads.during(iter(self.read_unit(unit)))
+                    if isinstance(item, FetchedUnit):
+                        records = reading_from(records, item.fetched)
+                    yield from self._batches(unit, records)
+                except OSError as error:
+                    raise DataError(
+                        f"unit {unit.unit_id} of the source cannot be read: {error.strerror or error}",
+                        where=str(error.filename or self.files[unit.spans[0].file_index].uri),
+                        hint="check that the file is there and may be read, then run the same command again",
+                    ) from error
 
     def _batches(self, unit: Unit, records: Iterator[Record]) -> Iterator[DocumentBatch]:
         duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)

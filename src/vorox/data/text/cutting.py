@@ -20,7 +20,7 @@ from vorox.data.storage import retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, compressed_bytes
 from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure
-from vorox.data.text.sources import Source, patience, read_unit
+from vorox.data.text.sources import Source, patience, read_units
 from vorox.data.text.splits import Split, document_filter, file_split, holds_out_files, tail_start
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class UnitCutter:
 
     def has_records(self, units: Iterable[Unit]) -> bool:
         """Whether any of some units has a record of the split."""
-        return any(True for unit in units for _ in read_unit(self.source, unit, self.split, self.validation))
+        return any(True for _ in read_units(self.source, units, self.split, self.validation))
 
     def estimated_bytes(self, first: Sequence[Unit]) -> int:
         """Bytes that all units will span, by what the first of them span of what is stored.

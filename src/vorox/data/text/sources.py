@@ -8,8 +8,9 @@ on every machine and however often a build was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vorox.core.atomic import canonical_json
@@ -18,7 +19,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
-from vorox.data.text.content import Limits, damage_of
+from vorox.data.text.content import Limits, SequentialReads, damage_of
 from vorox.data.text.formats import ROW_GROUPS, cut, has_many_records, measure, read_records
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 from vorox.data.text.splits import NOTHING, Split, document_filter
@@ -292,6 +293,15 @@ def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationCo
         DataError: A file cannot be read, or changed since it was listed.
     """
     yield from in_one_budget(_read_unit(source, unit, split, validation), patience(source.config))
+
+
+def read_units(
+    source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
+) -> Iterator[Record]:  # fmt: skip
+    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units."""
+    with contextlib.closing(SequentialReads()) as reads:
+        for unit in units:
+            yield from reads.during(read_unit(source, unit, split, validation))
 
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

@@ -7,13 +7,14 @@ sources' weights, and reading takes time in proportion to the budget, not to the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits
+from vorox.data.text.content import Limits, SequentialReads
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.formats import (
     Piece,
@@ -69,12 +70,13 @@ def excerpt(
     sizes = [_size(source, group) for source, group in zip(sources, spans, strict=True)]
     shares = allocate(budget_bytes, weights, sizes)
     done, total = 0, sum(shares)
-    for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
-        for text in _spread(source, group, size, share):
-            yield text
-            done += len(text.encode("utf-8"))
-            if on_progress is not None:
-                on_progress(min(done, total), total)
+    with contextlib.closing(SequentialReads()) as reads:
+        for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
+            for text in reads.during(_spread(source, group, size, share)):
+                yield text
+                done += len(text.encode("utf-8"))
+                if on_progress is not None:
+                    on_progress(min(done, total), total)
 
 
 def _size(source: Source, spans: Sequence[UnitSpan]) -> int:

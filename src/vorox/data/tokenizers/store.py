@@ -21,7 +21,7 @@ from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
 from vorox.data.text.cutting import cut_units
-from vorox.data.text.sources import Source, read_unit
+from vorox.data.text.sources import Source, read_units
 from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
@@ -187,12 +187,12 @@ def _everything(sources: Sequence[Source], data: DataConfig, on_progress: Traini
     done, total = 0, sum(source.size_bytes for source in sources)
     for source in sources:
         for split in SPLITS:
-            for unit in cut_units(source, split, source.holdout, data.cache.unit_bytes):
-                for record in read_unit(source, unit, split, source.holdout):
-                    done += record.byte_length
-                    if isinstance(record, Document):
-                        yield record.text
-                    on_progress(done, total)
+            units = cut_units(source, split, source.holdout, data.cache.unit_bytes)
+            for record in read_units(source, units, split, source.holdout):
+                done += record.byte_length
+                if isinstance(record, Document):
+                    yield record.text
+                on_progress(done, total)
 
 
 def _load(directory: Path, config: TokenizerConfig) -> Tokenizer:

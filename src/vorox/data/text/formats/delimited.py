@@ -19,10 +19,10 @@ from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, damage_of, length_bytes, open_content
-from vorox.data.text.foreign import SIGNATURE_BYTES, refuse_foreign
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
+from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_HEADER_BYTES = 1 << 20
@@ -116,7 +116,7 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
     """
     with open_content(file, 0, None, limits) as reader:
         start = reader.read(_LARGEST_HEADER_BYTES)
-    refuse_foreign(file, start[:SIGNATURE_BYTES])
+    reject_binary(file, start[:SIGNATURE_BYTES])
     if not start:
         return (), 0
     ends = RecordEnds(delimiter.encode())(start)

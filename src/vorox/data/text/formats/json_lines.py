@@ -17,9 +17,9 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.content import Limits
-from vorox.data.text.foreign import SIGNATURE_BYTES, refuse_foreign
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK, read_lines_of
 from vorox.data.text.formats.pieces import too_large
+from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
 
 _ABSENT = object()
 
@@ -43,7 +43,7 @@ def read_records(
                 yield BadRecord(*place, ordinal + 1, too_large(length, source.max_record_bytes))
             continue
         if offset == 0:
-            refuse_foreign(file, line[:SIGNATURE_BYTES])
+            reject_binary(file, line[:SIGNATURE_BYTES])
             line = line.removeprefix(BYTE_ORDER_MARK)
         if not accept(offset) or not line or line.isspace():
             continue  # a blank line is no record, but it keeps its ordinal

@@ -18,8 +18,8 @@ from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import DEFAULT_LIMITS, Limits, damage_of, length_bytes, open_content
-from vorox.data.text.foreign import SIGNATURE_BYTES, refuse_foreign
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, remembered
+from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WINDOW_BYTES = 1 << 20
@@ -251,7 +251,7 @@ def read_text(source: SourceConfig, file: StoredFile, span: UnitSpan) -> Documen
     limits = Limits.of(source)
     start, body = span.start_byte, _read(file, span.start_byte, span.end_byte, limits)
     if start == 0:
-        refuse_foreign(file, body[:SIGNATURE_BYTES])
+        reject_binary(file, body[:SIGNATURE_BYTES])
         if body.startswith(BYTE_ORDER_MARK):
             start, body = len(BYTE_ORDER_MARK), body[len(BYTE_ORDER_MARK) :]
     place = (span.file_index, span.first_ordinal, start, len(body))

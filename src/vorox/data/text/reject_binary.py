@@ -1,4 +1,4 @@
-"""Telling content that is no text by its first bytes, and what to do about it."""
+"""Recognise content that is no text by its first bytes, and reject it with what to do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import re
 
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile
-from vorox.data.text.compression import NAMES, looks_like
-
-SIGNATURE_BYTES = 512
-"""How much of the beginning of a file tells what it is."""
+from vorox.data.text.compression import NAMES, SIGNATURE_BYTES, looks_like
 
 _UNPACK = "unpack it and give the folder: {unpack}"
 _READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
@@ -67,12 +64,12 @@ _CERTAIN = {
 _TAR, _CHECKSUM = "a tar archive", slice(148, 156)
 
 
-def refuse_foreign(file: StoredFile, start: bytes) -> None:
-    """Refuse content that begins like something other than text.
+def reject_binary(file: StoredFile, start: bytes) -> None:
+    """Reject content that begins like something other than text.
 
     Args:
         file: The file, for the message.
-        start: The first ``SIGNATURE_BYTES`` of its content, decompressed.
+        start: The first ``SIGNATURE_BYTES`` of its content, or of a later gzip member or zstd frame, decompressed.
 
     Raises:
         DataError: Naming what it looks like and what to do.
