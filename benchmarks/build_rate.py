@@ -224,7 +224,7 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     from vorox.core.config import load_config
     from vorox.data.cache.assemble import chunk_contents
     from vorox.data.cache.format import encode_chunk
-    from vorox.data.cache.unit_work import UnitWork
+    from vorox.data.cache.unit_builder import UnitBuilder
     from vorox.data.preparation import recipe_for
     from vorox.data.text.cutting import cut_units
     from vorox.data.text.sources import list_source
@@ -248,7 +248,9 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
             root=root, build=True, on_progress=lambda *_: None,
         )  # fmt: skip
         recipe = recipe_for(data, source, "train", tokenizer)
-        work = UnitWork(source.files, UnitReader(source, "train", data.validation), tokenizer, recipe, contender.codec)
+        work = UnitBuilder(
+            source.files, UnitReader(source, "train", data.validation), tokenizer, recipe, contender.codec
+        )
         stages = work.stages()
         for unit in cut_units(source, "train", data.validation, data.cache.unit_bytes):
             batches = timed("read, parse and check", lambda units: list(stages.decode(units)), iter([unit]))

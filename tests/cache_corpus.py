@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from vorox.data.cache.build import build
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.report import BuildReport
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
 
 
@@ -112,13 +113,14 @@ def recipe_for(tokenizer: ByteTokenizer, row_tokens: int = 33, chunk_rows: int =
 def build_corpus(directory: Path, corpus: Corpus, *, recipe: Recipe | None = None, **options: Any) -> BuildReport:
     tokenizer = options.pop("tokenizer", ByteTokenizer())
     recipe = recipe or recipe_for(tokenizer)
-    work = work_of(corpus, tokenizer=tokenizer, recipe=recipe, **{
-        name: options.pop(name) for name in ("codec", "block_rows", "pipeline") if name in options
-    })  # fmt: skip
-    return build(directory, work, corpus.units, **options)
+    fields = ("codec", "block_rows", "pipeline", "bad_record_fraction")
+    changes = {name: options.pop(name) for name in fields if name in options}
+    work = work_of(corpus, tokenizer=tokenizer, recipe=recipe, **changes)
+    callbacks = {name: options.pop(name) for name in ("on_progress", "on_verified") if name in options}
+    return build(directory, work, corpus.units, BuildOptions(**options), **callbacks)
 
 
-def work_of(corpus: Corpus, **changes: Any) -> UnitWork:
+def work_of(corpus: Corpus, **changes: Any) -> UnitBuilder:
     tokenizer = changes.pop("tokenizer", ByteTokenizer())
     values: dict[str, Any] = {"recipe": recipe_for(tokenizer), "tokenizer": tokenizer, **changes}
-    return UnitWork(files=corpus.files, read_unit=corpus.read_unit, **values)
+    return UnitBuilder(files=corpus.files, read_unit=corpus.read_unit, **values)

@@ -94,7 +94,7 @@ class GrowingRows(FakeRows):
     ) -> None:
         self._plan, self._built, self._cut, self._options = unit_rows, built, cut, options
         known = len(unit_rows) if cut is None else min(cut[0], len(unit_rows))
-        self.is_cut = known == len(unit_rows)
+        self.units_final = known == len(unit_rows)
         self.seen = frozenset(unit for unit in built if unit < known)
         rows = [rows if unit in self.seen else 0 for unit, rows in enumerate(unit_rows[:known])]
         super().__init__(name, rows, **options)

@@ -27,7 +27,7 @@ import pytest
 from numpy_engine import NumpyEngine
 from servers.web import http_server
 from tiny_runs import NumpyBackend, configuration, run, use_numpy_engine, write_text
-from vorox.data.cache.builder import Builder
+from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.dataset import prepare
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
@@ -152,9 +152,9 @@ def around_steps(before: Callable[[int], None], after: Callable[[int], None]) ->
 def document_to_chunk(directory: Path, trace: ModuleTrace) -> None:
     """From a jsonl file on a web server to committed chunks, once the units of work are listed."""
     text = write_text(directory / "text")
-    build_units = Builder.run
+    build_units = BuildScheduler.run
 
-    def traced(self: Builder, *arguments: Any, **options: Any) -> Any:
+    def traced(self: BuildScheduler, *arguments: Any, **options: Any) -> Any:
         trace.start()
         try:
             return build_units(self, *arguments, **options)
@@ -162,7 +162,7 @@ def document_to_chunk(directory: Path, trace: ModuleTrace) -> None:
             trace.stop()
 
     with http_server(text) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Builder, "run", traced)
+        patch.setattr(BuildScheduler, "run", traced)
         prepare(configuration(directory, [f"data.sources.0.paths=[{server.url}/text.jsonl]"])).close()
 
 

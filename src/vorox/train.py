@@ -25,8 +25,8 @@ from vorox.core.records import Progress
 from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
+from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import PrepareProgress, prepare
-from vorox.data.preparation import HowToBuild
 from vorox.data.tokenizers.store import kept_by_run
 from vorox.models.memory import check_host_memory
 from vorox.models.spec import model_spec
@@ -146,8 +146,8 @@ def make_setting(
     if not dist.is_main:  # where caches are shared, they are built by then
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else kept_by_run(tokenizer_directory, config.tokenizer)
-    how = HowToBuild(on_mend=log.warning)
-    corpus = prepare(config, on_progress=on_progress, build=build, how=how, tokenizer=kept)
+    options = BuildOptions(on_mend=log.warning)
+    corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:
         dist.barrier("corpus")
     spec = model_spec(

@@ -15,7 +15,7 @@ import pytest
 from vorox.core import atomic
 from vorox.core.lock import lock_holder
 from vorox.core.process_identity import ProcessIdentity, this_process
-from vorox.data.cache.leases import Leases, is_void, lease_path
+from vorox.data.cache.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.windows import Window
 from vorox.training.mirror import owner
 
@@ -86,7 +86,7 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
         lease = lease_path(tmp_path, 7)
         lease.parent.mkdir(exist_ok=True)
         lease.write_text(json.dumps(record))
-        assert is_void(lease) == is_dead
+        assert is_expired(lease) == is_dead
         window = tmp_path / "windows" / "a.json"
         window.parent.mkdir(exist_ok=True)
         window.write_text(json.dumps(record))
@@ -98,4 +98,4 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
     (tmp_path / "LOCK").write_text(json.dumps(EARLIER.to_json()))
     assert lock_holder(tmp_path / "LOCK") is None
     with Leases(tmp_path) as leases:
-        assert not leases.take(7), "its process lives"
+        assert not leases.acquire(7), "its process lives"

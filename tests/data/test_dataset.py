@@ -24,7 +24,7 @@ from vorox.core.schema import RunConfig
 from vorox.data import inspection
 from vorox.data.baseline import compress
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache_places import cache_root
+from vorox.data.cache_location import cache_root
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
 from vorox.data.tokenizers.tokenizer import Tokenizer

@@ -100,8 +100,8 @@ def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **op
                 grower.cover(position)
                 break
             except Starved:
-                is_cut = cut is None or all(cut[name][0] >= len(rows) for name, rows in UNIT_ROWS.items())
-                assert build_one() or not is_cut, "everything is built and still not enough"
+                units_final = cut is None or all(cut[name][0] >= len(rows) for name, rows in UNIT_ROWS.items())
+                assert build_one() or not units_final, "everything is built and still not enough"
     return plan
 
 

@@ -26,7 +26,7 @@ from vorox.data import prefetch as prefetching
 from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import Recipe
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
@@ -568,7 +568,7 @@ def make_cache(directory: Path, texts: list[str], *, row_tokens: int = 33) -> Ca
         indices = [span.file_index for span in unit.spans]
         return [Document(index, 0, 0, len(texts[index]), texts[index]) for index in indices]
 
-    build(directory, UnitWork(files, read_unit, Bytes(), recipe), units)
+    build(directory, UnitBuilder(files, read_unit, Bytes(), recipe), units)
     return CacheReader.open(directory, recipe)
 
 

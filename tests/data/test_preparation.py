@@ -16,10 +16,11 @@ from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import build
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache_places import all_units, find_place
+from vorox.data.cache_location import all_units, find_location
 from vorox.data.dataset import Corpus, prepare
-from vorox.data.preparation import HowToBuild, Preparation
+from vorox.data.preparation import CacheOpener, recipe_for
 from vorox.data.text.sources import list_source
 from vorox.data.tokenizers.loading import train
 
@@ -180,7 +181,7 @@ def growing(tmp_path: Path) -> RunConfig:
 
 
 def test_the_first_segment_is_there_and_the_rest_follows(tmp_path: Path, growing: RunConfig) -> None:
-    expected = held(prepare(growing, how=HowToBuild(wait_for="complete")))[0]
+    expected = held(prepare(growing, options=BuildOptions(wait_for="complete")))[0]
     elsewhere = growing.data.cache.model_copy(update={"directory": str(tmp_path / "other")})
     config = growing.model_copy(update={"data": growing.data.model_copy(update={"cache": elsewhere})})
     corpus = prepare(config)
@@ -216,7 +217,7 @@ def test_somebody_else_may_build(tmp_path: Path, growing: RunConfig) -> None:
     thread.start()
     assert waiting.wait(30)
     assert "build text train" not in phases
-    complete = prepare(growing, how=HowToBuild(wait_for="complete"))
+    complete = prepare(growing, options=BuildOptions(wait_for="complete"))
     thread.join(30)
     reader = held(found[0])[0].refreshed()
     assert reader.digest == held(complete)[0].digest
@@ -236,7 +237,7 @@ def test_who_may_not_build_reads_what_is_there_and_waits_for_nothing(tmp_path: P
     )  # fmt: skip
     left = iter([False] * 4)
     with pytest.raises(Preempted):  # after its first units
-        prepare(config, how=HowToBuild(wait_for="complete", stop=lambda: next(left, True)))
+        prepare(config, options=BuildOptions(wait_for="complete", stop=lambda: next(left, True)))
     reader = prepare(config, build=False).train[0]
     assert 0 < len(reader.manifest.units) < 4
 
@@ -253,9 +254,9 @@ def test_a_build_that_is_asked_to_stop_says_what_is_saved(tmp_path: Path) -> Non
         if phase.startswith("build"):
             seen.append(rates.get("chunks", 0))
 
-    how = HowToBuild(stop=lambda: len(seen) > 6)
+    options = BuildOptions(stop=lambda: len(seen) > 6)
     with pytest.raises(Preempted) as caught:
-        prepare(config, on_progress=watch, how=how)
+        prepare(config, on_progress=watch, options=options)
     assert caught.value.exit_code == 75
     assert "units of this cache" in caught.value.saved
     prepare(config)
@@ -274,7 +275,7 @@ def test_building_anew_needs_nothing_of_what_was_there(tmp_path: Path, damage: s
         (directory / "RECIPE.json").write_text("{}")
     elif damage == "chunk":
         next(directory.glob("chunks/*/*.psc")).unlink()
-    corpus = prepare(config, how=HowToBuild(force_rebuild=True))
+    corpus = prepare(config, options=BuildOptions(force_rebuild=True))
     for old, new, report in zip(before, held(corpus), corpus.reports.values(), strict=True):
         assert report.units_built == report.units
         assert new.digest == old.digest
@@ -287,7 +288,7 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
     config = configuration(tmp_path)
     expected = rows(held(prepare(config))[0], 5)
     told: list[str] = []
-    reader = held(prepare(config, how=HowToBuild(on_mend=told.append)))[0]
+    reader = held(prepare(config, options=BuildOptions(on_mend=told.append)))[0]
     path = sorted(reader.directory.glob("chunks/02/*.psc"))[0]
     path.write_bytes(path.read_bytes()[:-3])
     assert rows(reader, 5) == expected
@@ -329,17 +330,15 @@ def test_units_of_new_files_are_those_of_the_files_alone(tmp_path: Path) -> None
     write(tmp_path / "text", "c", "a")
     source = replace(list_source(config.data.sources[0]), holdout=config.data.validation)
     tokenizer = train(config.tokenizer, [])
-    preparation = Preparation(config.data, tokenizer, tmp_path / "cache", lambda *_: None, HowToBuild(), None)
-    from vorox.data.preparation import recipe_for
-
+    opener = CacheOpener(config.data, tokenizer, tmp_path / "cache", lambda *_: None, BuildOptions(), None)
     recipe = recipe_for(config.data, source, "train", tokenizer)
-    place = find_place(tmp_path / "cache", source, "train", recipe, grow=True)
+    place = find_location(tmp_path / "cache", source, "train", recipe, grow=True)
     assert (place.num_files, place.is_planned) == (1, False)
     units = all_units(place, "train", config.data)
     assert [unit.unit_id for unit in units] == list(range(len(units)))
     assert [span.file_index for unit in units for span in unit.spans] == sorted(
         span.file_index for unit in units for span in unit.spans
     )
-    build(place.directory, preparation._work(place.source, recipe), units)
-    assert find_place(tmp_path / "cache", source, "train", recipe, grow=True).is_planned
+    build(place.directory, opener.unit_builder(place.source, recipe), units)
+    assert find_location(tmp_path / "cache", source, "train", recipe, grow=True).is_planned
     assert held(prepare(config))[0].directory == place.directory

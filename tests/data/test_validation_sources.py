@@ -17,10 +17,10 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import prepare
 from vorox.data.inspection import peek, stats, verify
-from vorox.data.preparation import HowToBuild
 from vorox.data.provenance import open_trail, when, where
 from vorox.data.transfer.export import export
 from vorox.training.replay import replay
@@ -131,6 +131,6 @@ def test_validation_shards_of_a_folder_validate(tmp_path: Path) -> None:
     other = tiny_runs.write_text(tmp_path / "other", seed=3)
     named = json.dumps([{"name": "other", "format": "jsonl", "paths": [str(other)]}])
     config = load_config(tmp_path / "tiny.yaml", [f"data.sources={shard_source}", f"data.validation.sources={named}"])
-    corpus = prepare(config, how=HowToBuild())
+    corpus = prepare(config, options=BuildOptions())
     assert files_in(corpus.train[0]) == {"web_train_000001.bin", "web_train_000002.bin"}
     assert [files_in(reader) for reader in corpus.validation] == [{"text.jsonl"}]

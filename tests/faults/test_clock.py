@@ -54,10 +54,10 @@ def test_a_run_and_its_resume_do_not_depend_on_the_wall_clock(tmp_path: Path, mo
 @pytest.mark.usefixtures("jumping")
 def test_no_builder_loses_its_lease_to_the_wall_clock(tmp_path: Path) -> None:
     with Leases(tmp_path) as first, Leases(tmp_path) as second:
-        assert first.take(3)
-        assert not any(second.take(3) for _ in range(10))
+        assert first.acquire(3)
+        assert not any(second.acquire(3) for _ in range(10))
         first.release(3)
-        assert second.take(3)
+        assert second.acquire(3)
 
 
 def test_the_display_goes_on_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

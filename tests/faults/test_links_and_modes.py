@@ -16,7 +16,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.collection import find_caches, find_garbage, remove_cache
+from vorox.data.cache.gc import find_caches, find_garbage, remove_cache
 from vorox.experiments.artifacts import list_checkpoints, remove_checkpoints, remove_run
 from vorox.training.checkpointing import latest_valid, request_save, step_directories
 

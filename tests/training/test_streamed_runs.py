@@ -17,8 +17,8 @@ import pytest
 from disk_usage import bytes_at_one_instant
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
+from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import prepare
-from vorox.data.preparation import HowToBuild
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.train import Outcome, make_setting
 from vorox.training.chain import read_chain
@@ -200,6 +200,6 @@ def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="each builds what it reads"):
         configured(tmp_path, [*STREAMED, "data.growth.build=false"])
     with pytest.raises(ConfigError, match="never built as a whole"):
-        prepare(configured(tmp_path, STREAMED), how=HowToBuild(wait_for="complete"))
+        prepare(configured(tmp_path, STREAMED), options=BuildOptions(wait_for="complete"))
     settled = configured(tmp_path, ["data.mode=streaming"])
     assert (settled.data.growth.mode, settled.data.growth.later_passes) == ("strict", "segments")

@@ -67,7 +67,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     """
     from vorox.core.config import config_digest
     from vorox.core.run_context import expected_directory
-    from vorox.data.cache_places import cache_root
+    from vorox.data.cache_location import cache_root
     from vorox.models.spec import model_spec
     from vorox.train import is_fresh
     from vorox.training.beginning import check_resume
@@ -131,7 +131,7 @@ def _mirror_line(place: str) -> str:
 def _look_at_text(config: RunConfig) -> _Text:
     """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
     from vorox.cli.preparation import PreparationDisplay
-    from vorox.data.cache_places import cache_root
+    from vorox.data.cache_location import cache_root
     from vorox.data.dataset import exact_weights
     from vorox.data.listed_sources import list_sources
     from vorox.data.text.holdout import held_out_bytes
@@ -172,13 +172,13 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
     """Rows of a cache that is complete; ``None`` if it is still to be built."""
     from vorox.data.cache.reader import CacheReader
     from vorox.data.cache.recipe import RECIPE_NAME
-    from vorox.data.cache_places import find_place
+    from vorox.data.cache_location import find_location
     from vorox.data.preparation import recipe_for
 
     if tokenizer is None:
         return None
     recipe = recipe_for(config.data, source, split, tokenizer)
-    directory = find_place(root, source, split, recipe, grow=config.data.cache.grow).directory
+    directory = find_location(root, source, split, recipe, grow=config.data.cache.grow).directory
     if not (directory / RECIPE_NAME).exists():
         return None
     from vorox.data.cache.manifest import Manifest

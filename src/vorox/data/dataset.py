@@ -18,12 +18,13 @@ from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.background import BackgroundBuild
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
-from vorox.data.cache_places import cache_root
+from vorox.data.cache.scheduler import BuildScheduler
+from vorox.data.cache_location import cache_root
 from vorox.data.listed_sources import list_sources
-from vorox.data.preparation import HowToBuild, Preparation, PrepareProgress, report_of
+from vorox.data.preparation import CacheOpener, PrepareProgress, report_of
 from vorox.data.streaming.preparation import Streams
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.text.listing import Note
@@ -92,7 +93,7 @@ class Corpus:
     notes: tuple[Note, ...] = ()
     validation_caches: tuple[CorpusCache, ...] = ()
     streams: Streams | None = None
-    backgrounds: tuple[BackgroundBuild, ...] = ()
+    backgrounds: tuple[BuildScheduler, ...] = ()
 
     def close(self) -> None:
         """End what is being built in the background. Repeatable."""
@@ -146,7 +147,7 @@ def prepare(
     on_progress: PrepareProgress | None = None,
     build: bool = True,
     repair: bool = False,
-    how: HowToBuild | None = None,
+    options: BuildOptions | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Make everything that training reads.
@@ -156,7 +157,7 @@ def prepare(
         on_progress: Told what is being done.
         build: Build what is missing. Off: refuse instead.
         repair: Check every byte of what is there first, and build damaged chunks again.
-        how: How caches are built, in more detail; ``build`` and ``repair`` come on top.
+        options: How caches are built, in more detail; ``build`` and ``repair`` override it.
         tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
 
     Raises:
@@ -166,41 +167,41 @@ def prepare(
         Preempted: The build was asked to stop.
     """
     report = on_progress or _silent
-    how = how or HowToBuild()
-    how = replace(how, build=how.build and build, check="full" if repair else how.check)
+    options = options or BuildOptions()
+    options = replace(options, build=options.build and build, verify="full" if repair else options.verify)
     data = config.data
     weights = exact_weights(data)
     check_transforms(data)
     root = cache_root(data)
-    if how.build:
+    if options.build:
         _check_writable(root)
-    listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=how.build)
+    listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build)
     assert listed.tokenizer is not None, "only a dry run goes without one"
     tokenizer = listed.tokenizer
     streams = Streams(data) if data.mode == "streaming" else None
-    preparation = Preparation(data, tokenizer, root, report, how, streams)
+    opener = CacheOpener(data, tokenizer, root, report, options, streams)
     try:
-        opened = tuple(_open_source(preparation, source) for source in listed.train)
+        opened = tuple(_open_source(opener, source) for source in listed.train)
         validated = tuple(
-            CorpusCache(source, "validation", *preparation.open(source, "validation")) for source in listed.validation
+            CorpusCache(source, "validation", *opener.open(source, "validation")) for source in listed.validation
         )
     except BaseException:
-        for background in preparation.backgrounds:
+        for background in opener.backgrounds:
             background.close()
         raise
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
-    backgrounds = tuple(preparation.backgrounds)
+    backgrounds = tuple(opener.backgrounds)
     return Corpus(
         data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds
     )
 
 
-def _open_source(preparation: Preparation, source: Source) -> CorpusSource:
-    train, train_report = preparation.open(source, "train")
-    if preparation.data.validation.sources or source.holdout.held_out_fraction == 0:
+def _open_source(opener: CacheOpener, source: Source) -> CorpusSource:
+    train, train_report = opener.open(source, "train")
+    if opener.data.validation.sources or source.holdout.held_out_fraction == 0:
         return CorpusSource(source, train, None, train_report, None)
-    validation, validation_report = preparation.open(source, "validation")
+    validation, validation_report = opener.open(source, "validation")
     return CorpusSource(source, train, validation, train_report, validation_report)
 
 

@@ -75,7 +75,7 @@ def estimate(caches: Sequence[CacheReader], first_units: int | None = None) -> D
 def _one(cache: CacheReader, first_units: int | None) -> tuple[int, int, int, int, float | None]:
     """Tokens, rows, measured bytes, all bytes and the variance of the tokens of one source."""
     manifest, size = cache.manifest, _unit_bytes(cache)
-    is_estimated = not manifest.is_cut or (first_units is not None and manifest.estimated_bytes > 0)
+    is_estimated = not manifest.units_final or (first_units is not None and manifest.estimated_bytes > 0)
     limit = manifest.planned_units if first_units is None else first_units
     measured = manifest.units[manifest.units["unit"] < limit]
     units, tokens = measured["unit"].astype(np.int64), measured["tokens"].astype(np.int64)

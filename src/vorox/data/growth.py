@@ -180,13 +180,13 @@ class PlanGrower:
             reader = self._seeing(index, first, end)
             num_units = len(reader.unit_row_starts) - 1
             last = min(end, num_units)
-            if num_units == 0 or len(reader.missing_units(first, last)) or (last < end and not reader.is_cut):
+            if num_units == 0 or len(reader.missing_units(first, last)) or (last < end and not reader.units_final):
                 return None
             if first == last:
                 return []
             if reader.rows_in(first, last):
                 return [(first, last)]
-            if last == num_units and reader.is_cut:
+            if last == num_units and reader.units_final:
                 return []
             end += size  # units without any row belong to the next that have some
 
@@ -195,7 +195,7 @@ class PlanGrower:
         reader = self._readers[index]
         assert reader is not None
         last = min(end, len(reader.unit_row_starts) - 1)
-        follow = last < end and not reader.is_cut
+        follow = last < end and not reader.units_final
         if last <= first or follow or len(reader.missing_units(first, last)):  # it may have been given more units
             reader = self._readers[index] = reader.refreshed(awaited_units=end if self._is_waiting else 0)
         return reader
@@ -214,14 +214,14 @@ class PlanGrower:
         units = _ranges(fresh)
         if any(reader.rows_in(start, end) for start, end in units):
             return units
-        return None if num_units == 0 or len(missing) or not reader.is_cut else []
+        return None if num_units == 0 or len(missing) or not reader.units_final else []
 
     def _next_pass(self, tables: PlanTables, index: int, required: bool) -> list[Event]:
         """Another pass over everything that is planned by now."""
         group, source = tables.segments[index], tables.sources[index]
         reader = self._seeing(index, 0, len(self._units_of(index)) - 1)
         num_units = len(reader.unit_row_starts) - 1
-        if len(reader.missing_units(0, num_units)) or not reader.is_cut:
+        if len(reader.missing_units(0, num_units)) or not reader.units_final:
             return []
         num_rows, epoch = reader.rows_in(0, num_units), group[-1].next_epoch if group else 0
         if not num_rows:
@@ -284,8 +284,8 @@ class PlanGrower:
             return f"the deciding process has not taken up more of source {name!r}"
         num_units = len(reader.unit_row_starts) - 1
         missing = reader.missing_units(0, num_units)
-        known = f"{num_units:,}" if reader.is_cut else f"the {num_units:,} first"
-        first = "no unit is planned" if reader.is_cut else "the text behind them is being cut into more"
+        known = f"{num_units:,}" if reader.units_final else f"the {num_units:,} first"
+        first = "no unit is planned" if reader.units_final else "the text behind them is being cut into more"
         first = f"unit {missing[0]:,} is the first that is not" if len(missing) else first
         return f"source {name!r} has {num_units - len(missing):,} of {known} units built; {first}"
 
@@ -337,7 +337,7 @@ def _missing_before(reader: GrowingReader, unit: int) -> int:
     """How many units below ``unit`` a reader does not see."""
     num_units = len(reader.unit_row_starts) - 1
     missing = len(reader.missing_units(0, min(unit, num_units)))
-    return missing if reader.is_cut else missing + max(0, unit - num_units)
+    return missing if reader.units_final else missing + max(0, unit - num_units)
 
 
 def _ranges(chosen: np.ndarray) -> UnitRanges:

@@ -25,7 +25,7 @@ from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.sources import Source
 from vorox.data.text.splits import Split
-from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
+from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.apply import Applier
 from vorox.data.transforms.registry import transforms_of
@@ -92,7 +92,7 @@ class CacheStatistics:
     report: BuildReport
     rows_counted: int
     utilisation_fraction: float
-    tokens: TokenFigures
+    tokens: TokenStats
     sample: str
     warnings: tuple[str, ...]
 
@@ -151,7 +151,7 @@ def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStat
         kept = block.tokens_NC[np.arange(block.row_tokens)[None, :] < real_N[:, None]]
         counts += np.bincount(kept, minlength=len(counts))
     stored = int(counts.sum())
-    figures = token_figures(counts, tokenizer)
+    figures = token_stats(counts, tokenizer)
     sample, _ = _segments(reader, int(_spread(reader, 1)[0]))
     return CacheStatistics(
         source=cache.source.config.name,

@@ -98,8 +98,8 @@ class PartReader:
         return self.base.is_building
 
     @property
-    def is_cut(self) -> bool:
-        return self.base.is_cut
+    def units_final(self) -> bool:
+        return self.base.units_final
 
     def refreshed(self, *, awaited_units: int = 0) -> PartReader:
         """A reader of what is committed by now."""

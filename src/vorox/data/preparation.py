@@ -15,21 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.background import BackgroundBuild
-from vorox.data.cache.build import Executor, build, rebuild_unit
-from vorox.data.cache.builder import Mode, never
-from vorox.data.cache.condition import Depth
+from vorox.data.cache.build import build, build_in_background, rebuild_unit
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.report import BuildProgress, BuildReport, build_report
-from vorox.data.cache.unit_work import UnitWork
-from vorox.data.cache_places import Place, all_units, cache_directory, find_place
+from vorox.data.cache.scheduler import BuildScheduler
+from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
 from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.preparation import Streams
@@ -49,34 +47,6 @@ PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 ``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building:
 ``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
 ``ratio_to_uint32``, ``ratio_to_uint16``."""
-
-
-@dataclass(frozen=True, slots=True)
-class HowToBuild:
-    """How caches are built. Nothing of it changes a row.
-
-    Attributes:
-        build: Build what is missing. Off: refuse instead.
-        check: Look at all chunks first, so closely, and build damaged ones again.
-        mode: Which missing unit is next.
-        workers: Builders that work at once.
-        executor: What they are.
-        force_rebuild: Build everything again and let it take the place of what is there.
-        wait_for: ``first_segment`` returns when the first units of the training text are there and lets the others
-            follow; ``complete`` when all are. None: as ``data.growth.mode`` says.
-        stop: Asked between units; once it says yes, what is built is left as it is.
-        on_mend: Told of every unit that had to be built again because a chunk turned out to be damaged while reading.
-    """
-
-    build: bool = True
-    check: Depth | None = None
-    mode: Mode = "forward"
-    workers: int = 1
-    executor: Executor = "process"
-    force_rebuild: bool = False
-    wait_for: Literal["complete", "first_segment"] | None = None
-    stop: Callable[[], bool] = never
-    on_mend: Callable[[str], None] | None = None
 
 
 def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
@@ -100,26 +70,26 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """What all caches of a corpus have in common.
+class CacheOpener:
+    """Opens the caches of a corpus, and builds what they lack.
 
     Attributes:
         data: The section.
         tokenizer: Text to tokens.
         root: Root of the caches.
-        report: Told how it goes.
-        how: How what is missing is built.
-        streams: Where training text is built while it is read, if it is.
-        backgrounds: Builds that go on; the corpus ends them.
+        report: Called with the progress.
+        options: How what is missing is built.
+        streams: Builds training text while it is read, if it is streamed.
+        backgrounds: Builds that go on after opening; the corpus closes them.
     """
 
     data: DataConfig
     tokenizer: Tokenizer
     root: Path
     report: PrepareProgress
-    how: HowToBuild
+    options: BuildOptions
     streams: Streams | None
-    backgrounds: list[BackgroundBuild] = field(default_factory=list[BackgroundBuild])
+    backgrounds: list[BuildScheduler] = field(default_factory=list[BuildScheduler])
 
     def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
         """The rows of a split of a source.
@@ -137,21 +107,21 @@ class Preparation:
         place = self._place(source, split, recipe)
         mark_used(place.directory)
         growth, name = self.data.growth, f"{source.config.name} {split}"
-        wait_for = self.how.wait_for or ("complete" if growth.mode == "complete" else "first_segment")
+        wait_for = self.options.wait_for or ("complete" if growth.mode == "complete" else "first_segment")
         if split == "train" and wait_for == "first_segment" and self.streams is None:
             return self._open_growing(place, recipe, name)
         units = self._units(place, split, units)
-        with replacing(place.directory, wanted=self.how.force_rebuild) as directory:
+        with replacing(place.directory, wanted=self.options.force_rebuild) as directory:
             report = self._build(replace(place, directory=directory), recipe, name, units, None)
         return self._reader(place, recipe, units, name, complete=True), report
 
-    def _place(self, source: Source, split: Split, recipe: Recipe) -> Place:
+    def _place(self, source: Source, split: Split, recipe: Recipe) -> CacheLocation:
         try:
-            return find_place(self.root, source, split, recipe, grow=self.data.cache.grow)
+            return find_location(self.root, source, split, recipe, grow=self.data.cache.grow)
         except DataError:
-            if not self.how.force_rebuild:
+            if not self.options.force_rebuild:
                 raise
-            return Place(cache_directory(self.root, source, split, recipe), source, None, 0)
+            return CacheLocation(cache_directory(self.root, source, split, recipe), source, None, 0)
 
     def _beginning(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
         """The part of a held-out split that a streamed corpus is validated on: that of the beginning of the source."""
@@ -166,11 +136,11 @@ class Preparation:
                 return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
             limit_bytes *= 2
 
-    def _units(self, place: Place, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
+    def _units(self, place: CacheLocation, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
         """The units of a split, cut if they are not planned yet."""
         if place.is_planned and place.units is not None:
             return place.units
-        if not self.how.build:
+        if not self.options.build:
             raise not_built(place.source, split, place.directory)
         if units is None:
             units = all_units(place, split, self.data)
@@ -179,18 +149,16 @@ class Preparation:
         return units
 
     def _build(
-        self, place: Place, recipe: Recipe, name: str, units: Sequence[Unit], last_unit: int | None
+        self, place: CacheLocation, recipe: Recipe, name: str, units: Sequence[Unit], last_unit: int | None
     ) -> BuildReport:
-        if not self.how.build and not _is_done(place.directory, last_unit):
+        if not self.options.build and not _is_done(place.directory, last_unit):
             raise not_built(place.source, recipe.split["name"], place.directory)
         report = build(
-            place.directory, self._work(place.source, recipe), units,
-            mode=self.how.mode, bad_record_fraction=place.source.config.bad_record_fraction, last_unit=last_unit,
-            check=self.how.check, workers=self.how.workers, executor=self.how.executor,
-            on_progress=watch(self.report, name),
-            on_check=lambda done, total: self.report(f"check {name}", done, total, {}), stop=self.how.stop,
+            place.directory, self.unit_builder(place.source, recipe), units,
+            replace(self.options, last_unit=last_unit), on_progress=watch(self.report, name),
+            on_verified=lambda done, total: self.report(f"check {name}", done, total, {}),
         )  # fmt: skip
-        if self.how.stop() and report.units_missing:
+        if self.options.stop() and report.units_missing:
             raise Preempted(
                 f"stopped while building {name}", where=str(place.directory),
                 saved=f"{report.units - report.units_missing:,} of {report.units:,} units of this cache",
@@ -198,52 +166,52 @@ class Preparation:
             )  # fmt: skip
         return report
 
-    def _open_growing(self, place: Place, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
+    def _open_growing(self, place: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
         """A reader of the first units; the others are built in the background or by other processes."""
         growth = self.data.growth
-        if self.how.build and growth.build:
+        if self.options.build and growth.build:
             units = self._units(place, "train", None)
             last = min(growth.first_segment_units if growth.mode == "strict" else 1, len(units))
             report = self._build(place, recipe, name, units, last)
-        elif not self.how.build and not _is_done(place.directory, 1):
+        elif not self.options.build and not _is_done(place.directory, 1):
             raise not_built(place.source, "train", place.directory)
         else:
-            if self.how.build:
+            if self.options.build:
                 self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
             manifest = Manifest.open(place.directory)
             report = report_of(manifest, recipe)
             units = self._place(place.source, "train", recipe).units or ()
         reader = self._reader(place, recipe, units, name, complete=False)
-        if self.how.build and growth.build and report.units_missing:
-            reader.background = BackgroundBuild(
-                place.directory, self._work(place.source, recipe), units,
-                bad_record_fraction=place.source.config.bad_record_fraction, num_workers=self.how.workers,
-            )  # fmt: skip
+        if self.options.build and growth.build and report.units_missing:
+            reader.background = build_in_background(
+                place.directory, self.unit_builder(place.source, recipe), units, self.options
+            )
             self.backgrounds.append(reader.background)
         return reader, report
 
-    def _await(self, place: Place, num_units: int, name: str) -> None:
+    def _await(self, place: CacheLocation, num_units: int, name: str) -> None:
         """Wait until other processes have built the first units."""
         while not _is_done(place.directory, num_units):
-            if self.how.stop():
+            if self.options.stop():
                 raise Preempted(f"stopped while waiting for {name}", hint="run the same command again")
             self.report(f"wait {name}", 0, 0, {})
             time.sleep(_LOOK_EVERY_SECONDS)
 
-    def _reader(self, place: Place, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool) -> CacheReader:
+    def _reader(
+        self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
+    ) -> CacheReader:
         reader = CacheReader.open(place.directory, recipe, complete=complete)
-        if self.how.build:
+        if self.options.build:
             reader.mend = functools.partial(self._mend, place, recipe, units, name)
         return reader
 
     def _mend(
-        self, place: Place, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
+        self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
     ) -> None:
-        if self.how.on_mend is not None:
-            self.how.on_mend(f"{name}: {error}; building unit {unit} again")
-        work, config = self._work(place.source, recipe), place.source.config
+        if self.options.on_mend is not None:
+            self.options.on_mend(f"{name}: {error}; building unit {unit} again")
         try:
-            rebuild_unit(place.directory, work, units, unit, bad_record_fraction=config.bad_record_fraction)
+            rebuild_unit(place.directory, self.unit_builder(place.source, recipe), units, unit)
         except DataError as failure:
             hint = f"{error.hint}; building the unit again failed: {failure.what}"
             raise DataError(error.what, where=error.where, hint=hint) from failure
@@ -251,15 +219,15 @@ class Preparation:
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
         """The rows of the training text, built while they are read."""
         assert self.streams is not None
-        if self.how.wait_for == "complete":
+        if self.options.wait_for == "complete":
             raise ConfigError(
                 "a streamed corpus is never built as a whole: its chunks are made while training runs, and removed",
                 where="data.mode", hint="set data.mode=cached to build a cache that stays",
             )  # fmt: skip
-        place = find_place(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
+        place = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         mark_used(place.directory)
         self.streams.share_reads(source.stored)
-        work = self._work(source, recipe)
+        work = self.unit_builder(source, recipe)
         cutter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
         units = UnitList(place.directory, work, cutter)
         if not units.units:
@@ -267,9 +235,9 @@ class Preparation:
         reader = self.streams.open(place.directory, work, units, bad_record_fraction=source.config.bad_record_fraction)
         return reader, report_of(reader.manifest, recipe)
 
-    def _cut_first(self, cutter: UnitCutter, units: UnitList, place: Place) -> None:
+    def _cut_first(self, cutter: UnitCutter, units: UnitList, place: CacheLocation) -> None:
         """Know the first units of a stream, as far as it takes to know that they have any record."""
-        if not self.how.build:
+        if not self.options.build:
             raise not_built(place.source, "train", place.directory)
         known, num_units = 0, self.data.growth.first_segment_units
         while not units.is_all:
@@ -281,14 +249,15 @@ class Preparation:
             refuse_emptiness(place.source)
         raise _without_records(place.source, "train")
 
-    def _work(self, source: Source, recipe: Recipe) -> UnitWork:
+    def unit_builder(self, source: Source, recipe: Recipe) -> UnitBuilder:
+        """What the units of one split of a source are a function of."""
         split: Split = recipe.split["name"]
         read = UnitReader(source, split, source.holdout)
         cache = self.data.cache
         transforms = transforms_of(self.data, source.config, split, source.key)
-        return UnitWork(
-            source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows,
-            transforms, self.data.transform_seed, self.data.pipeline,
+        return UnitBuilder(
+            source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows, transforms,
+            self.data.transform_seed, self.data.pipeline, source.config.bad_record_fraction,
         )  # fmt: skip
 
 

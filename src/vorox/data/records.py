@@ -92,7 +92,7 @@ class GrowingReader(RowReader, Protocol):
         ...
 
     @property
-    def is_cut(self) -> bool:
+    def units_final(self) -> bool:
         """Whether the units that it sees are all of the source; else more follow, as they are awaited."""
         ...
 

@@ -131,7 +131,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
     found = [Path(path) for path in paths if Path(path).is_dir()]
     if not found:
         from vorox.core.run_context import recorded_config
-        from vorox.data.cache_places import cache_root
+        from vorox.data.cache_location import cache_root
         from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 
         root = cache_root(recorded_config(run_directory).data)

@@ -19,7 +19,7 @@ from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
-from vorox.data.cache_places import cache_root
+from vorox.data.cache_location import cache_root
 from vorox.data.storage import scheme_of
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface

@@ -21,8 +21,9 @@ from cache_corpus import build_corpus, small_corpus, work_of
 from vorox.core.errors import DataError
 from vorox.data.cache.build import build, rebuild_unit
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 
 CORPUS = small_corpus(num_files=3, lines_per_file=40, lines_per_unit=5)
 NUM_UNITS = len(CORPUS.units)
@@ -52,7 +53,7 @@ def forked(action: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def read_all_the_while(directory: Path, expected: dict[int, str], work: UnitWork, ended: Path) -> None:
+def read_all_the_while(directory: Path, expected: dict[int, str], work: UnitBuilder, ended: Path) -> None:
     """A trainer: a reader that sees more and more, and a second one that opens the cache again and again."""
     while not (directory / "RECIPE.json").exists():
         time.sleep(0.001)
@@ -68,8 +69,8 @@ def read_all_the_while(directory: Path, expected: dict[int, str], work: UnitWork
             assert found == {unit: expected[unit] for unit in found}
 
 
-def rebuild(directory: Path, work: UnitWork, unit: int, error: DataError) -> None:
-    rebuild_unit(directory, work, CORPUS.units, unit, bad_record_fraction=0.001)
+def rebuild(directory: Path, work: UnitBuilder, unit: int, error: DataError) -> None:
+    rebuild_unit(directory, work, CORPUS.units, unit)
 
 
 def break_something(directory: Path, generator: random.Random) -> None:
@@ -115,7 +116,8 @@ def storm_on(
     kills = 0
     while kills < num_kills and not is_complete(directory):
         children = [
-            forked(lambda mode=mode: build(directory, work, CORPUS.units, mode=mode)) for mode in ("forward", "inverse")
+            forked(lambda mode=mode: build(directory, work, CORPUS.units, BuildOptions(mode=mode)))
+            for mode in ("forward", "inverse")
         ]
         time.sleep(generator.uniform(0.0, 0.04))
         if breaking and generator.random() < 0.5:
@@ -124,7 +126,7 @@ def storm_on(
             os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
             kills += os.WIFSIGNALED(status)
-    assert build(directory, work, CORPUS.units, check="full").digest == digest
+    assert build(directory, work, CORPUS.units, BuildOptions(verify="full")).digest == digest
     ended.touch()
     _, status = os.waitpid(reading, 0)
     assert status == 0, "the reader met an error"

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from vorox.data.cache import leases as module
-from vorox.data.cache.leases import Leases, is_void, lease_path, read_holder
+from vorox.data.cache.leases import Leases, is_expired, lease_path, read_holder
 
 TAKE_AND_STAY = """
 import sys, time
 from pathlib import Path
 from vorox.data.cache.leases import Leases
 leases = Leases(Path(sys.argv[1])).__enter__()
-print(leases.take(3), leases.take(4), flush=True)
+print(leases.acquire(3), leases.acquire(4), flush=True)
 time.sleep(60)
 """
 
@@ -38,14 +38,14 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("disk")
 def test_a_unit_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
     with Leases(tmp_path) as first, Leases(tmp_path) as second:
-        assert first.take(7)
-        assert not second.take(7)
+        assert first.acquire(7)
+        assert not second.acquire(7)
         assert str(os.getpid()) in str(second.holder(7))
-        assert second.take(8)
+        assert second.acquire(8)
         second.release(7)  # not its own: nothing happens
-        assert not second.take(7)
+        assert not second.acquire(7)
         first.release(7)
-        assert second.take(7)
+        assert second.acquire(7)
     assert list((tmp_path / "leases").iterdir()) == []
 
 
@@ -57,7 +57,7 @@ def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path) -> None:
     def ask() -> None:
         with Leases(tmp_path) as leases:
             start.wait()
-            taken.extend(unit for unit in range(50) if leases.take(unit))
+            taken.extend(unit for unit in range(50) if leases.acquire(unit))
             start.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
@@ -75,24 +75,24 @@ def test_the_leases_of_a_killed_process_are_void_at_once(tmp_path: Path, reaped:
     assert child.stdout is not None
     assert child.stdout.readline().strip() == b"True True"
     with Leases(tmp_path) as leases:
-        assert not leases.take(3)
+        assert not leases.acquire(3)
         child.kill()
         if reaped:
             child.wait()
         else:
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
-        assert leases.take(3)
-        assert leases.take(4)
+        assert leases.acquire(3)
+        assert leases.acquire(4)
     child.communicate()
 
 
 @pytest.mark.usefixtures("disk")
 def test_a_builder_that_was_dropped_without_a_word_holds_nothing(tmp_path: Path) -> None:
     lost = Leases(tmp_path).__enter__()
-    assert lost.take(1)
+    assert lost.acquire(1)
     module._LIVE_TOKENS.discard(lost._token)  # what an exception in its process leaves
     with Leases(tmp_path) as leases:
-        assert leases.take(1)
+        assert leases.acquire(1)
 
 
 def foreign(path: Path, age_seconds: float) -> None:
@@ -106,7 +106,7 @@ def test_another_machine_is_trusted_for_a_minute(tmp_path: Path) -> None:
     foreign(lease_path(tmp_path, 2), 80)
     lease_path(tmp_path, 3).write_bytes(b"")  # a builder between the creation of its file and the first byte
     with Leases(tmp_path) as leases:
-        assert [leases.take(unit) for unit in (1, 2, 3)] == [False, True, False]
+        assert [leases.acquire(unit) for unit in (1, 2, 3)] == [False, True, False]
     assert str(read_holder(lease_path(tmp_path, 1))) == "process 1 on elsewhere"
 
 
@@ -121,20 +121,20 @@ def test_the_clock_of_the_disk_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     foreign(lease_path(tmp_path, 1), 3600 + 40)
     foreign(lease_path(tmp_path, 2), 3600 + 80)
     with Leases(tmp_path) as leases:
-        assert [leases.take(unit) for unit in (1, 2)] == [False, True]
+        assert [leases.acquire(unit) for unit in (1, 2)] == [False, True]
 
 
 @pytest.mark.usefixtures("disk")
 def test_what_is_held_is_renewed(tmp_path: Path) -> None:
     with Leases(tmp_path, heartbeat_seconds=0.02) as leases:
-        assert leases.take(5)
+        assert leases.acquire(5)
         path = lease_path(tmp_path, 5)
         os.utime(path, (0, 0))
         deadline = time.monotonic() + 10
         while path.stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert not is_void(path)
+        assert not is_expired(path)
 
 
 def test_a_full_disk_leaves_no_lease_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +145,5 @@ def test_a_full_disk_leaves_no_lease_behind(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(os, "link", refuse)
         monkeypatch.setattr(leases, "_content", "not bytes")
         with pytest.raises(TypeError):
-            leases.take(1)
+            leases.acquire(1)
         monkeypatch.undo()

@@ -45,7 +45,7 @@ def test_modes_differ_in_the_order_alone(tmp_path: Path, clean: CacheReader) -> 
 
 def test_gaps_come_first_and_a_stopped_build_leaves_the_others(tmp_path: Path, clean: CacheReader) -> None:
     with Leases(tmp_path) as leases:
-        assert all(leases.take(unit) for unit in (2, 5))
+        assert all(leases.acquire(unit) for unit in (2, 5))
         stopped = threading.Event()
         progress: list[int] = []
 
@@ -83,7 +83,7 @@ def test_a_forward_and_an_inverse_builder_meet(tmp_path: Path, clean: CacheReade
 
 def test_double_work_is_dropped(tmp_path: Path, clean: CacheReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that keep nobody out: every unit is built twice, committed once, and by then never touched."""
-    monkeypatch.setattr(Leases, "take", lambda self, unit: True)
+    monkeypatch.setattr(Leases, "acquire", lambda self, unit: True)
     codecs = ("lz4", "zstd", "raw")
     reports = []
     threads = [

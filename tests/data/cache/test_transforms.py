@@ -24,9 +24,10 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig, PipelineConfig, SourceConfig, TransformConfig
 from vorox.data.cache.build import build
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
 from vorox.data.pipeline.duplicates import duplicates_path, read_unit_duplicates
 from vorox.data.transforms.apply import TransformCount
@@ -78,10 +79,10 @@ def config(name: str, **args: Any) -> TransformConfig:
     return TransformConfig(name=name if ":" not in name else f"transform_functions{name}", args=args)
 
 
-def work_of(corpus: Corpus, transforms: Sequence[TransformConfig], seed: int = 0, **pipeline: Any) -> UnitWork:
+def work_of(corpus: Corpus, transforms: Sequence[TransformConfig], seed: int = 0, **pipeline: Any) -> UnitBuilder:
     resolved = resolve_transforms(transforms, "train", "data.transforms")
     recipe = recipe_for(TOKENIZER, row_tokens=129, transforms=recipe_of(resolved, seed))
-    return UnitWork(
+    return UnitBuilder(
         corpus.files, corpus.read_unit, TOKENIZER, recipe, transforms=resolved, transform_seed=seed,
         pipeline=PipelineConfig(**pipeline),
     )  # fmt: skip
@@ -160,13 +161,13 @@ def test_the_report_says_what_transforms_did_and_which_stage_is_slowest(tmp_path
     assert told[-1].stages is not None
     again = build(tmp_path, work, CORPUS.units)
     assert (again.stages, again.transforms) == (None, report.transforms)
-    assert build(tmp_path / "two", work, CORPUS.units, workers=2).transforms == report.transforms
+    assert build(tmp_path / "two", work, CORPUS.units, BuildOptions(workers=2)).transforms == report.transforms
 
 
 def test_the_first_of_equal_texts_in_the_source_stays(tmp_path):
     work = work_of(CORPUS, [config("exact_duplicates")])
     told: list[BuildProgress] = []
-    report = build(tmp_path, work, CORPUS.units, mode="inverse", on_progress=told.append)
+    report = build(tmp_path, work, CORPUS.units, BuildOptions(mode="inverse"), on_progress=told.append)
     ends = np.cumsum([unit.size_bytes for unit in CORPUS.units]).tolist()
     assert [progress.compared_bytes for progress in told if progress.compared_bytes] == ends
     assert told[-1].compared_bytes == 0
@@ -231,7 +232,7 @@ def test_threads_credits_and_order_change_no_bit(tmp_path_factory, reference, th
     corpus = larger_corpus()
     work = work_of(corpus, ALL, seed=4, queue_bytes=queue_bytes, **dict(zip(names, threads, strict=True)))
     directory = tmp_path_factory.mktemp("staged")
-    build(directory, work, corpus.units, mode=mode)
+    build(directory, work, corpus.units, BuildOptions(mode=mode))
     assert digest_of(directory) == reference
 
 
@@ -347,7 +348,7 @@ def test_a_first_pass_that_was_stopped_goes_on(tmp_path):
         assert path(unit.unit_id).read_bytes() == lists_of(whole, tmp_path / "whole")(unit.unit_id).read_bytes()
 
 
-def lists_of(work: UnitWork, directory: Path):
+def lists_of(work: UnitBuilder, directory: Path):
     return lambda unit: duplicates_path(directory, work.transforms[0], unit)
 
 
@@ -430,7 +431,7 @@ def test_records_that_are_tokens_are_packed_as_they_are(tmp_path, dtype):
 
     unit = Unit(0, (UnitSpan(0, 0, 1000, 0),))
     recipe = recipe_for(TOKENIZER, row_tokens=129)
-    report = build(tmp_path, UnitWork(files, read_unit, TOKENIZER, recipe), [unit])
+    report = build(tmp_path, UnitBuilder(files, read_unit, TOKENIZER, recipe), [unit])
     assert (report.documents, report.tokens, report.text_bytes) == (4, 5 + 0 + 40 + 1 + 4, 0)
     reader = CacheReader.open(tmp_path)
     (row,) = reader.read_rows(np.arange(1)).tokens_NC
@@ -442,11 +443,11 @@ def test_records_that_are_tokens_are_packed_as_they_are(tmp_path, dtype):
         ordinal: [*ids.tolist(), TOKENIZER.end_of_text_id] for ordinal, ids in enumerate(documents)
     }  # fmt: skip
     reverse_only = resolve_transforms([config(":reverse")], "train", "k")
-    (built,) = UnitWork(files, read_unit, TOKENIZER, recipe, transforms=reverse_only).run([unit])
+    (built,) = UnitBuilder(files, read_unit, TOKENIZER, recipe, transforms=reverse_only).run([unit])
     assert built.statistics.tokens == report.tokens
     documents[2][3] = 257
     with pytest.raises(DataError, match="the source has id 257, the vocabulary has 257 tokens") as caught:
-        list(UnitWork(files, read_unit, TOKENIZER, recipe).run([unit]))
+        list(UnitBuilder(files, read_unit, TOKENIZER, recipe).run([unit]))
     assert caught.value.where == "/shards/a.bin, record 3 at byte 20"
 
 
@@ -464,8 +465,8 @@ def test_a_tokenizer_that_changes_its_mind_makes_the_unit_anew():
     lines = ["x" * 600_000, "y" * 600_000, "z" * 600_000, "w" * 10]
     corpus = corpus_of([lines, ["later"]], 4)
     recipe = recipe_for(TOKENIZER, row_tokens=4097, chunk_rows=4096)
-    work = UnitWork(corpus.files, corpus.read_unit, Fickle(), recipe)
-    steady = UnitWork(corpus.files, corpus.read_unit, TOKENIZER, recipe)
+    work = UnitBuilder(corpus.files, corpus.read_unit, Fickle(), recipe)
+    steady = UnitBuilder(corpus.files, corpus.read_unit, TOKENIZER, recipe)
     assert [unit.chunks for unit in work.run(corpus.units)] == [unit.chunks for unit in steady.run(corpus.units)]
     assert Fickle.calls > 3
 

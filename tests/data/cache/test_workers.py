@@ -18,12 +18,13 @@ from cache_corpus import ByteTokenizer, Corpus, build_corpus, small_corpus, work
 from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache import ray_workers
-from vorox.data.cache.background import BackgroundBuild
-from vorox.data.cache.build import build
-from vorox.data.cache.builder import prepare_directory
+from vorox.data.cache.build import build, build_in_background
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.planning import prepare_directory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
+from vorox.data.cache.workers import Assignment
 from vorox.data.documents import Record, Unit
 
 CORPUS = small_corpus(num_files=3, lines_per_file=40, lines_per_unit=5)
@@ -145,10 +146,10 @@ def test_workers_stop_when_asked_and_the_next_build_goes_on(tmp_path: Path, dige
 def test_a_build_in_the_background_fills_what_is_read(tmp_path: Path, digest: str) -> None:
     corpus = slow(seconds=0.02)
     work = work_of(corpus)
-    build(tmp_path, work, corpus.units, last_unit=2)
+    build(tmp_path, work, corpus.units, BuildOptions(last_unit=2))
     reader = CacheReader.open(tmp_path, complete=False)
     assert reader.manifest.units["unit"].tolist() == [0, 1]
-    reader.background = BackgroundBuild(tmp_path, work, corpus.units, bad_record_fraction=0.001)
+    reader.background = build_in_background(tmp_path, work, corpus.units)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while len(reader.missing_units(0, len(corpus.units))):
         assert time.monotonic() < deadline
@@ -164,7 +165,7 @@ def test_what_ends_a_build_in_the_background_is_raised_where_its_units_are_await
     work = work_of(slow(seconds=0.0), tokenizer=FaultyTokenizer())
     prepare_directory(tmp_path, work, CORPUS.units)
     reader = CacheReader.open(tmp_path, complete=False)
-    reader.background = BackgroundBuild(tmp_path, work, CORPUS.units, bad_record_fraction=0.001)
+    reader.background = build_in_background(tmp_path, work, CORPUS.units)
     background = reader.background
     wait_until(lambda: not background.is_running)
     with pytest.raises(DataError, match="no token for that"):
@@ -177,7 +178,7 @@ def test_a_build_in_the_background_ends_at_once(tmp_path: Path) -> None:
     started = tmp_path / "started"
     corpus = slow(seconds=86_400.0, started=started)
     prepare_directory(tmp_path / "cache", work_of(corpus), corpus.units)
-    background = BackgroundBuild(tmp_path / "cache", work_of(corpus), corpus.units, bad_record_fraction=0.001)
+    background = build_in_background(tmp_path / "cache", work_of(corpus), corpus.units)
     wait_until(started.exists)
     background.close()
     assert children() == []
@@ -222,9 +223,8 @@ def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest
 
 
 def test_a_machine_that_does_not_see_the_cache_says_so(tmp_path: Path) -> None:
-    from vorox.data.cache.builder import BuildOptions
-
-    kind, value = ray_workers._work(str(tmp_path / "nowhere"), work_of(CORPUS), BuildOptions(), 3)
+    assignment = Assignment(tmp_path / "nowhere", work_of(CORPUS), 3, "forward", None, frozenset(), "quick")
+    kind, value = ray_workers._work(assignment)
     assert kind == "DataError"
     assert "does not see the cache directory" in value["what"]
     assert issubclass(DataError, VoroxError)

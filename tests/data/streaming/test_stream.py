@@ -16,7 +16,7 @@ from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.streaming.retention import MARKER_NAME, Ring
 from vorox.data.streaming.stream import Stream
@@ -47,8 +47,8 @@ def corpus() -> Corpus:
     return small_corpus(num_files=2, lines_per_file=60, lines_per_unit=15)
 
 
-def work_of(text: Corpus, read_unit=None) -> UnitWork:
-    return UnitWork(text.files, read_unit or text.read_unit, TOKENIZER, recipe_for(TOKENIZER))
+def work_of(text: Corpus, read_unit=None) -> UnitBuilder:
+    return UnitBuilder(text.files, read_unit or text.read_unit, TOKENIZER, recipe_for(TOKENIZER))
 
 
 class Opened:
@@ -66,7 +66,7 @@ class Opened:
         """What the plan's grower does: ask until the units are there."""
         end = time.monotonic() + 10
         while len(self.reader.manifest.missing_units(0, units)) or (
-            self.reader.manifest.planned_units < units and not self.reader.is_cut
+            self.reader.manifest.planned_units < units and not self.reader.units_final
         ):
             assert time.monotonic() < end, "the stream does not grow"
             self.reader = self.reader.refreshed(awaited_units=units)
@@ -296,7 +296,7 @@ def test_the_source_is_cut_as_it_is_read(tmp_path, cached):
     text = corpus()
     cutter = CorpusCutter(text.units)
     with Opened(tmp_path, text, cutter=cutter, prefetch_segments=0) as opened:
-        assert (cutter.given, opened.reader.manifest.planned_units, opened.reader.is_cut) == ([0], 1, False)
+        assert (cutter.given, opened.reader.manifest.planned_units, opened.reader.units_final) == ([0], 1, False)
         opened.grown_to(1)
         opened.reader.read_rows(np.array([0]))
         opened.grown_to(3)
@@ -304,12 +304,12 @@ def test_the_source_is_cut_as_it_is_read(tmp_path, cached):
         assert opened.reader.content_digest(0, 3) == cached.content_digest(0, 3)
         opened.grown_to(8)
         assert cutter.given == list(range(8)), "each once"
-        assert (opened.reader.is_cut, opened.reader.num_rows) == (True, cached.num_rows)
+        assert (opened.reader.units_final, opened.reader.num_rows) == (True, cached.num_rows)
         assert opened.reader.digest == cached.digest
         assert opened.reader.units == cached.units
     cutter.given.clear()
     with Opened(tmp_path, text, cutter=cutter) as opened:
-        assert opened.reader.is_cut
+        assert opened.reader.units_final
         assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
     assert cutter.given == [], "nothing is cut again"
 

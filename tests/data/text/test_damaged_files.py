@@ -17,9 +17,9 @@ import zstandard
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
+from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import prepare
 from vorox.data.documents import BadRecord, Document, Record
-from vorox.data.preparation import HowToBuild
 from vorox.data.text import content
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.formats import pieces
@@ -195,7 +195,7 @@ def test_the_dataset_is_the_same_whatever_the_workers(
     (folder / "b.jsonl.zst").write_bytes(b"".join(compressed("zst", written("jsonl"), 1))[:20])
     (folder / "c.jsonl").write_bytes(written("jsonl"))
 
-    def digests(name: str, how: HowToBuild, **changes: Any) -> list[str]:
+    def digests(name: str, options: BuildOptions, **changes: Any) -> list[str]:
         section = {"name": "s", "format": "jsonl", "paths": [str(folder)], "max_bytes": max_bytes, **changes}
         settings = {
             "data": {
@@ -207,18 +207,18 @@ def test_the_dataset_is_the_same_whatever_the_workers(
         file = tmp_path / f"{name}.yaml"
         file.write_text(json.dumps(settings), encoding="utf-8")
         forget()
-        with contextlib.closing(prepare(load_config(file), how=how)) as corpus:
+        with contextlib.closing(prepare(load_config(file), options=options)) as corpus:
             readers = [*corpus.train, *corpus.validation]
             return [reader.digest for reader in readers]
 
     with pytest.raises(DataError, match="data ends in the middle"):
-        digests("stop", HowToBuild())
+        digests("stop", BuildOptions())
     keep = {"damaged_files": "keep_readable"}
-    one = digests("one", HowToBuild(), **keep)
+    one = digests("one", BuildOptions(), **keep)
     told = [message for message in caplog.messages if "is damaged" in message]
     assert len(told) == 4, "said aloud for each file and split"
-    assert digests("inverse", HowToBuild(mode="inverse"), **keep) == one
-    assert digests("workers", HowToBuild(workers=2), **keep) == one
+    assert digests("inverse", BuildOptions(mode="inverse"), **keep) == one
+    assert digests("workers", BuildOptions(workers=2), **keep) == one
     listed = sorted(tmp_path.glob("one/**/quarantine/*.jsonl"))
     entries = [json.loads(line) for path in listed for line in path.read_text().splitlines()]
     assert {Path(entry["uri"]).name for entry in entries} >= {"a.jsonl.gz"}

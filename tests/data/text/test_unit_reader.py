@@ -13,7 +13,7 @@ from cache_corpus import ByteTokenizer, recipe_for
 from servers import http_server
 from transport import received
 from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfig
-from vorox.data.cache.unit_work import BuiltUnit, UnitWork
+from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.pipeline.stages import FetchedUnit
 from vorox.data.storage import Fetched, open_range
 from vorox.data.text.cutting import cut_units
@@ -37,7 +37,7 @@ def reader_of(location: str, **changes: Any) -> UnitReader:
 
 def built(reader: UnitReader, **pipeline: Any) -> tuple[list[BuiltUnit], list[str]]:
     units = cut_units(reader.source, "train", RULE, 4000)
-    work = UnitWork(
+    work = UnitBuilder(
         reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=PipelineConfig(**pipeline)
     )  # fmt: skip
     told = []
@@ -77,7 +77,7 @@ def test_what_is_held_is_not_asked_for_again(web):
     units = cut_units(reader.source, "train", RULE, 4000)
     fetched = reader.fetch(units[1])
     asked = len(web.log.requests)
-    work = UnitWork(reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER))
+    work = UnitBuilder(reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER))
     stages = work.stages()
     batches = list(stages.decode(iter([FetchedUnit(units[1], fetched)])))
     assert len(web.log.requests) == asked

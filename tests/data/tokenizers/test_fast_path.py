@@ -22,7 +22,7 @@ from tokenizer_patterns import PATTERNS as KNOWN_PATTERNS
 from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig, TokenizerConfig
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module
 from vorox.data.tokenizers.encoders import byte_alphabet
@@ -355,7 +355,7 @@ class TestDifference:
         def built(tokenizer: Tokenizer) -> list[Any]:
             recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
             pipeline = PipelineConfig(staged=staged)
-            work = UnitWork(corpus.files, corpus.read_unit, tokenizer, recipe, pipeline=pipeline)
+            work = UnitBuilder(corpus.files, corpus.read_unit, tokenizer, recipe, pipeline=pipeline)
             return [[record.content for _, record in unit.chunks] for unit in work.run(corpus.units)]
 
         tokenizer = self.wrong("MARK")

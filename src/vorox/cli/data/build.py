@@ -16,8 +16,8 @@ from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
 
 if TYPE_CHECKING:
+    from vorox.data.cache.options import BuildOptions
     from vorox.data.cache.report import BuildReport
-    from vorox.data.preparation import HowToBuild
 
 Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Processes, or Ray tasks, that build at once.")]
 Executor = Annotated[
@@ -45,18 +45,18 @@ def build(
 ) -> None:
     """Make the tokenizer and the caches that a run of this configuration reads."""
     from vorox.core.errors import ConfigError
-    from vorox.data.preparation import HowToBuild
+    from vorox.data.cache.options import BuildOptions
 
     if force_rebuild and repair:
         raise ConfigError(
             "--force-rebuild builds everything, so --repair has nothing to check", where="--repair",
             hint="give one of them",
         )  # fmt: skip
-    how = HowToBuild(
-        check="full" if repair else None, mode=mode, workers=workers, executor=executor, force_rebuild=force_rebuild,
+    options = BuildOptions(
+        verify="full" if repair else None, mode=mode, workers=workers, executor=executor, force_rebuild=force_rebuild,
         wait_for="complete",
     )  # fmt: skip
-    _make(words, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), how, as_json)
+    _make(words, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), options, as_json)
 
 
 def fill(
@@ -69,38 +69,40 @@ def fill(
     as_json: AsJson = False,
 ) -> None:
     """Build what is missing and what is lost or damaged of what was there, and nothing else."""
-    from vorox.data.preparation import HowToBuild
+    from vorox.data.cache.options import BuildOptions
 
-    how = HowToBuild(
-        check="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
+    options = BuildOptions(
+        verify="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
     )
-    _make(words, ("--verify", *_OPTIONS), how, as_json)
+    _make(words, ("--verify", *_OPTIONS), options, as_json)
 
 
 def repair(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
     """Check every byte of every chunk and build again what is lost or damaged."""
-    from vorox.data.preparation import HowToBuild
+    from vorox.data.cache.options import BuildOptions
 
-    _make(words, _OPTIONS, HowToBuild(check="full", workers=workers, executor=executor, wait_for="complete"), as_json)
+    _make(
+        words, _OPTIONS, BuildOptions(verify="full", workers=workers, executor=executor, wait_for="complete"), as_json
+    )
 
 
 def grow(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
     """Take up files that are new into the caches that were begun with the others (data.cache.grow=true)."""
-    from vorox.data.preparation import HowToBuild
+    from vorox.data.cache.options import BuildOptions
 
-    how = HowToBuild(workers=workers, executor=executor, wait_for="complete")
-    _make(words, _OPTIONS, how, as_json, overrides=("data.cache.grow=true",))
+    options = BuildOptions(workers=workers, executor=executor, wait_for="complete")
+    _make(words, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))
 
 
 def _make(
-    words: list[str], options: tuple[str, ...], how: HowToBuild, as_json: bool, overrides: Sequence[str] = ()
+    words: list[str], known: tuple[str, ...], options: BuildOptions, as_json: bool, overrides: Sequence[str] = ()
 ) -> None:
     from vorox.data.dataset import prepare
     from vorox.training.stop import StopRequest
 
-    config = load([*words, *overrides], options)
+    config = load([*words, *overrides], known)
     with StopRequest(), showing() as display:
-        corpus = prepare(config, on_progress=display, how=how)
+        corpus = prepare(config, on_progress=display, options=options)
         corpus.close()
     tell(corpus)
     if as_json:

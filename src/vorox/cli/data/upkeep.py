@@ -14,7 +14,7 @@ from vorox.cli.data.loading import load
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
 
 if TYPE_CHECKING:
-    from vorox.data.cache.collection import CacheUse
+    from vorox.data.cache.gc import CacheUse
 
 _OPTIONS = ("--older-than", "--root", "--dry-run", "--yes", "--json", "--name", "--reason", "--cache")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -37,11 +37,11 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove unreferenced files of caches, and with --older-than whole caches; says how much that frees."""
-    from vorox.data.cache import collection
+    from vorox.data.cache import gc
 
     root = _cache_root(words or [])
-    garbage = collection.find_garbage(root)
-    caches = collection.find_caches(root, Path(runs))
+    garbage = gc.find_garbage(root)
+    caches = gc.find_caches(root, Path(runs))
     longest = _seconds(older_than)
     unused = [cache for cache in caches if longest is not None and cache.idle_seconds > longest and cache.may_go]
     if not as_json:
@@ -56,7 +56,7 @@ def gc(
             confirm(
                 f"Remove {len(unused):,} caches, {quantities.size(sum(cache.size_bytes for cache in unused))}?", yes=yes
             )
-        freed = collection.remove(garbage) + collection.remove_unused(unused)
+        freed = gc.remove(garbage) + gc.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
         print_json(
@@ -117,7 +117,7 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
         DataError: The caches of the configuration are not complete.
     """
     from vorox.core.errors import ConfigError
-    from vorox.data.cache.collection import find_caches
+    from vorox.data.cache.gc import find_caches
     from vorox.data.dataset import prepare
 
     if cache is not None:
@@ -135,7 +135,7 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
 
 
 def _cache_root(words: list[str]) -> Path:
-    from vorox.data.cache_places import root_of
+    from vorox.data.cache_location import root_of
 
     if not words:
         return root_of(None)

@@ -20,8 +20,8 @@ from vorox.data.cache.assemble import unit_statistics
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
-from vorox.data.cache.quarantine import check_budget, count_quarantined, tell_damaged_files, write_quarantine
-from vorox.data.cache.unit_work import BuiltUnit, UnitWork
+from vorox.data.cache.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
+from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Unit
 
 
@@ -29,8 +29,7 @@ def commit_unit(
     manifest: Manifest,
     directory: Path,
     built: BuiltUnit,
-    work: UnitWork,
-    bad_record_fraction: float,
+    builder: UnitBuilder,
     *,
     replace: bool,
     on_written: Callable[[int], None],
@@ -41,10 +40,10 @@ def commit_unit(
         manifest: A state of the cache, the newer the better.
         directory: The cache.
         built: The unit.
-        work: What it was built by.
-        bad_record_fraction: Its budget of bad records.
-        replace: Take the place of chunks of a unit that is done; else what is done stays.
-        on_written: Told the bytes of each chunk file that is durable.
+        builder: What it was built by.
+        replace: Write the chunks of a unit that is done again, because they are lost; else what is done stays. The log
+            gets an entry only if the files are not the same, byte for byte.
+        on_written: Called with the bytes of each chunk file that is durable.
 
     Returns:
         The manifest now, and whether it was this call that made the unit count.
@@ -52,8 +51,8 @@ def commit_unit(
     Raises:
         DataError: Too many records are bad, or the manifest has other content for the unit.
     """
-    write_quarantine(directory, built.unit_id, built.bad_records, work.files)
-    check_budget(directory, built, work.files, bad_record_fraction)
+    write_quarantine(directory, built.unit_id, built.bad_records, builder.files)
+    check_budget(directory, built, builder.files, builder.bad_record_fraction)
     records = [record for _, record in built.chunks]
     check_same_content(directory, manifest, built.unit_id, records)
     staged: list[tuple[Path, Path]] = []
@@ -71,9 +70,11 @@ def commit_unit(
             while staged:
                 rename(*staged[0])
                 del staged[0]
+            if current.has_unit(built.unit_id) and current.unit_chunks(built.unit_id) == records:
+                return current, True
             transforms = {name: count.to_json() for name, count in built.transforms.items()}
             now = current.appended(directory, [unit_entry(built.statistics, records, transforms)])
-        tell_damaged_files(directory, built, work.files)
+        report_damaged_files(directory, built, builder.files)
         return now, True
     finally:
         for temporary, _ in staged:
@@ -95,13 +96,13 @@ def check_same_content(directory: Path, manifest: Manifest, unit: int, records: 
         )  # fmt: skip
 
 
-def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, work: UnitWork) -> tuple[Manifest, bool]:
+def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[Manifest, bool]:
     """Make a unit count whose chunks somebody wrote who died before the log named them.
 
     Returns:
         The manifest now, and whether the unit was adopted.
     """
-    found = _whole_chunks(directory, unit, work)
+    found = _whole_chunks(directory, unit, builder)
     if found is None:
         return manifest, False
     records, statistics = found
@@ -112,7 +113,7 @@ def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, work: UnitWork) 
         return current.appended(directory, [unit_entry(statistics, records)]), True
 
 
-def _whole_chunks(directory: Path, unit: Unit, work: UnitWork) -> tuple[list[ChunkRecord], UnitStatistics] | None:
+def _whole_chunks(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[list[ChunkRecord], UnitStatistics] | None:
     """The chunks of a unit that are on disk, if they are whole and what would be built."""
     first = chunk_path(directory, unit.unit_id, 0)
     if not first.exists():
@@ -123,7 +124,7 @@ def _whole_chunks(directory: Path, unit: Unit, work: UnitWork) -> tuple[list[Chu
         num_parts = chunks[0].header.num_parts
         chunks += [Chunk.open(chunk_path(directory, unit.unit_id, part)) for part in range(1, num_parts)]
         for part, chunk in enumerate(chunks):
-            if chunk.origin != work.origin(unit, part, num_parts):
+            if chunk.origin != builder.origin(unit, part, num_parts):
                 return None
             chunk.verify()
     except DataError:

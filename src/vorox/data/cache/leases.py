@@ -70,7 +70,7 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-def is_void(path: Path, now: float | None = None, stale_seconds: float = STALE_SECONDS) -> bool:
+def is_expired(path: Path, now: float | None = None, stale_seconds: float = STALE_SECONDS) -> bool:
     """Whether a lease that lies there binds nobody any more.
 
     Args:
@@ -133,14 +133,14 @@ class Leases:
         if self._heart.is_alive():
             self._heart.join()
 
-    def take(self, unit: int) -> bool:
+    def acquire(self, unit: int) -> bool:
         """Take a unit unless another builder has it."""
         path = lease_path(self._directory, unit)
         while not self._create(path):
-            if not is_void(path, self._disk_time(), self._stale_seconds):
+            if not is_expired(path, self._disk_time(), self._stale_seconds):
                 return False
             with FileLock(self._directory / LOCK_NAME):  # so that nobody removes the lease of who was faster
-                if is_void(path, self._disk_time(), self._stale_seconds):
+                if is_expired(path, self._disk_time(), self._stale_seconds):
                     path.unlink(missing_ok=True)
         with self._changing:
             self._held.add(unit)

@@ -90,7 +90,7 @@ class Manifest:
         position: The line of the log that this is the state after.
         recipe: Digest of the recipe that the log was begun for; empty while nothing is planned.
         planned_files: Files of the source that the planned units are of.
-        is_cut: Whether the planned units are all; else more follow, as somebody asks for them.
+        units_final: Whether the planned units are all; else more follow, as somebody asks for them.
         estimated_bytes: What all units were expected to span when the first of them were cut; 0 where all were cut
             at once.
     """
@@ -101,7 +101,7 @@ class Manifest:
     position: LogPosition
     recipe: str = ""
     planned_files: int = 0
-    is_cut: bool = True
+    units_final: bool = True
     estimated_bytes: int = 0
 
     @classmethod
@@ -180,7 +180,7 @@ class Manifest:
             position,
             next(iter(recipes), ""),
             files,
-            "cutting" not in plans[-1] if plans else self.is_cut,
+            "cutting" not in plans[-1] if plans else self.units_final,
             next((estimate for estimate in estimates if estimate), 0),
         )
 
@@ -221,7 +221,7 @@ class Manifest:
     def write_snapshot(self, directory: Path) -> None:
         position = self.position
         header = _SNAPSHOT.pack(
-            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, self.estimated_bytes, not self.is_cut),
+            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, self.estimated_bytes, not self.units_final),
             bytes.fromhex(self.recipe) or bytes(32),
             *(position.num_entries, position.line_start_bytes),
             *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),

@@ -21,7 +21,7 @@ from vorox.core.errors import DataError
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, SourceFile
 
 if TYPE_CHECKING:
-    from vorox.data.cache.unit_work import BuiltUnit
+    from vorox.data.cache.unit_builder import BuiltUnit
 
 DIRECTORY_NAME = "quarantine"
 
@@ -111,8 +111,8 @@ def report_quarantine(directory: Path, count: int) -> None:
     _log.warning("%s", text, extra={"event_kind": "quarantine", "event_fields": fields})
 
 
-def tell_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
-    """Say aloud of which files only a part was taken."""
+def report_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
+    """Warn about files of which only a part was read."""
     for record in built.bad_records:
         if record.is_rest_of_file:
             uri, path = files[record.file_index].uri, quarantine_path(directory, built.unit_id)

@@ -24,16 +24,16 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
-from vorox.data.cache.condition import is_intact, verify
 from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.inventory import read_files, read_units
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
+from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.records import RowBlock
 
 if TYPE_CHECKING:
-    from vorox.data.cache.background import BackgroundBuild
+    from vorox.data.cache.scheduler import BuildScheduler
 
 _MOST_OPEN_CHUNKS = 4096
 _WAITS_FOR_A_DIRECTORY = 50
@@ -88,7 +88,7 @@ class CacheReader:
         self._changing = threading.Lock()
         self._mending = threading.Lock()
         self.mend: Callable[[int, DataError], None] | None = None
-        self.background: BackgroundBuild | None = None
+        self.background: BuildScheduler | None = None
         self._clock = itertools.count(1)
 
     @classmethod
@@ -188,8 +188,8 @@ class CacheReader:
         return self.manifest.missing_units(unit_start, unit_end)
 
     @property
-    def is_cut(self) -> bool:
-        return self.manifest.is_cut  # a stream's may not be
+    def units_final(self) -> bool:
+        return self.manifest.units_final  # a stream's may not be
 
     @property
     def is_building(self) -> bool:  # by this process

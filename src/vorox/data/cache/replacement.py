@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vorox.core.atomic import remove_directory, sync_directory
 from vorox.core.errors import ConfigError
-from vorox.data.cache.leases import DIRECTORY_NAME, is_void, read_holder
+from vorox.data.cache.leases import DIRECTORY_NAME, is_expired, read_holder
 from vorox.data.cache.pins import pin, pins_of
 
 REBUILD_PREFIX = ".rebuild-"
@@ -52,7 +52,7 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
 
 def _refuse_builders(directory: Path) -> None:
     for path in sorted((directory / DIRECTORY_NAME).glob("u*")):
-        if not is_void(path):
+        if not is_expired(path):
             raise ConfigError(
                 f"the cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
                 hint="wait for it to finish or stop it, then build anew", saved="the cache as it is",

@@ -1,9 +1,9 @@
-"""Several processes of this machine that build one cache, and the one that watches over them.
+"""Worker processes: several schedulers of this machine on one cache, and the process that supervises them.
 
-The children are builders like any other: they meet through leases, and what they have in common is on disk. Each has
-a pipe to its parent. It carries counts up, and the end of the child's work or what ended it; closing it asks the child
-to stop after the unit in hand, which is also what the parent's death does. A child that dies leaves a void lease and
-is replaced. Invariant: whatever happens to parent or children, the cache is valid and the next build goes on from it.
+The workers build like any other scheduler: they meet through leases, and what they share is on disk. Each has a pipe to
+its parent. It carries counts up, and the end of the worker's build or what ended it; closing it asks the worker to stop
+after the unit in hand, as does the parent's death. A worker that dies leaves an expired lease and is replaced.
+Invariant: whatever happens to parent or workers, the cache is valid and the next build continues from it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,60 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.data.cache.builder import Builder
+from vorox.data.cache.build_queue import BuildQueue
 from vorox.data.cache.inventory import read_units
+from vorox.data.cache.options import Depth, Mode, never
 from vorox.data.cache.report import BuildProgress
+from vorox.data.cache.residency import Permanent
+from vorox.data.cache.scheduler import BuildScheduler, OnProgress
+from vorox.data.cache.unit_builder import UnitBuilder
 
-_LOOK_EVERY_SECONDS = 0.25
-_TELL_EVERY_SECONDS = 0.1
+_POLL_SECONDS = 0.25
+_REPORT_SECONDS = 0.1
 _DRAIN_SECONDS = 30.0
 _DEATHS_WITHOUT_A_UNIT = 5
 _KINDS: dict[str, type[VoroxError]] = {kind.__name__: kind for kind in (ConfigError, DataError)}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker is to do: everything of a scheduler that can be sent to another process or machine."""
+
+    directory: Path
+    builder: UnitBuilder
+    num_units: int
+    mode: Mode
+    last_unit: int | None
+    damaged: frozenset[int]
+    depth: Depth
+
+    @classmethod
+    def of(cls, scheduler: BuildScheduler) -> Assignment:
+        queue, residency = scheduler.queue, scheduler.residency
+        depth: Depth = residency.depth if isinstance(residency, Permanent) else "quick"
+        return cls(
+            scheduler.directory, scheduler.builder, len(scheduler.units), queue.mode, queue.last_unit,
+            frozenset(residency.damaged), depth,
+        )  # fmt: skip
+
+    def scheduler(
+        self, *, on_progress: OnProgress | None = None, stop: Callable[[], bool] = never
+    ) -> BuildScheduler:  # fmt: skip
+        """The scheduler of a worker."""
+        return BuildScheduler(
+            self.directory, self.builder, read_units(self.directory)[: self.num_units],
+            BuildQueue(self.mode, self.last_unit), residency=Permanent(self.directory, self.damaged, self.depth),
+            on_progress=on_progress, stop=stop,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +81,23 @@ class Counts:
     units_built: int = 0
     units_adopted: int = 0
 
+    @classmethod
+    def of(cls, scheduler: BuildScheduler) -> Counts:
+        progress = scheduler.progress
+        return cls(
+            progress.documents, progress.text_bytes, progress.tokens, scheduler.units_built, scheduler.units_adopted
+        )
+
+    @classmethod
+    def sum(cls, counts: Iterable[Counts]) -> Counts:
+        """What several workers have done."""
+        return cls(*(sum(values) for values in zip(*map(astuple, (cls(), *counts)), strict=True)))
+
+    def apply(self, scheduler: BuildScheduler) -> None:
+        """Make these the counts of the scheduler that supervises the workers, which then looks at the cache."""
+        scheduler.units_built, scheduler.units_adopted = self.units_built, self.units_adopted
+        scheduler.poll(documents=self.documents, text_bytes=self.text_bytes, tokens=self.tokens)
+
 
 @dataclass
 class _Child:
@@ -54,30 +108,30 @@ class _Child:
     died: bool = False
 
 
-def run_processes(builder: Builder, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
-    """Build with processes until nothing is missing or the builder is asked to stop.
+def run_processes(scheduler: BuildScheduler, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
+    """Build with processes until nothing is missing or the scheduler is asked to stop.
 
     Args:
-        builder: Says what is to be done; its counts and its manifest are those of all workers afterwards.
+        scheduler: What is to be done; its counts and its manifest are those of all workers afterwards.
         num_workers: How many processes.
-        drain_seconds: How long a worker that is asked to stop may take for the unit in hand before it is killed.
+        drain_seconds: Time for a worker that is asked to stop to finish the unit in hand before it is killed.
 
     Raises:
-        DataError: A worker met something that stops the build, or they die without getting anywhere.
+        DataError: A worker failed, or workers die without finishing a unit.
     """
-    team = _Team(builder, num_workers, drain_seconds)
+    team = _Team(scheduler, num_workers, drain_seconds)
     try:
         team.run()
     finally:
         team.end()
-        builder.look()
+        scheduler.poll()
 
 
 class _Team:
-    """The children of one build."""
+    """The workers of one build."""
 
-    def __init__(self, builder: Builder, num_workers: int, drain_seconds: float) -> None:
-        self._builder = builder
+    def __init__(self, scheduler: BuildScheduler, num_workers: int, drain_seconds: float) -> None:
+        self._scheduler = scheduler
         self._drain_seconds = drain_seconds
         self._num_workers = num_workers
         self._context = multiprocessing.get_context("spawn")
@@ -88,17 +142,17 @@ class _Team:
 
     def run(self) -> None:
         for child in [self._start() for _ in range(self._num_workers)]:
-            self._give_work(child)
+            self._assign(child)
         generation, stopping = -1, False
         while running := [child for child in self._children if not child.finished]:
-            ready = wait([child.connection for child in running], timeout=_LOOK_EVERY_SECONDS)
+            ready = wait([child.connection for child in running], timeout=_POLL_SECONDS)
             for child in running:
                 if child.connection in ready:
-                    self._hear(child)
-            self._builder.look(**self._summed())
-            if self._builder.manifest.generation != generation:
-                generation, self._deaths = self._builder.manifest.generation, 0
-            if (self._error is not None or self._builder.is_stopped()) and not stopping:
+                    self._receive(child)
+            Counts.sum([self._before, *(child.counts for child in self._children)]).apply(self._scheduler)
+            if self._scheduler.manifest.generation != generation:
+                generation, self._deaths = self._scheduler.manifest.generation, 0
+            if (self._error is not None or self._scheduler.is_stopped()) and not stopping:
                 stopping = True
                 for child in self._children:
                     _ask_to_stop(child)
@@ -130,15 +184,14 @@ class _Team:
         self._children.append(_Child(process, ours))
         return self._children[-1]
 
-    def _give_work(self, child: _Child) -> None:
-        """Not as arguments of the process: whoever starts one waits for ever if it dies before it has read them."""
-        builder = self._builder
+    def _assign(self, child: _Child) -> None:
+        """Not as arguments of the process: starting one blocks forever if it dies before it has read them."""
         threads = max(1, usable_cores() // self._num_workers)
-        with contextlib.suppress(OSError):  # it died; ``_hear`` learns it too
-            child.connection.send((builder.directory, builder.work, builder.options, builder.num_units, threads))
+        with contextlib.suppress(OSError):  # it died; ``_receive`` learns it too
+            child.connection.send((Assignment.of(self._scheduler), threads))
 
-    def _hear(self, child: _Child) -> None:
-        """Take in what a child said, or that it is gone."""
+    def _receive(self, child: _Child) -> None:
+        """Receive what a worker reported, or that it is gone."""
         try:
             while child.connection.poll():
                 kind, value = child.connection.recv()
@@ -147,7 +200,7 @@ class _Team:
                 elif kind == "finished":
                     child.counts, child.finished = Counts(*value), True
                 else:
-                    self._error = self._error or error_of(kind, value)
+                    self._error = self._error or decode_error(kind, value)
                     child.finished = True
         except (EOFError, OSError):
             if not child.finished:
@@ -161,18 +214,14 @@ class _Team:
             codes = sorted({str(child.process.exitcode) for child in dead})
             raise DataError(
                 f"workers die without finishing a unit (exit code {', '.join(codes)}; -9 is often a lack of memory)",
-                where=str(self._builder.directory), hint="build with fewer workers, or a smaller data.cache.unit_bytes",
+                where=str(self._scheduler.directory),
+                hint="build with fewer workers, or a smaller data.cache.unit_bytes",
             )  # fmt: skip
         for child in dead:
-            self._before = sum_of([self._before, child.counts])
+            self._before = Counts.sum([self._before, child.counts])
             self._children = [other for other in self._children if other is not child]
             child.connection.close()
-            self._give_work(self._start())
-
-    def _summed(self) -> dict[str, int]:
-        total = sum_of([self._before, *(child.counts for child in self._children)])
-        self._builder.units_built, self._builder.units_adopted = total.units_built, total.units_adopted
-        return {"documents": total.documents, "text_bytes": total.text_bytes, "tokens": total.tokens}
+            self._assign(self._start())
 
 
 @contextlib.contextmanager
@@ -188,54 +237,38 @@ def _interrupts_ignored() -> Generator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def sum_of(counts: Sequence[Counts]) -> Counts:
-    """What several workers have done."""
-    return Counts(
-        sum(count.documents for count in counts),
-        sum(count.text_bytes for count in counts),
-        sum(count.tokens for count in counts),
-        sum(count.units_built for count in counts),
-        sum(count.units_adopted for count in counts),
-    )
-
-
 def _ask_to_stop(child: _Child) -> None:
     with contextlib.suppress(OSError):
         child.connection.send("stop")
 
 
-def described(error: VoroxError) -> tuple[str, dict[str, str]]:
-    """An error in words that cross from one process to another."""
+def encode_error(error: VoroxError) -> tuple[str, dict[str, str]]:
+    """An error in a form that crosses from one process to another."""
     value = {"what": error.what, "where": error.where, "hint": error.hint, "saved": error.saved}
     return type(error).__name__, value
 
 
-def error_of(kind: str, value: Any) -> VoroxError:
-    """The error again."""
+def decode_error(kind: str, value: Any) -> VoroxError:
+    """The inverse of ``encode_error``; also of an exception that is none of ours."""
     if kind in _KINDS:
         return _KINDS[kind](**value)
     return VoroxError(f"a worker failed: {kind}: {value['what']}", hint=value["hint"], where=value["where"])
 
 
 def _work(connection: Connection) -> None:
-    """The life of a worker process; what is to be done comes first."""
+    """The life of a worker process: its assignment comes first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told_at = 0.0
+    reported_at = 0.0
 
-    def tell(kind: str, value: Any) -> None:
+    def report(kind: str, value: Any) -> None:
         with contextlib.suppress(OSError):  # the parent is gone: `stop` says so too
             connection.send((kind, value))
 
-    def counts(progress: BuildProgress) -> tuple[int, ...]:
-        return (
-            progress.documents, progress.text_bytes, progress.tokens, builder.units_built, builder.units_adopted
-        )  # fmt: skip
-
-    def on_progress(progress: BuildProgress) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _TELL_EVERY_SECONDS:
-            told_at = time.monotonic()
-            tell("counts", counts(progress))
+    def on_progress(_: BuildProgress) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _REPORT_SECONDS:
+            reported_at = time.monotonic()
+            report("counts", astuple(Counts.of(scheduler)))
 
     def stop() -> bool:
         try:
@@ -244,14 +277,13 @@ def _work(connection: Connection) -> None:
             return True
 
     try:
-        directory, work, options, num_units, num_threads = connection.recv()
+        assignment, num_threads = connection.recv()
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # of the tokenizers library, which starts them later
-        units = read_units(directory)[:num_units]
-        builder = Builder(directory, work, units, options, on_progress=on_progress, stop=stop)
-        builder.run()
-        tell("finished", counts(builder.progress))
+        scheduler = assignment.scheduler(on_progress=on_progress, stop=stop)
+        scheduler.run()
+        report("finished", astuple(Counts.of(scheduler)))
     except VoroxError as error:
-        tell(*described(error))
+        report(*encode_error(error))
     except Exception as error:
         frames = "".join(traceback.format_exception(error))
-        tell(type(error).__name__, {"what": str(error), "where": f"process {os.getpid()}", "hint": frames})
+        report(type(error).__name__, {"what": str(error), "where": f"process {os.getpid()}", "hint": frames})

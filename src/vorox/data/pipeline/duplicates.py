@@ -123,7 +123,7 @@ def duplicates_of(
 
 def _as_found(directory: Path | None, files: Sequence[SourceFile], transform: Transform, unit: Unit) -> IsDuplicate:
     if directory is None:
-        raise AssertionError("a work with duplicates over the corpus needs a place for its first pass: UnitWork.at")
+        raise AssertionError("a work with duplicates over the corpus needs a place for its first pass: UnitBuilder.at")
     path = duplicates_path(directory, transform, unit.unit_id)
     found = read_unit_duplicates(path)
     if (found.unit_id, found.source_set) != (unit.unit_id, source_set_digest(unit, files).hex()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vorox.data.cache.unit_work import BuiltUnit
+from vorox.data.cache.unit_builder import BuiltUnit
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.storage import StoredFile, shared_reads
 from vorox.data.streaming.reader import StreamReader
@@ -44,7 +44,7 @@ class Streams:
         """Fetch bytes of these files once for all that cut and build them, as far as memory goes."""
         self._shared_reads.enter_context(shared_reads.registered(files))
 
-    def open(self, directory: Path, work: UnitWork, units: UnitList, *, bad_record_fraction: float) -> StreamReader:
+    def open(self, directory: Path, work: UnitBuilder, units: UnitList, *, bad_record_fraction: float) -> StreamReader:
         """The rows of one split of a source, built while they are read.
 
         Raises:

@@ -10,6 +10,7 @@ room on disk changes an order or leaves something out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -19,12 +20,12 @@ from typing import Protocol
 
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.builder import refused_write
 from vorox.data.cache.commit import commit_unit
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.unit_work import BuiltUnit, UnitWork
+from vorox.data.cache.planning import write_error
+from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.storage.waiting import may_wait
@@ -61,7 +62,7 @@ class Stream:
     def __init__(
         self,
         directory: Path,
-        work: UnitWork,
+        work: UnitBuilder,
         units: UnitList,
         rule: SegmentRule,
         ring: Ring,
@@ -74,7 +75,8 @@ class Stream:
         self.statistics = StreamStatistics()
         self.stages: PipelineStatistics | None = None
         self.manifest = Manifest.open(directory)
-        self._unit_work, self._units, self._bad_record_fraction = work.at(directory), units, bad_record_fraction
+        self._units = units
+        self._unit_work = dataclasses.replace(work.at(directory), bad_record_fraction=bad_record_fraction)
         self._rule, self._ahead = rule, prefetch_segments + 1
         self._need = Need(self._segments(), prefetch_segments)
         self._resident: set[int] = set()
@@ -160,7 +162,7 @@ class Stream:
         with self.ring.changed:
             self._refresh()
             missing: list[int] = self.manifest.missing_units(0, awaited_units).tolist()
-            if not missing and not self.manifest.is_cut and self.manifest.planned_units < awaited_units:
+            if not missing and not self.manifest.units_final and self.manifest.planned_units < awaited_units:
                 missing = [self.manifest.planned_units]
             if missing:
                 awaited = self._need.segment_of(missing[0])
@@ -179,7 +181,7 @@ class Stream:
         """See what is recorded by now. The caller has the ring."""
         before = self.manifest
         self.manifest = before.refreshed(self.directory)
-        if (self.manifest.planned_units, self.manifest.is_cut) != (before.planned_units, before.is_cut):
+        if (self.manifest.planned_units, self.manifest.units_final) != (before.planned_units, before.units_final):
             self._need.know(self._segments())
         self._settle()
 
@@ -193,7 +195,7 @@ class Stream:
 
     def _segments(self) -> list[Range]:
         manifest = self.manifest
-        return self._rule.ranges(manifest.planned_units, is_all=manifest.is_cut, ahead=self._ahead)
+        return self._rule.ranges(manifest.planned_units, is_all=manifest.units_final, ahead=self._ahead)
 
     @property
     def first_segment_units(self) -> int:
@@ -324,12 +326,12 @@ class Stream:
     @property
     def _known(self) -> int | None:
         """How many units are known, if more follow."""
-        return None if self.manifest.is_cut else self.manifest.planned_units
+        return None if self.manifest.units_final else self.manifest.planned_units
 
     def _claim(self, targets: Sequence[int], leases: Leases, claimed: list[int]) -> Iterator[Unit]:
         """The units that no other process builds or has built by now."""
         for unit in targets:
-            if not leases.take(unit):
+            if not leases.acquire(unit):
                 continue
             with self.ring.changed:
                 self._refresh()
@@ -360,7 +362,7 @@ class Stream:
                 return False
             if is_new:
                 manifest, is_new = commit_unit(
-                    manifest, self.directory, built, self._unit_work, self._bad_record_fraction, replace=False,
+                    manifest, self.directory, built, self._unit_work, replace=False,
                     on_written=lambda _: None,
                 )  # fmt: skip
             if not is_new:
@@ -378,7 +380,7 @@ class Stream:
         """Who waits for the unit gets the error; if nobody does yet, it is tried again when somebody does."""
         if isinstance(error, OSError):
             saved = f"{len(self.manifest.units)} units are recorded"
-            refused = refused_write(error, self.directory, saved=saved, needed_bytes=self.ring.limit_bytes)
+            refused = write_error(error, self.directory, saved=saved, needed_bytes=self.ring.limit_bytes)
             refused.__cause__ = error
             error = refused
         with self.ring.changed:

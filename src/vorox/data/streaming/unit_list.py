@@ -16,9 +16,9 @@ from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
-from vorox.data.cache.builder import begun
 from vorox.data.cache.manifest import Manifest, planned_entry
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.planning import planning
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.pipeline.first_pass import FirstPass
 from vorox.data.streaming.retention import mark
@@ -56,7 +56,7 @@ class UnitList:
         is_all: Whether no more follow.
     """
 
-    def __init__(self, directory: Path, work: UnitWork, cutter: Cutter) -> None:
+    def __init__(self, directory: Path, work: UnitBuilder, cutter: Cutter) -> None:
         self.units: list[Unit] = []
         self.is_all = False
         self._directory, self._work, self._cutter = directory, work.at(directory), cutter
@@ -83,10 +83,10 @@ class UnitList:
         self._num_checked = max(first, planned)
         if planned > len(self.units):
             self.units += self._log.units[len(self.units) : planned]
-            self.is_all = manifest.is_cut
+            self.is_all = manifest.units_final
             self._pieces = None  # whoever cuts next goes on behind these
         elif planned and planned == len(self.units):
-            self.is_all = self.is_all or manifest.is_cut
+            self.is_all = self.is_all or manifest.units_final
 
     def cut(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
         """Know so many units, or all; fewer once ``stop`` says so. Nothing is recorded.
@@ -119,14 +119,14 @@ class UnitList:
             if self._is_recorded:
                 manifest = stack.enter_context(self._manifest.exclusive(self._directory))
             else:
-                manifest = stack.enter_context(begun(self._directory, self._work))
+                manifest = stack.enter_context(planning(self._directory, self._work))
                 self._log.refresh()
                 listed = self._log.units[: manifest.planned_units]
                 inventory.record(self._directory, manifest, self._work.files, listed)
             self._is_recorded = True
             self.see(manifest)
             fresh = self.units[manifest.planned_units :]
-            if fresh or manifest.is_cut != self.is_all:
+            if fresh or manifest.units_final != self.is_all:
                 self._log.append(manifest.planned_units, fresh)
                 manifest = manifest.appended(self._directory, [self._entry(manifest)])
                 self.see(manifest)

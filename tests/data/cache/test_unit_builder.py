@@ -13,7 +13,7 @@ from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.unit_work import UnitWork
+from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import list_source, read_unit
 from vorox.data.tokenizers.loading import train
@@ -21,9 +21,9 @@ from vorox.data.tokenizers.loading import train
 TOKENIZER = ByteTokenizer()
 
 
-def work_of(corpus: Corpus, **changes) -> UnitWork:
+def work_of(corpus: Corpus, **changes) -> UnitBuilder:
     values = {"recipe": recipe_for(TOKENIZER), "tokenizer": TOKENIZER, **changes}
-    return UnitWork(files=corpus.files, read_unit=corpus.read_unit, **values)
+    return UnitBuilder(files=corpus.files, read_unit=corpus.read_unit, **values)
 
 
 def test_units_are_what_a_built_cache_holds_whatever_the_order(tmp_path):
@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_read_is_named_behind_the_units_before_it(tmp_path
             raise FileNotFoundError(2, "No such file or directory", "/corpus/gone.txt")
         return corpus.read_unit(unit)
 
-    built = UnitWork(corpus.files, read, TOKENIZER, recipe_for(TOKENIZER)).run(corpus.units)
+    built = UnitBuilder(corpus.files, read, TOKENIZER, recipe_for(TOKENIZER)).run(corpus.units)
     assert [next(built).unit_id, next(built).unit_id] == [0, 1]
     with pytest.raises(DataError, match="unit 2 of the source cannot be read") as caught:
         next(built)
@@ -80,7 +80,7 @@ def test_another_process_can_have_the_work_of_a_real_source(tmp_path: Path):
     tokenizer = train(TokenizerConfig(vocab_size=270), ["the quick brown fox jumps over the lazy dog " * 20])
     recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
     read = functools.partial(read_unit, source, split="train", validation=rule)
-    work = UnitWork(source.files, read, tokenizer, recipe)
+    work = UnitBuilder(source.files, read, tokenizer, recipe)
     sent = received(work)
     assert sent.tokenizer.fingerprint == tokenizer.fingerprint
     assert np.array_equal(sent.tokenizer.encode("the fox"), tokenizer.encode("the fox"))

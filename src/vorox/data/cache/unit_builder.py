@@ -1,6 +1,6 @@
 """What a unit of a cache comes to, and everything that decides it.
 
-A ``UnitWork`` is what the units of one cache are a function of; ``run`` takes units and gives ``BuiltUnit``s in the
+A ``UnitBuilder`` is what the units of one cache are a function of; ``run`` takes units and gives ``BuiltUnit``s in the
 same order. Nothing is written here: whoever runs it (the builder, a process of it, a machine far away, the ring of a
 stream) keeps the bytes or throws them away. Invariant: a unit's content is a function of the work and of the unit
 alone, not of what else is run, where, in which order or by how many threads.
@@ -66,7 +66,7 @@ class BuiltUnit:
 
 
 @dataclass(frozen=True)
-class UnitWork:
+class UnitBuilder:
     """Everything that the units of a cache are a pure function of.
 
     It can be pickled where ``read_unit`` and ``tokenizer`` can, so that other processes and machines can run it.
@@ -81,6 +81,7 @@ class UnitWork:
         transforms: What happens to documents before they are packed; their identities are in the recipe.
         transform_seed: Seed of their draws.
         pipeline: How the work is staged; nothing in it changes a byte.
+        bad_record_fraction: Unreadable records of a unit, rounded up, that are put aside before the build stops.
         directory: The cache, where the first pass leaves what it found of duplicates; set by ``at``.
     """
 
@@ -93,9 +94,10 @@ class UnitWork:
     transforms: tuple[Transform, ...] = ()
     transform_seed: int = 0
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    bad_record_fraction: float = 0.001
     directory: Path | None = None
 
-    def at(self, directory: Path) -> UnitWork:
+    def at(self, directory: Path) -> UnitBuilder:
         """The same work for the cache in a directory."""
         return replace(self, directory=directory)
 
@@ -119,7 +121,7 @@ class UnitWork:
             DataError: A text cannot be read, or what was found before is of another source.
         """
         if corpus_wide(self.transforms):
-            assert self.directory is not None, "UnitWork.at says where the first pass is kept"
+            assert self.directory is not None, "UnitBuilder.at says where the first pass is kept"
             stages = self.stages()
             find_duplicates(
                 self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop, passes=passes

@@ -16,9 +16,10 @@ import pytest
 from cache_corpus import build_corpus, recipe_for, small_corpus, work_of
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.build import build
-from vorox.data.cache.collection import find_caches, find_garbage, remove, remove_cache, remove_unused
+from vorox.data.cache.gc import find_caches, find_garbage, remove, remove_cache, remove_unused
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.pins import DIRECTORY_NAME as PINS_NAME
 from vorox.data.cache.pins import pin, pins_of, unpin
 from vorox.data.cache.reader import CacheReader
@@ -51,7 +52,7 @@ def test_only_what_nothing_names_and_nobody_holds_is_found(tmp_path: Path) -> No
         path.parent.mkdir(exist_ok=True)
         shutil.copyfile(chunk_path(directory, 1, 0), path)
     with Leases(directory) as leases:
-        assert leases.take(3000)
+        assert leases.acquire(3000)
         void = directory / "leases" / "u000000002"
         void.write_text(f'{{"host": "{socket.gethostname()}", "pid": {dead}, "started": 0, "token": "t"}}')
         assert {item.path for item in find_garbage(tmp_path)} == {left, extra[0], void}
@@ -94,7 +95,7 @@ def test_caches_are_listed_with_who_reads_them(tmp_path: Path) -> None:
     make_run(runs, "second", CacheReader.open(root / TRAIN))
     (root / "versions").mkdir()
     with Leases(root / OTHER) as leases:
-        assert leases.take(1)
+        assert leases.acquire(1)
         found = {cache.directory.name: cache for cache in find_caches(root, runs)}
     assert set(found) == {TRAIN, VALIDATION, OTHER}
     assert found[TRAIN].runs == found[VALIDATION].runs == ("first", "second")  # one source, one content
@@ -117,7 +118,7 @@ def rebuild(directory: Path, fail_after: int | None = None) -> str:
     work = work_of(CORPUS)
     with replacing(directory, wanted=True) as place:
         assert place != directory
-        digest = build(place, work, CORPUS.units, last_unit=fail_after).digest
+        digest = build(place, work, CORPUS.units, BuildOptions(last_unit=fail_after)).digest
         if fail_after is not None:
             raise RuntimeError
     return digest
@@ -167,7 +168,7 @@ def test_a_cache_that_is_being_built_is_not_replaced(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     build_corpus(directory, CORPUS)
     with Leases(directory) as leases:
-        assert leases.take(2)
+        assert leases.acquire(2)
         with pytest.raises(ConfigError, match=f"is being built by process {os.getpid()}"):
             rebuild(directory)
     rebuild(directory)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -21,12 +20,11 @@ from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.inventory import UNITS_NAME, read_files, read_units, source_set_digest
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
+from vorox.data.cache.options import Depth
 from vorox.data.cache.quarantine import verify_quarantine
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.prefetch import map_ordered
-
-Depth = Literal["quick", "full"]
 
 MOST_BYTES_HELD = 1 << 29
 """What the chunks that are checked at the same time may come to in memory."""
@@ -49,7 +47,7 @@ def damaged_units(
         on_progress: Told (bytes of chunk files looked at, all of them) after each chunk.
     """
     found: dict[int, DataError] = {}
-    for record, problem in _checked(manifest, lambda record: what_is_wrong(directory, record, depth), on_progress):
+    for record, problem in _checked(manifest, lambda record: find_damage(directory, record, depth), on_progress):
         if problem is not None:
             found.setdefault(record.unit, problem)
     return found
@@ -82,10 +80,10 @@ def check_threads(manifest: Manifest) -> int:
 
 def is_intact(directory: Path, manifest: Manifest, unit: int, depth: Depth) -> bool:
     """Whether the chunks of a unit are what was committed."""
-    return all(what_is_wrong(directory, record, depth) is None for record in manifest.unit_chunks(unit))
+    return all(find_damage(directory, record, depth) is None for record in manifest.unit_chunks(unit))
 
 
-def what_is_wrong(directory: Path, record: ChunkRecord, depth: Depth) -> DataError | None:
+def find_damage(directory: Path, record: ChunkRecord, depth: Depth) -> DataError | None:
     """What is wrong with a chunk; ``None`` if nothing is."""
     path = chunk_path(directory, record.unit, record.part)
     try:

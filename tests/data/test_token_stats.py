@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vorox.core.schema.data import TokenizerConfig
-from vorox.data.token_figures import TokenFigures, token_figures, warnings_of
+from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ def counted(**counts: int) -> np.ndarray:
 
 
 def test_by_hand() -> None:
-    figures = token_figures(counted(a=4, b=2, c=1, d=1, end=100), BYTES)
+    figures = token_stats(counted(a=4, b=2, c=1, d=1, end=100), BYTES)
     assert figures.entropy_bits == pytest.approx(0.5 * 1 + 0.25 * 2 + 0.125 * 3 * 2)
     assert figures.bytes_per_token == 1
     assert figures.largest_token_id == 256
@@ -33,10 +33,10 @@ def test_by_hand() -> None:
 
 
 def test_nothing_but_ends_of_text() -> None:
-    figures = token_figures(counted(end=5), BYTES)
+    figures = token_stats(counted(end=5), BYTES)
     assert figures.entropy_bits == 0
     assert figures.bytes_per_token == 0
-    assert token_figures(counted(), BYTES).largest_token_id == 0
+    assert token_stats(counted(), BYTES).largest_token_id == 0
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ class _Kind:
     ],
 )
 def test_what_is_worth_a_warning(changes: dict[str, Any], kind: dict[str, Any], said: str | None) -> None:
-    usual = TokenFigures(
+    usual = TokenStats(
         bytes_per_token=4.2, largest_token_id=49_000, distinct_tokens=48_000, unknown_fraction=0, entropy_bits=10
     )
     tokenizer: Tokenizer = _Kind(**kind)  # type: ignore[assignment]
@@ -70,5 +70,5 @@ def test_what_is_worth_a_warning(changes: dict[str, Any], kind: dict[str, Any], 
 
 
 def test_few_ids_of_little_text_are_no_warning() -> None:
-    figures = TokenFigures(4.2, 49_000, 400, 0, 10)
+    figures = TokenStats(4.2, 49_000, 400, 0, 10)
     assert list(warnings_of(figures, _Kind(), 10_000)) == []  # type: ignore[arg-type]

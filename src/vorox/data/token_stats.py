@@ -25,7 +25,7 @@ _LARGE_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class TokenFigures:
+class TokenStats:
     """What was counted.
 
     Attributes:
@@ -44,7 +44,7 @@ class TokenFigures:
     entropy_bits: float
 
 
-def token_figures(counts_V: npt.NDArray[np.int64], tokenizer: Tokenizer) -> TokenFigures:
+def token_stats(counts_V: npt.NDArray[np.int64], tokenizer: Tokenizer) -> TokenStats:
     """The figures of so many tokens of each id, ``[ids]``."""
     text_V = counts_V.copy()
     text_V[tokenizer.end_of_text_id] = 0
@@ -53,7 +53,7 @@ def token_figures(counts_V: npt.NDArray[np.int64], tokenizer: Tokenizer) -> Toke
     lengths_V[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
     unknown = 0 if tokenizer.unknown_id is None else int(counts_V[tokenizer.unknown_id])
     shares = text_V[text_V > 0] / max(of_text, 1)
-    return TokenFigures(
+    return TokenStats(
         bytes_per_token=int(counts_V @ lengths_V) / max(of_text, 1),
         largest_token_id=int(np.flatnonzero(counts_V).max(initial=0)),
         distinct_tokens=int(np.count_nonzero(counts_V)),
@@ -62,7 +62,7 @@ def token_figures(counts_V: npt.NDArray[np.int64], tokenizer: Tokenizer) -> Toke
     )
 
 
-def warnings_of(figures: TokenFigures, tokenizer: Tokenizer, num_tokens: int) -> Iterator[str]:
+def warnings_of(figures: TokenStats, tokenizer: Tokenizer, num_tokens: int) -> Iterator[str]:
     """What a person should know before training on these tokens."""
     vocab_size = tokenizer.vocab_size
     if figures.unknown_fraction > UNKNOWN_FRACTION:

@@ -24,7 +24,7 @@ from vorox.data.text.splits import Split
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CacheLocation:
     """A cache directory and what is to be in it.
 
     Attributes:
@@ -65,7 +65,7 @@ def _family(source: Source, split: Split, recipe: Recipe) -> str:
     return f"{source.config.name}-{split}-{recipe.digest[:12]}-"
 
 
-def find_place(root: Path, source: Source, split: Split, recipe: Recipe, *, grow: bool) -> Place:
+def find_location(root: Path, source: Source, split: Split, recipe: Recipe, *, grow: bool) -> CacheLocation:
     """Where a split of a source lies or will lie.
 
     Args:
@@ -90,12 +90,12 @@ def find_place(root: Path, source: Source, split: Split, recipe: Recipe, *, grow
         if found is not None:
             directory, source = found
     if not (directory / RECIPE_NAME).exists():
-        return Place(directory, source, None, 0)
+        return CacheLocation(directory, source, None, 0)
     manifest = Manifest.open(directory)
     files, units = inventory.planned(directory, manifest)
     if not units:
-        return Place(directory, source, None, 0)
-    return Place(directory, source, units, min(len(files), len(source.files)))
+        return CacheLocation(directory, source, None, 0)
+    return CacheLocation(directory, source, units, min(len(files), len(source.files)))
 
 
 def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[Path, Source] | None:
@@ -129,7 +129,7 @@ def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[
     return directory, with_files(source, order)
 
 
-def all_units(place: Place, split: Split, data: DataConfig) -> Sequence[Unit]:
+def all_units(place: CacheLocation, split: Split, data: DataConfig) -> Sequence[Unit]:
     """The planned units, and behind them those of the files that are new."""
     unit_bytes, known = data.cache.unit_bytes, list(place.units or ())
     if place.is_planned:

@@ -18,7 +18,7 @@ from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import DataError
-from vorox.data.cache import builder
+from vorox.data.cache import scheduler
 from vorox.data.cache.build import build
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.leases import Leases
@@ -193,7 +193,7 @@ def test_a_builder_waits_for_what_another_has_in_hand(tmp_path):
 
     directory = tmp_path / "cache"
     with Leases(directory) as leases:
-        assert leases.take(2)
+        assert leases.acquire(2)
         thread = threading.Thread(target=build_corpus, args=(directory, corpus), kwargs={"on_progress": watch})
         thread.start()
         assert waiting.wait(20)
@@ -207,7 +207,7 @@ def test_a_builder_waits_for_what_another_has_in_hand(tmp_path):
 def test_long_logs_get_a_snapshot(tmp_path, monkeypatch):
     build_corpus(tmp_path / "measured", corpus_of([["a", "b", "c"]], 1))
     three_units_bytes = Manifest.read_log(tmp_path / "measured").position.end_bytes
-    monkeypatch.setattr(builder, "SNAPSHOT_FROM_BYTES", three_units_bytes + 1)
+    monkeypatch.setattr(scheduler, "SNAPSHOT_FROM_BYTES", three_units_bytes + 1)
     build_corpus(tmp_path / "short", corpus_of([["a", "b", "c"]], 1))
     assert not (tmp_path / "short" / SNAPSHOT_NAME).exists()
     build_corpus(tmp_path, corpus_of([["a", "b", "c", "d"]], 1))
@@ -283,9 +283,9 @@ def test_a_hundred_bad_records_in_a_row_stop_the_build_at_once(tmp_path):
     with pytest.raises(DataError, match="100 records in a row") as caught:
         build_corpus(tmp_path, dataclasses.replace(corpus), bad_record_fraction=1.0)
     assert caught.value.where == "/corpus/0.txt:501"
-    work = dataclasses.replace(work_of(corpus), read_unit=read_unit)
+    work = dataclasses.replace(work_of(corpus), read_unit=read_unit, bad_record_fraction=1.0)
     with pytest.raises(DataError):
-        build(tmp_path, work, corpus.units, bad_record_fraction=1.0)
+        build(tmp_path, work, corpus.units)
     assert read == {"Document": 500, "BadRecord": 100}
     assert build_corpus(tmp_path / "99", with_bad_lines(set(range(99)), 200), bad_record_fraction=1.0).quarantined == 99
 
@@ -442,19 +442,19 @@ def test_repair_builds_what_is_damaged_or_lost_and_nothing_else(tmp_path):
     with pytest.raises(DataError, match="2 of"):
         CacheReader.open(tmp_path).verify()
     assert build_corpus(tmp_path, corpus).units_built == 0  # nothing is missing; damage is looked for when asked to
-    report = build_corpus(tmp_path, corpus, check="full")
+    report = build_corpus(tmp_path, corpus, verify="full")
     assert (report.units_built, report.digest) == (2, clean.digest)
     reader = CacheReader.open(tmp_path)
     reader.verify()
     assert all_rows(reader) == rows
-    assert build_corpus(tmp_path, corpus, check="full").units_built == 0
+    assert build_corpus(tmp_path, corpus, verify="full").units_built == 0
 
 
 def test_repair_with_another_codec_keeps_the_content(tmp_path):
     corpus = small_corpus()
     clean = build_corpus(tmp_path, corpus, codec="lz4")
     damage(chunk_path(tmp_path, 2, 0))
-    report = build_corpus(tmp_path, corpus, codec="raw", check="full")
+    report = build_corpus(tmp_path, corpus, codec="raw", verify="full")
     assert (report.units_built, report.digest) == (1, clean.digest)
     CacheReader.open(tmp_path).verify()
 
@@ -466,5 +466,5 @@ def test_repair_refuses_to_put_other_rows_in_the_place_of_lost_ones(tmp_path):
     before = chunk_path(tmp_path, 1, 0).read_bytes()
     other = dataclasses.replace(small_corpus(seed=99), files=corpus.files, units=corpus.units)
     with pytest.raises(DataError, match="other rows than were recorded"):
-        build_corpus(tmp_path, other, check="full")
+        build_corpus(tmp_path, other, verify="full")
     assert chunk_path(tmp_path, 1, 0).read_bytes() == before

@@ -13,11 +13,11 @@ import pytest
 from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
-from vorox.data.cache import condition
+from vorox.data.cache import verify as verify_module
 from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.condition import Depth, damaged_units, what_is_wrong
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.verify import Depth, damaged_units, find_damage
 
 CORPUS = small_corpus()
 
@@ -95,10 +95,10 @@ def test_lost_and_cut_chunks_are_found_at_a_look_and_flipped_bits_by_reading(tmp
     assert sorted(found) == expected
     total = sum(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
     assert seen[-1] == (total, total)
-    report = build_corpus(tmp_path, CORPUS, check=depth)
+    report = build_corpus(tmp_path, CORPUS, verify=depth)
     assert (report.units_built, report.digest) == (len(expected), clean.digest)
     assert damaged_units(tmp_path, manifest, depth) == {}
-    assert build_corpus(tmp_path, CORPUS, check="full").units_built == 4 - len(expected)
+    assert build_corpus(tmp_path, CORPUS, verify="full").units_built == 4 - len(expected)
     CacheReader.open(tmp_path).verify()
 
 
@@ -109,7 +109,7 @@ def test_missing_and_damaged_units_are_filled_by_processes_too(tmp_path: Path) -
     for part in tmp_path.glob("chunks/03/*"):
         part.unlink()
     chunk_path(tmp_path, 1, 0).write_bytes(b"nothing")
-    report = build_corpus(tmp_path, CORPUS, check="quick", workers=2)
+    report = build_corpus(tmp_path, CORPUS, verify="quick", workers=2)
     assert (report.units_built, report.digest) == (2, clean.digest)
     CacheReader.open(tmp_path).verify()
 
@@ -133,15 +133,15 @@ def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path: Path, what: str
         with pytest.raises(DataError, match=r"symbolic link leads out|chunks are damaged"):
             action()
     record = Manifest.open(inside).unit_chunks(2)[0]
-    assert "symbolic link leads out of the cache" in str(what_is_wrong(inside, record, "quick"))
+    assert "symbolic link leads out of the cache" in str(find_damage(inside, record, "quick"))
     before = sorted(outside.rglob("*"))
     if what == "chunk":
-        assert build_corpus(inside, CORPUS, check="quick").digest == clean.digest
+        assert build_corpus(inside, CORPUS, verify="quick").digest == clean.digest
         assert not path.is_symlink()  # the place is taken by a file, what it led to is left alone
         CacheReader.open(inside).verify()
     else:
         with pytest.raises(DataError, match="symbolic link leads out"):
-            build_corpus(inside, CORPUS, check="quick")
+            build_corpus(inside, CORPUS, verify="quick")
     assert sorted(outside.rglob("*")) == before
 
 
@@ -239,7 +239,7 @@ def test_chunks_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     manifest = Manifest.open(tmp_path)
     num_chunks = len(manifest.chunks)
     assert num_chunks >= 2
-    monkeypatch.setattr(condition, "usable_cores", lambda: 2)
+    monkeypatch.setattr(verify_module, "usable_cores", lambda: 2)
     together, original = threading.Barrier(2), Chunk.verify
 
     def verify(self: Chunk) -> object:
@@ -266,7 +266,7 @@ def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch:
         path.write_bytes(raw)
     verdicts: list[tuple[str, str, dict[int, str]]] = []
     for threads in (1, 2, 7):
-        monkeypatch.setattr(condition, "usable_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(verify_module, "usable_cores", lambda threads=threads: threads)
         with pytest.raises(DataError) as caught:
             CacheReader.open(tmp_path).verify()
         found = damaged_units(tmp_path, manifest, "full")
@@ -278,13 +278,13 @@ def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch:
 def test_what_is_held_at_the_same_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
-    monkeypatch.setattr(condition, "usable_cores", lambda: 8)
+    monkeypatch.setattr(verify_module, "usable_cores", lambda: 8)
     largest = max(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
-    assert condition.check_threads(manifest) == 8
-    monkeypatch.setattr(condition, "MOST_BYTES_HELD", 10 * largest)
-    assert condition.check_threads(manifest) < 8
-    monkeypatch.setattr(condition, "MOST_BYTES_HELD", 0)
-    assert condition.check_threads(manifest) == 1
+    assert verify_module.check_threads(manifest) == 8
+    monkeypatch.setattr(verify_module, "MOST_BYTES_HELD", 10 * largest)
+    assert verify_module.check_threads(manifest) < 8
+    monkeypatch.setattr(verify_module, "MOST_BYTES_HELD", 0)
+    assert verify_module.check_threads(manifest) == 1
     busy, most, lock, original = [0], [0], threading.Lock(), Chunk.verify
 
     def verify(self: Chunk) -> object:

@@ -21,7 +21,7 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
-from vorox.data.cache.leases import STALE_SECONDS, is_void, lease_path
+from vorox.data.cache.leases import STALE_SECONDS, is_expired, lease_path
 from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.cache.pins import Pin, pins_of
 from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
@@ -171,7 +171,7 @@ def _in_cache(directory: Path) -> Iterator[Garbage]:
             if is_temporary_of_the_dead(path):
                 yield _file(path, "left by a process that died")
     for path in [] if LEASES_NAME in linked else sorted((directory / LEASES_NAME).glob("u*")):
-        if is_void(path):
+        if is_expired(path):
             yield _file(path, "lease of a process that died")
     with contextlib.suppress(DataError):  # a manifest that cannot be read names nothing for sure
         manifest = Manifest.open(directory)
@@ -185,7 +185,7 @@ def _is_unnamed(directory: Path, path: Path, manifest: Manifest) -> bool:
     if match is None:
         return False
     unit, part = int(match["unit"]), int(match["part"])
-    if lease_path(directory, unit).exists() and not is_void(lease_path(directory, unit)):
+    if lease_path(directory, unit).exists() and not is_expired(lease_path(directory, unit)):
         return False
     return part not in {record.part for record in manifest.unit_chunks(unit)}
 
@@ -201,7 +201,7 @@ def _size(directory: Path) -> int:
 
 
 def _is_busy(directory: Path) -> bool:
-    return any(not is_void(path) for path in sorted((directory / LEASES_NAME).glob("u*")))
+    return any(not is_expired(path) for path in sorted((directory / LEASES_NAME).glob("u*")))
 
 
 def _last_used(directory: Path) -> float:
