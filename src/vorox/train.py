@@ -17,6 +17,7 @@ import psutil
 
 from vorox import backends
 from vorox.core.config import config_digest
+from vorox.core.counted import counted
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
@@ -122,7 +123,8 @@ def train(
             ) as (parts, progress):  # fmt: skip
                 progress = loop.train(parts, progress)
                 speed = parts.observer.finish(progress)
-            log.event("finished", f"Finished after {progress.step:,} steps", step=progress.step, chain=progress.chain)
+            text = f"Finished after {counted(progress.step, 'step')}"
+            log.event("finished", text, step=progress.step, chain=progress.chain)
             return Outcome(
                 run.directory, state.progress.step, progress, parts.evaluations.losses, setting.engine.fingerprint(),
                 speed, dist.is_main,
@@ -225,5 +227,5 @@ def _fit(config: RunConfig, seconds: float, display: Display, on_progress: Prepa
     with contextlib.closing(make_setting(short, DistributedContext(), log, on_progress)) as setting:
         costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
     num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
-    log.info(f"{num_steps:,} steps fit into what is left of {seconds / 60:g} min ({costs})")
+    log.info(f"{counted(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
     return budget.with_num_steps(config, num_steps)

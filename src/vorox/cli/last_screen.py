@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import quantities
 from vorox.cli.launch import nproc_option
+from vorox.core.counted import counted
 from vorox.core.run_lookup import short_path
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ def last_screen(outcome: Outcome) -> list[str]:
     step = outcome.progress.step
     did = outcome.speed
     if step == outcome.begun_at_step:
-        head = f"{directory.name} has finished all of its {step:,} steps already; to train it longer, see below"
+        head = (
+            f"{directory.name} has finished all of its {counted(step, 'step')} already; to train it longer, see below"
+        )
     else:
         seconds = sum(did.seconds.values())
         head = (
-            f"{directory.name}: {step:,} steps, {quantities.count(outcome.progress.num_tokens)} tokens; "
+            f"{directory.name}: {counted(step, 'step')}, {quantities.count(outcome.progress.num_tokens)} tokens; "
             f"{quantities.duration(seconds)} at {quantities.speed(did.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]

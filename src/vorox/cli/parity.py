@@ -9,6 +9,7 @@ import typer
 
 from vorox.cli.arguments import sort_words
 from vorox.cli.output import AsJson, print_json
+from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.core.engine import Engine
@@ -101,7 +102,7 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
         said = ", ".join(
             f"{name} {value:.1e} (allowed {getattr(tolerances, name):.0e})" for name, value in largest.items()
         )
-        typer.echo(f"\nequal over {len(found)} steps; largest differences: {said}")
+        typer.echo(f"\nequal over {counted(len(found), 'step')}; largest differences: {said}")
 
 
 def _corpus(config: RunConfig) -> Corpus:

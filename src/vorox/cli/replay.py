@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
+from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -61,7 +62,7 @@ def replay(
     if report.difference is not None:
         raise _difference_error(report, str(directory))
     if not as_json:
-        states = f", {report.num_states} saved states compared whole" if report.num_states else ""
+        states = f", {counted(report.num_states, 'saved state')} compared whole" if report.num_states else ""
         typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
 
@@ -44,11 +45,11 @@ class DatasetEstimate:
 
     def __str__(self) -> str:
         if self.is_exact:
-            return f"{self.tokens:,} tokens in {self.rows:,} rows"
+            return f"{counted(self.tokens, 'token')} in {counted(self.rows, 'row')}"
         error = "unknown error" if self.error_fraction is None else f"standard error {self.error_fraction:.1%}"
         return (
-            f"about {self.tokens:,} tokens in {self.rows:,} rows, from {self.built_bytes:,} of {self.all_bytes:,} "
-            f"bytes that are built ({error})"
+            f"about {counted(self.tokens, 'token')} in {counted(self.rows, 'row')}, "
+            f"from {self.built_bytes:,} of {self.all_bytes:,} bytes that are built ({error})"
         )
 
 

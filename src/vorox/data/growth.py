@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.data.plan import Plan, segment_of
 from vorox.data.plan_changes import used_up, without_exhausted
@@ -350,7 +351,7 @@ def _words(segment: Segment, name: str) -> str:
     units = sum(part.end - part.start for part in segment.ranges)
     passes = f"passes {segment.epoch + 1:,} to {segment.next_epoch:,}" if segment.num_epochs > 1 else ""
     return (
-        f"Took up {units:,} unit{'s' if units != 1 else ''} of source {name!r} "
+        f"Took up {counted(units, 'unit')} of source {name!r} "
         f"({segment.ranges[0].start:,} to {segment.ranges[-1].end:,}) for {passes or f'pass {segment.epoch + 1:,}'}: "
-        f"{segment.num_rows:,} rows"
+        f"{counted(segment.num_rows, 'row')}"
     )

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.atomic import canonical_json
+from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
@@ -49,7 +50,7 @@ class ListedSources:
         if self.validation:
             files = sum(len(source.files) for source in self.validation)
             names = ", ".join(source.config.name for source in self.validation)
-            return f"{files:,} file{'s' if files > 1 else ''} of data.validation.sources ({names})"
+            return f"{counted(files, 'file')} of data.validation.sources ({names})"
         return "; ".join(describe(source) for source in self.train)
 
 

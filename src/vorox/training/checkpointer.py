@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from vorox.core import atomic
+from vorox.core.counted import counted
 from vorox.core.disk_errors import room_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
@@ -190,7 +191,7 @@ class Checkpointer:
         is_last = is_last or progress.step >= self._horizon.total_steps
         postpones = skipped > 0 and (not is_last or done <= skipped)
         if postpones and not self._is_postponed:
-            text = f"No checkpoint at step {progress.step:,}: the last {min(skipped, done):,} steps were not finite"
+            text = f"No checkpoint at step {progress.step:,}: {counted(min(skipped, done), 'step')} in a row not finite"
             self._log.event("checkpoint_postponed", text, step=progress.step, level="warning")
         self._is_postponed = postpones
         return postpones

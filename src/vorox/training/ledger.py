@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from vorox.core.counted import counted
 from vorox.core.errors import NumericalError
 from vorox.core.records import Batch, Progress, StepResult, StepValues
 from vorox.training.chain import ReplayChain
@@ -109,7 +110,7 @@ class Ledger:
             record = self._on_nonfinite(step, values, self.nonfinite_in_a_row, is_last)
         if is_last:
             raise NumericalError(
-                f"loss or gradient was not finite {self.nonfinite_in_a_row} times in a row "
+                f"loss or gradient was not finite {counted(self.nonfinite_in_a_row, 'time')} in a row "
                 f"(loss {values.loss}, gradient norm {values.grad_norm})",
                 where=f"step {step.progress.step:,}" + (f", recorded in {record}" if record else ""),
                 hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",

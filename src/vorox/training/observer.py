@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vorox.core.counted import counted
 from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.core.records import Progress, StepValues
@@ -228,7 +229,7 @@ class Observer:
             bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
             text = (
                 f"Validation at step {progress.step:,}: loss {found.loss:.4f}{bits}, "
-                f"accuracy {found.accuracy:.1%} of {found.num_target_tokens:,} tokens"
+                f"accuracy {found.accuracy:.1%} of {counted(found.num_target_tokens, 'token')}"
             )
             self._log.event("validation", text, step=progress.step, loss=found.loss)
             for prompt, completion in self._complete(self._engine):

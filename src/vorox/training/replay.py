@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.config import config_digest
+from vorox.core.counted import counted
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.records import Progress
 from vorox.core.run_layout import RunLayout
@@ -82,7 +83,7 @@ class ReplayReport:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"bit-exact, {self.num_steps:,} steps"
+            return f"bit-exact, {counted(self.num_steps, 'step')}"
         text = f"differs after {self.num_steps:,} bit-exact steps; {self.difference}"
         return text + (f" (the environment changed: {'; '.join(self.environment)})" if self.environment else "")
 
@@ -145,7 +146,7 @@ def _check_range(
         raise DataError("no step is recorded", where=str(recorded.path), hint="train the run first")
     if not 0 <= first_step < last_step <= known:
         raise ConfigError(
-            f"--from {first_step} --to {last_step} is no range of this run, which recorded {known:,} steps",
+            f"--from {first_step} --to {last_step} is no range of this run, which recorded {counted(known, 'step')}",
             where=str(recorded.path),
             hint=f"replay all of it: --from 0 --to {known}",
         )

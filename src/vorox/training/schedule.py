@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
@@ -44,7 +45,7 @@ class Horizon:
         if self.warmup_steps < self.total_steps or self.warmup_steps == 0:
             return None
         return (
-            f"the warm-up takes {self.warmup_steps:,} steps and the run only {self.total_steps:,}: "
+            f"the warm-up takes {counted(self.warmup_steps, 'step')} and the run only {self.total_steps:,}: "
             "the learning rate never comes down and may never reach its peak"
         )
 
@@ -68,8 +69,8 @@ class Horizon:
         if self.tokens_per_step <= dataset_tokens:
             return None
         return (
-            f"a step has {self.tokens_per_step:,} tokens and the text only {dataset_tokens:,.0f}: every step reads all "
-            "of it; lower data.sequence_length_tokens or train.global_batch_sequences"
+            f"a step has {counted(self.tokens_per_step, 'token')} and the text only {dataset_tokens:,.0f}: "
+            "every step reads all of it; lower data.sequence_length_tokens or train.global_batch_sequences"
         )
 
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
@@ -80,9 +81,9 @@ class Horizon:
         if cached_rows * self.tokens_per_step >= self.dataset_tokens * global_batch_sequences:
             return None
         return (
-            f"the warm-up of {self.warmup_steps:,} steps was fixed by the full dataset of about "
-            f"{self.dataset_tokens:,} tokens, and the {cached_rows:,} rows that are cached are {steps:,} steps: "
-            "the rate would still rise when they have all been read"
+            f"the warm-up of {counted(self.warmup_steps, 'step')} was fixed by the full dataset of about "
+            f"{self.dataset_tokens:,} tokens; {counted(cached_rows, 'row')} cached, {counted(steps, 'step')} of "
+            "the run: the rate would still rise when they have all been read"
         )
 
     def to_json(self) -> dict[str, int | float]:

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from vorox.core.config import config_digest, flat_values
+from vorox.core.counted import counted
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
@@ -108,7 +109,7 @@ def open_session(
     setting.log.event(
         "engine",
         f"{setting.spec.num_parameters:,} parameters on {facts.get('device', engine.name)}, "
-        f"{total_steps:,} steps; determinism {facts['determinism']}: {DETERMINISM[str(facts['determinism'])]}",
+        f"{counted(total_steps, 'step')}; determinism {facts['determinism']}: {DETERMINISM[str(facts['determinism'])]}",
         environment=facts,
     )
     tracker = Tracker.open(
@@ -254,7 +255,7 @@ def _limits(setting: Setting) -> Limits:
         work = _work(setting.spec, config.data.document_mask, num_tokens, row_tokens)
         seconds = work.least_flops / ceiling
         if seconds > _LONG_STEP_SECONDS:
-            setting.log.info(f"A step of {num_tokens:,} tokens takes at least {seconds:,.0f} s at this rate")
+            setting.log.info(f"A step of {counted(num_tokens, 'token')} takes at least {seconds:,.0f} s at this rate")
     return Limits(
         peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
         ceiling_flops_per_second=ceiling,

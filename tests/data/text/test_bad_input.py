@@ -206,7 +206,7 @@ def test_empty_files_are_left_out_and_told(tmp_path: Path, form: str) -> None:
 def test_a_source_without_a_record_is_refused(tmp_path: Path, form: str, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     error = refusal(source(tmp_path, form))
-    assert "none of its 1 files has a record" in error.what
+    assert "1 file without a record" in error.what
     assert error.where == str(tmp_path / name)
 
 

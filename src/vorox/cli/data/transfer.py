@@ -11,6 +11,7 @@ import typer
 from vorox.cli import quantities
 from vorox.cli.data.loading import Words, load, showing
 from vorox.cli.output import AsJson, print_json, print_table
+from vorox.core.counted import counted
 
 
 def export(
@@ -41,7 +42,7 @@ def export(
     ]
     titles = ["FILE", "DOCUMENTS", "TOKENS", "SIZE", "SHA256"]
     print_table(titles, rows, right="DOCUMENTS TOKENS SIZE")
-    typer.echo(f"\n{report.documents:,} documents, {report.tokens:,} tokens in {report.directory}")
+    typer.echo(f"\n{counted(report.documents, 'document')}, {counted(report.tokens, 'token')} in {report.directory}")
 
 
 def download(
@@ -71,4 +72,4 @@ def download(
     ]
     print_table(["FILE", "SIZE", "FETCHED", "VERSION"], rows, right="SIZE FETCHED")
     size = quantities.size(sum(file.size_bytes for file in report.files))
-    typer.echo(f"\n{len(report.files):,} files, {size}, of commit {report.commit[:12]} in {report.directory}")
+    typer.echo(f"\n{counted(len(report.files), 'file')}, {size}, of commit {report.commit[:12]} in {report.directory}")

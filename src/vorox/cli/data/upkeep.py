@@ -12,6 +12,7 @@ import typer
 from vorox.cli import quantities
 from vorox.cli.data.loading import load
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
+from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.data.cache.gc import CacheUse
@@ -53,9 +54,8 @@ def gc(
     freed = sum(item.size_bytes for item in garbage) + sum(cache.size_bytes for cache in unused)
     if not dry_run:
         if unused:
-            confirm(
-                f"Remove {len(unused):,} caches, {quantities.size(sum(cache.size_bytes for cache in unused))}?", yes=yes
-            )
+            size_bytes = sum(cache.size_bytes for cache in unused)
+            confirm(f"Remove {counted(len(unused), 'cache')}, {quantities.size(size_bytes)}?", yes=yes)
         freed = gc.remove(garbage) + gc.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import SEGMENT_BYTES
@@ -119,7 +120,8 @@ class CacheReader:
         missing = manifest.missing_units()
         if complete and (len(missing) or manifest.planned_units == 0):
             raise DataError(
-                f"the cache is incomplete: {len(missing):,} of {manifest.planned_units:,} units are missing",
+                f"the cache is incomplete: {len(missing):,} of {counted(manifest.planned_units, 'unit')} "
+                f"{'is' if len(missing) == 1 else 'are'} missing",
                 where=str(directory), hint="`vorox data build` with the same configuration completes it",
             )  # fmt: skip
         return cls(directory, recipe, manifest, max_open_chunks or _open_files_allowed())

@@ -283,8 +283,7 @@ def _summary(
     left_out = len(files) - len(chosen)
     instead = f" ({', '.join(others)}: data.sources.0.format={others[0]} reads these instead)" if others else ""
     rest = f"\n  left out: {left_out:,} other{instead}" if left_out else ""
-    number = "1 file" if len(chosen) == 1 else f"{len(chosen):,} files"
-    return f"Data {source['name']}: {source['format']}, {number}, {size:,} bytes, {detail}{rest}"
+    return f"Data {source['name']}: {source['format']}, {counted(len(chosen), 'file')}, {size:,} bytes, {detail}{rest}"
 
 
 def refuse_text_as_configuration(path: str) -> ConfigError | None:
