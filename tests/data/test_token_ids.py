@@ -12,6 +12,7 @@ import pytest
 import tiny_runs
 from vorox.cli import main
 from vorox.core.config import load_config
+from vorox.core.config.own_text import expected_ids
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
@@ -116,6 +117,19 @@ def test_a_run_goes_back_to_its_ids_and_reports_no_bits_per_byte(
         kept.encode("hello")
 
 
+def test_the_first_screen_says_whose_ids_are_expected(tmp_path: Path) -> None:
+    folder = nanogpt_folder(tmp_path / "web")
+    gpt2 = configuration(
+        tmp_path, folder, "tokenizer.vocab_size=50257", "tokenizer.end_of_text_id=50256", ids_dtype="uint16"
+    )
+    assert "50,257 as in GPT-2, end of text 50,256" in expected_ids(gpt2.tokenizer)
+    other = expected_ids(configuration(tmp_path, folder, ids_dtype="uint16").tokenizer)
+    assert other.startswith(f"Token ids: {VOCAB_SIZE:,}, end of text {END:,}.")
+    assert "tokenizer.end_of_text_id" in other
+    assert len(expected_ids(gpt2.tokenizer)) < 120
+    assert expected_ids(tiny_runs.configuration(tmp_path).tokenizer) == ""
+
+
 def test_ids_go_with_token_shards_only(tmp_path: Path) -> None:
     tiny_runs.configuration(tmp_path)
     with pytest.raises(ConfigError, match=r"tokenizer\.kind=none cannot read"):
@@ -148,13 +162,14 @@ def test_a_run_without_a_tokenizer_continues_ids_and_is_exported(
     none = ["tokenizer.kind=none", f"tokenizer.vocab_size={VOCAB_SIZE}", f"tokenizer.end_of_text_id={END}"]
     words = [f"data.sources=[{source}]", *none, "train.num_steps=2", "eval.every_steps=2"]
     assert main(["train", "tiny.yaml", *words]) == 0
-    capsys.readouterr()
+    assert f"Token ids: {VOCAB_SIZE:,}, end of text {END:,}" in capsys.readouterr().out
     assert main(["generate", "latest", "-p", "1 2 3", "--tokens", "4"]) == 0
     shown = capsys.readouterr().out.split()
     assert all(0 <= int(word) < VOCAB_SIZE for word in shown[-4:])
     assert main(["generate", "latest", "-p", "some words", "--tokens", "4"]) == 2
     assert "tokenizer.kind=none" in capsys.readouterr().err
     assert main(["export", "latest", "--output", "out"]) == 0
+    assert "AutoTokenizer cannot load" in capsys.readouterr().out
     exported = {path.name for path in Path("out").iterdir()}
     assert {"config.json", "model.safetensors"} <= exported
     assert not any(name.startswith("tokenizer") for name in exported), "nobody has it"

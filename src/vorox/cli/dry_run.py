@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import quantities
 from vorox.cli.disk_plan import disk_lines
+from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -190,9 +191,12 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
 
 
 def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
+    from vorox.core.config.own_text import expected_ids
+
     for source in (*text.listed.train, *text.listed.validation):
         size = quantities.size(source.size_bytes)
-        yield f"data           {source.config.name}: {len(source.files):,} files, {size} ({source.config.format})"
+        files = counted(len(source.files), "file")
+        yield f"data           {source.config.name}: {files}, {size} ({source.config.format})"
     for note in text.listed.notes:
         yield f"               note: {note.text}"
     yield f"validates on   {text.listed.held_out}"
@@ -203,8 +207,10 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     else:
         known = f"at most {text.vocab_size:,} tokens" if kind == "bpe" else "vocabulary from the text"
     yield f"tokenizer      {kind}, {known}: {state}"
+    if ids := expected_ids(config.tokenizer):
+        yield f"               note: {ids}"
     for cache in text.caches:
-        state = f"ready, {cache.rows:,} rows" if cache.rows is not None else "to be built"
+        state = f"ready, {counted(cache.rows, 'row')}" if cache.rows is not None else "to be built"
         if config.data.mode == "streaming" and cache.name.endswith(" train"):
             kept = quantities.size(config.data.streaming.retention_bytes)
             state = f"built while it is read, at most {kept} kept"
@@ -215,11 +221,11 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     from vorox.core.config import model_label
     from vorox.models.flops import flops_per_token
 
-    heads = f"{spec.num_heads} heads" + (
+    heads = counted(spec.num_heads, "head") + (
         f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
     )
     yield (
-        f"model          {model_label(config)}: {spec.num_layers} layers x {spec.hidden_size}, {heads}, "
+        f"model          {model_label(config)}: {counted(spec.num_layers, 'layer')} x {spec.hidden_size}, {heads}, "
         f"MLP {spec.intermediate_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions_tokens:,} positions"
     )
     by_kind: Counter[str] = Counter()
@@ -240,8 +246,8 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
     tokens = rows * config.data.sequence_length_tokens
     times = rows // (micro * parts)
     yield (
-        f"batch          {rows:,} rows = {times:,} x {micro:,} rows x {parts:,} device"
-        f"{'s' if parts > 1 else ''}; {tokens:,} tokens a step"
+        f"batch          {counted(rows, 'row')} = {times:,} x {counted(micro, 'row')} x {counted(parts, 'device')}; "
+        f"{counted(tokens, 'token')} a step"
     )
 
 
@@ -268,21 +274,26 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     tokens = length.total_steps * length.tokens_per_step
     passes = tokens / max(1.0, text.num_train_tokens)
     yield (
-        f"length         {about}{length.total_steps:,} steps, {quantities.count(tokens)} tokens, "
-        f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; warm-up {length.warmup_steps:,} steps"
+        f"length         {about}{counted(length.total_steps, 'step')}, {quantities.count(tokens)} tokens, "
+        f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; "
+        f"warm-up {counted(length.warmup_steps, 'step')}"
     )
     for warning in length.warnings(text.num_train_tokens):
         yield f"               note: {warning}"
-    saves = [f"every {config.checkpoint.every_steps:,} steps"] if config.checkpoint.every_steps else []
+    saves = [_every(config.checkpoint.every_steps)] if config.checkpoint.every_steps else []
     saves += (
         [f"every {quantities.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
     )
     saves += ["at the end"] if config.checkpoint.at_end else []
-    validations = [f"every {config.eval.every_steps:,} steps"] if config.eval.every_steps else []
+    validations = [_every(config.eval.every_steps)] if config.eval.every_steps else []
     validations += ["at the end"] if config.eval.at_end else []
     if not any(cache.name.endswith(" validation") for cache in text.caches):
         validations = []
     yield f"saves          {', '.join(saves) or 'never'}; validates {', '.join(validations) or 'never'}"
+
+
+def _every(num_steps: int) -> str:
+    return "every step" if num_steps == 1 else f"every {num_steps:,} steps"
 
 
 def _ask_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:

@@ -56,4 +56,8 @@ def export(
         )
         if found.rounding_difference:
             typer.echo(f"storing in {done.dtype} moved logits by up to {found.rounding_difference:.1e}")
+    if not done.has_tokenizer:
+        typer.echo(
+            "no tokenizer: the run was trained on token ids (tokenizer.kind=none), so AutoTokenizer finds none here"
+        )
     typer.echo(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{done.path}")')

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 from vorox.cli.arguments import Words, sort_words
+from vorox.cli.train_options import (
+    DEFAULT_PRESET,
+    Configuration,
+    DryRun,
+    FromWeights,
+    Minutes,
+    Name,
+    NumProcesses,
+    Resume,
+)
+from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,46 +30,19 @@ if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
     from vorox.training.display import Display, Level, StepView
 
-DEFAULT_PRESET = "quickstart"
 _OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--nproc", "--dry-run", "--help")
 _ENDED = frozenset({"finished"})
 
 
 def train(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [--data PATH] [a.b=v ...]", show_default=False,
-            help=f"A preset ({DEFAULT_PRESET} if none is named), a YAML or Python file or a run; --data: your own "
-            "text, a file or folder; then settings.",
-        ),
-    ] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|never|RUN|CHECKPOINT|gs://...|s3://...",
-            help="auto: go on with the run of this very configuration, if there is one; never: begin a new one; "
-            "or the run or checkpoint to go on from, with its own configuration; brought here from a store.",
-        ),
-    ] = "auto",
-    from_weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|gs://...",
-            help="Start from these weights, with their architecture and tokenizer (from_weights).",
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run (run.name).")] = None,
-    minutes: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Train as many steps as fit into this time: 3, 0.5, 90s, 2h.")
-    ] = None,
-    nproc: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes on this machine that train as one run.")
-    ] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and show the plan; build and write nothing.")
-    ] = False,
-) -> None:  # fmt: skip
+    words: Configuration = None,
+    resume: Resume = "auto",
+    from_weights: FromWeights = None,
+    name: Name = None,
+    minutes: Minutes = None,
+    nproc: NumProcesses = 1,
+    dry_run: DryRun = False,
+) -> None:
     """Train a model, or go on with a run that was interrupted.
 
     Settings are given as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4. Common
@@ -69,19 +53,8 @@ def train(
     overrides = list(sorted_words.overrides)
     if from_weights is not None:
         overrides.append(f"train.from_weights={_quoted(from_weights)}")
-    if dry_run and "://" in resume:
-        from vorox.core.errors import ConfigError
-
-        raise ConfigError(
-            "a dry run writes nothing, and a run from a store has to be brought here first", where="--resume",
-            hint="leave --dry-run out",
-        )  # fmt: skip
-    if dry_run and nproc > 1:
-        from vorox.core.errors import ConfigError
-
-        raise ConfigError(
-            "a dry run is one process", where="--nproc", hint="leave --nproc out: one process plans for all devices"
-        )
+    if dry_run:
+        _check_dry_run(resume, nproc)
     limit = None if minutes is None else parse_minutes(minutes)
     config, resume_from = _choose(replace(sorted_words, overrides=tuple(overrides)), resume, name)
     if dry_run:
@@ -102,6 +75,25 @@ def train(
     if limit is not None and resume_from == "auto":
         config, resume_from, limit = _begun_before(config, limit)
     _run(config, resume_from, limit, command, _named_keys(sorted_words, config))
+
+
+def _check_dry_run(resume: str, nproc: int) -> None:
+    """Refuse what a dry run cannot do.
+
+    Raises:
+        ConfigError: The run is in a store, or has several processes.
+    """
+    from vorox.core.errors import ConfigError
+
+    if "://" in resume:
+        raise ConfigError(
+            "a dry run writes nothing, and a run from a store has to be brought here first", where="--resume",
+            hint="leave --dry-run out",
+        )  # fmt: skip
+    if nproc > 1:
+        raise ConfigError(
+            "a dry run is one process", where="--nproc", hint="leave --nproc out: one process plans for all devices"
+        )
 
 
 def _named_keys(words: Words, config: RunConfig) -> list[str]:
@@ -236,7 +228,7 @@ def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal
         if changed <= lengths and recorded.train.num_steps is not None:
             typer.echo(
                 f"Going on with {directory.name}, which --minutes {minutes:g} began: "
-                f"{recorded.train.num_steps:,} steps. --resume never begins a new run."
+                f"{counted(recorded.train.num_steps, 'step')}. --resume never begins a new run."
             )
             return with_num_steps(config, recorded.train.num_steps), directory, None
     return config, "auto", minutes
@@ -252,6 +244,7 @@ def _run(
     from vorox.cli.last_screen import last_screen
     from vorox.cli.preparation import PreparationDisplay
     from vorox.cli.progress import open_display
+    from vorox.core.config.own_text import expected_ids
     from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
     from vorox.train import train as train_run
@@ -263,6 +256,8 @@ def _run(
     preparation = PreparationDisplay()
     display = _Screen(open_display(), preparation)
     typer.echo(_first_line(config))
+    if ids := expected_ids(config.tokenizer):
+        typer.echo(ids)
     if minutes is None and config.checkpoint.mirror is None:  # a mirror is asked first, and says it then
         directory, exists = expected_directory(config, resume_from)
         typer.echo(f"{'Going on' if exists else 'Writing'} in {directory}")
@@ -312,11 +307,11 @@ def _first_line(config: RunConfig) -> str:
 
     train, data = config.train, config.data
     length = (
-        f"{train.num_steps:,} steps"
+        counted(train.num_steps, "step")
         if train.num_steps is not None
-        else f"{train.num_tokens:,} tokens"
+        else counted(train.num_tokens, "token")
         if train.num_tokens is not None
-        else f"{train.num_epochs:g} epochs"
+        else counted(train.num_epochs or 0, "epoch")
     )
     sources = ", ".join(source.name for source in data.sources)
     label, name = model_label(config), config.run.name or ""

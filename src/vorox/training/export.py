@@ -74,7 +74,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A finished export. ``existed`` says that the same one was there already."""
+    """A finished export.
+
+    Attributes:
+        existed: Whether the same one was there already.
+        has_tokenizer: Whether transformers finds a tokenizer in it; a run on token ids alone has none.
+    """
 
     path: Path
     step: int
@@ -82,6 +87,7 @@ class Export:
     num_parameters: int
     size_bytes: int
     existed: bool
+    has_tokenizer: bool
     comparison: Comparison | None
 
 
@@ -126,7 +132,8 @@ def export(
         except OSError as error:
             raise _write_failure(target, spec, dtype, error) from error
     size_bytes = sum(path.stat().st_size for path in sorted(target.iterdir()))
-    return Export(target, checkpoint.step, dtype, spec.num_parameters, size_bytes, existed, comparison)
+    has_tokenizer = not (target / IDS_NAME).exists()
+    return Export(target, checkpoint.step, dtype, spec.num_parameters, size_bytes, existed, has_tokenizer, comparison)
 
 
 def _checkpoint(source: Path) -> Checkpoint:

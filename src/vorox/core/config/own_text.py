@@ -13,6 +13,7 @@ from typing import Any, cast
 from vorox.core.config.presets import PRESETS_DIRECTORY
 from vorox.core.config.resolve import GivenConfig
 from vorox.core.config.yaml_reader import Json, read_mapping
+from vorox.core.schema.data import TokenizerConfig
 
 _SMALLEST_BPE = 512
 _NOT_MERGES = 257
@@ -20,6 +21,20 @@ _NOT_MERGES = 257
 
 _GPT2_IDS = {"kind": "none", "vocab_size": 50257, "end_of_text_id": 50256}
 """What token shards hold unless the command line says otherwise."""
+
+
+def expected_ids(tokenizer: TokenizerConfig) -> str:
+    """Say which ids token shards are expected to hold; empty for a run with a tokenizer."""
+    if tokenizer.kind != "none":
+        return ""
+    section = {key: getattr(tokenizer, key) for key in _GPT2_IDS}
+    whose = " as in GPT-2" if section == _GPT2_IDS else ""
+    end = tokenizer.end_of_text_id
+    ends = "no end of text" if end is None else f"end of text {end:,}"
+    return (
+        f"Token ids: {tokenizer.vocab_size:,}{whose}, {ends}. "
+        "If not: set tokenizer.vocab_size and tokenizer.end_of_text_id"
+    )
 
 
 @functools.cache
