@@ -14,8 +14,12 @@ import vorox.train
 from numpy_engine import NumpyEngine
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
+from vorox.experiments.tracking import read_metrics
 from vorox.models.spec import ModelSpec
+from vorox.training.chain import read_chain
+from vorox.training.checkpointing import step_directories
 
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
@@ -87,3 +91,28 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Non
 
 def run(config: RunConfig, **arguments: Any) -> vorox.train.Outcome:
     return vorox.train.train(config, argv=["test"], **arguments)
+
+
+class Killed(BaseException):
+    """Ends a run in the middle, as far as that is possible without ending the process."""
+
+
+def result(outcome: vorox.train.Outcome) -> dict[str, Any]:
+    directory = outcome.run_directory
+    return {
+        "progress": {k: v for k, v in outcome.progress.to_json().items() if k != "cursor"},
+        "position": outcome.progress.cursor.position,
+        "fingerprint": outcome.fingerprint,
+        "eval_losses": outcome.eval_losses,
+        "chain": [entry.chain for entry in read_chain(directory).values()],
+        "losses": {step: values["loss"] for step, values in read_metrics(directory).items()},
+        "steps": list(step_directories(directory))[-1],
+    }
+
+
+def kill() -> None:
+    raise Killed
+
+
+def events(directory: Path, kind: str) -> list[str]:
+    return [event["message"] for event in read_lines(directory / "events.jsonl") if event["kind"] == kind]
