@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import tiny_runs
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.cli import main
 from vorox.core.run_context import run_id
 
@@ -267,9 +267,7 @@ def test_a_run_that_is_running(vorox: Run, house: Path, trained: Path) -> None:
         [sys.executable, "-c", LONG_RUN, str(trained), str(house / "runs")], env=environment, stderr=subprocess.PIPE
     ) as process:
         try:
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline and vorox("checkpoints", "save", "long", "--wait", "0")[0] != 0:
-                time.sleep(0.1)
+            wait_until(lambda: vorox("checkpoints", "save", "long", "--wait", "0")[0] == 0)
             code, out, err = vorox("checkpoints", "save", "long")
             assert code == 0, err
             assert "step-" in out
@@ -283,7 +281,9 @@ def test_a_run_that_is_running(vorox: Run, house: Path, trained: Path) -> None:
                 assert code == 2
                 assert f"in use by process {process.pid}" in err
             process.terminate()
-            assert process.wait(timeout=30) == 1, "Preempted ends this script, which has no main of its own"
+            assert process.wait(timeout=PATIENCE_SECONDS) == 1, (
+                "Preempted ends this script, which has no main of its own"
+            )
         finally:
             process.kill()
     code, out, _ = vorox("runs", "show", "long")

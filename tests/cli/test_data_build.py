@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -208,12 +208,9 @@ def test_a_signal_ends_a_build_with_75_and_the_next_goes_on(place: Path, vorox: 
         cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while len(chunks(place)) < 8 and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: len(chunks(place)) >= 8 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT if workers == "2" else signal.SIGTERM)  # as a terminal does
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, err
     assert "Traceback" not in err
     assert "run the same command again" in err

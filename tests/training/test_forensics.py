@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def poison(patch: pytest.MonkeyPatch, backend: str, parameter: str, at_step: int, value: float) -> None:
-    """Put a value into a parameter before a step, as a device that fails would."""
+def poison(
+    patch: pytest.MonkeyPatch, backend: str, parameter: str, at_step: int, value: float, *, cleared: str = ""
+) -> None:
+    """Put a value into a parameter before a step, as a device that fails would; and zeros into another one."""
     engine_class = getattr(backends.load(backend), {"torch": "TorchEngine", "jax": "JaxEngine"}[backend])
     original = engine_class.train_step
 
@@ -44,6 +47,8 @@ def poison(patch: pytest.MonkeyPatch, backend: str, parameter: str, at_step: int
         if batch.step + 1 == at_step:
             weights = dict(engine.export_weights())
             weights[parameter].reshape(-1)[0] = value
+            if cleared:
+                weights[cleared][:] = 0
             engine.import_weights(weights.items())
         return original(engine, batch, **named)
 
@@ -87,14 +92,16 @@ def test_the_first_place_is_named(
 def test_a_gradient_alone_is_named(
     backend: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights so large that the forward pass is finite and the backward pass overflows."""
-    settings = [*settings, f"backend={backend}", "train.max_nonfinite_steps=0", "model.norm=layer_norm"]
-    poison(monkeypatch, backend, "head.weight", 3, 3e38)
+    """Into the GELU go numbers whose square overflows: its value is finite, its slope is 0 times infinity."""
+    settings = [*settings, f"backend={backend}", "train.max_nonfinite_steps=0", "model.activation=gelu_tanh"]
+    poison(monkeypatch, backend, "blocks.0.mlp.up.weight", 3, 1e21, cleared="blocks.0.mlp.down.weight")
     with pytest.raises(NumericalError):
-        run(configuration(tmp_path, [*settings, "model.tie_embeddings=false"]))
+        run(configuration(tmp_path, settings))
     _, record = only_record(tmp_path / "runs")
-    assert record["origin"]["activation"] == ""
-    assert record["origin"]["gradient"] or record["origin"]["loss"] in ("NaN", "Infinity")
+    origin = record["origin"]
+    assert origin["activation"] == ""
+    assert math.isfinite(origin["loss"])
+    assert origin["gradient"] == "blocks.0.mlp.up.weight"
 
 
 def test_looking_changes_nothing_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

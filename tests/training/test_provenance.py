@@ -367,6 +367,7 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
     if released_in_mid_run:
         at_step(monkeypatch, 40, release)
     outcome = run(config)
+    # The time is the subject: a statement gives up the lock after 0.3 s, and a run that waited for it would never end.
     assert time.monotonic() - began < 4 * WAIT_SECONDS
     assert chain(outcome.run_directory) == chain(straight)
     if not released_in_mid_run:

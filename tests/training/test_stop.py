@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from eventually import PATIENCE_SECONDS
 from vorox.core.errors import Preempted
 from vorox.training.stop import INTERRUPTED_EXIT_CODE, StopRequest
 
@@ -57,7 +58,9 @@ def test_a_second_interrupt_ends_the_process() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('still here')\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert result.returncode == INTERRUPTED_EXIT_CODE
     assert result.stdout == "SIGINT\n"
     assert "leaving at once" in result.stderr

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eventually import wait_until_blocked
 from vorox.data.pipeline.queues import CreditQueue
 
 PATIENCE_SECONDS = 20.0
@@ -36,12 +37,15 @@ def test_a_producer_without_credits_waits_until_something_is_taken():
     queue.put(0, "first", 60)
     done = threading.Event()
     thread = waits(lambda: (queue.put(1, "second", 60), done.set()))
-    assert not done.wait(0.05)
+    wait_until_blocked(thread)
+    began = time.perf_counter()
+    assert not done.is_set()
+    waited_seconds = time.perf_counter() - began
     assert queue.get() == (0, "first")
     assert done.wait(PATIENCE_SECONDS)
     thread.join()
     statistics = queue.statistics()
-    assert statistics.producer_wait_seconds >= 0.05
+    assert statistics.producer_wait_seconds >= waited_seconds > 0
     assert statistics.consumer_wait_seconds == 0
     assert (statistics.depth, statistics.held_bytes, statistics.peak_bytes, statistics.items) == (1, 60, 60, 1)
 
@@ -67,7 +71,8 @@ def test_everybody_goes_home_when_it_is_cancelled():
     results: list[object] = []
     queue.put(1, "item", 10)
     threads = [waits(lambda: results.append(queue.reserve(7, 10))), waits(lambda: results.append(queue.get()))]
-    time.sleep(0.02)
+    for thread in threads:
+        wait_until_blocked(thread)
     assert results == []
     queue.cancel()
     for thread in threads:
