@@ -188,7 +188,7 @@ def test_compare_with_itself_and_with_another_learning_rate(vorox: Run, house: P
     code, out, _ = vorox("runs", "compare", first.name, run_id(other))
     assert code == 0
     assert "optimizer.lr: 0.01 -> 0.02" in out
-    assert "bit-equal for 1 steps; loss differs at step 2" in out
+    assert "bit-equal for 1 step; loss differs at step 2" in out
 
 
 def test_removing_a_run_needs_consent(vorox: Run, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_run_of_one_step_has_done_it(vorox: Run) -> None:
     code, out, err = vorox("train", "tiny.yaml", "train.num_steps=1", "schedule.warmup_steps=0")
     assert code == 0, err
     assert "already" not in out
-    assert ": 1 steps, 64 tokens" in out
+    assert ": 1 step, 64 tokens" in out
 
 
 def test_resume_never_begins_another_run(vorox: Run) -> None:
@@ -277,7 +277,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(vorox: Run, prepare
     lines = {line.split(None, 1)[0]: line.split(None, 1)[1] for line in out.splitlines() if not line.startswith(" ")}
     assert lines["configuration"].startswith("tiny, digest ")
     assert lines["run"].endswith("would be made")
-    assert "text: 1 files" in lines["data"]
+    assert "text: 1 file," in lines["data"]
     assert lines["tokenizer"] == "byte, 257 tokens: ready"
     assert "cache          text train: ready, " in out
     assert lines["batch"] == "4 rows = 2 x 2 rows x 1 device; 64 tokens a step"

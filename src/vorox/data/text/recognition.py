@@ -19,6 +19,7 @@ from pathlib import PurePath
 from typing import Any, Final, cast
 
 from vorox.core.config.path_formats import format_of_path
+from vorox.core.counted import counted
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
@@ -69,14 +70,14 @@ def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> R
     """
     given = given or {}
     files = [file for path in paths for file in storage.list_files(path, ("",))]
-    counted = _bytes_by_format(files)
-    if not counted and "format" not in given:
+    sizes = _bytes_by_format(files)
+    if not sizes and "format" not in given:
         endings = ", ".join(sorted({PurePath(file.uri).suffix or "(none)" for file in files})[:6])
         raise ConfigError(
             f"the format is not known by the name: {endings or 'no files'}", where=", ".join(paths),
             hint="add data.sources.0.format=txt, or jsonl, csv, parquet, arrow, mds or bin",
         )  # fmt: skip
-    name = str(given.get("format") or max(counted, key=lambda key: counted[key]))
+    name = str(given.get("format") or max(sizes, key=lambda key: sizes[key]))
     chosen = [file for file in files if format_of_path(file.uri) == name] or files
     source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
     if name == "csv" and "delimiter" not in given:
@@ -86,7 +87,7 @@ def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> R
     has_tokens = name == "bin" or "tokens_field" in source
     sample = "" if has_tokens else _sample(source, chosen)
     return RecognisedText(
-        source, _text_bytes(chosen), _repeated_words(sample), _opening(sample), _summary(source, files, chosen, counted)
+        source, _text_bytes(chosen), _repeated_words(sample), _opening(sample), _summary(source, files, chosen, sizes)
     )
 
 
@@ -265,7 +266,7 @@ def _text_bytes(files: Sequence[StoredFile]) -> int:
 
 
 def _summary(
-    source: Mapping[str, Any], files: Sequence[StoredFile], chosen: Sequence[StoredFile], counted: Mapping[str, int]
+    source: Mapping[str, Any], files: Sequence[StoredFile], chosen: Sequence[StoredFile], sizes: Mapping[str, int]
 ) -> str:
     size = sum(file.size_bytes for file in chosen)
     detail = {
@@ -279,7 +280,7 @@ def _summary(
         else f"a sample is a document, its text in {source.get('text_field')!r}",
         "bin": "token shards",
     }[str(source["format"])]
-    others = sorted(name for name in counted if name != source["format"])
+    others = sorted(name for name in sizes if name != source["format"])
     left_out = len(files) - len(chosen)
     instead = f" ({', '.join(others)}: data.sources.0.format={others[0]} reads these instead)" if others else ""
     rest = f"\n  left out: {left_out:,} other{instead}" if left_out else ""
