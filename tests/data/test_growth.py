@@ -21,9 +21,10 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.records import DataShard
 from vorox.core.schema.data import GrowthConfig
-from vorox.data.growth import PlanGrower, Starved, await_planned
+from vorox.data.growth import DataNotReady, PlanGrower, await_planned
 from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import Plan, segment_of
+from vorox.data.plan import Plan
+from vorox.data.plan_changes import segment_of
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
 from vorox.data.storage.waiting import waiting_for_data
 
@@ -99,7 +100,7 @@ def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **op
             try:
                 grower.cover(position)
                 break
-            except Starved:
+            except DataNotReady:
                 units_final = cut is None or all(cut[name][0] >= len(rows) for name, rows in UNIT_ROWS.items())
                 assert build_one() or not units_final, "everything is built and still not enough"
     return plan
@@ -280,7 +281,7 @@ def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     reader = GrowingRows("code", [4, 4], {0})
     plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic")), [reader])
     asked: list[int] = []
-    with pytest.raises(Starved, match=r"step 2 has no rows yet: source 'code' has 1 of 2 units built; unit 1"):
+    with pytest.raises(DataNotReady, match=r"step 2 has no rows yet: source 'code' has 1 of 2 units built; unit 1"):
         grower_of(plan, [reader], on_starve="wait").cover(8, stop=lambda: len(asked) > 1 or asked.append(1) is not None)
     batches = open_batches(
         plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 7), global_batch_sequences=BATCH,
@@ -385,7 +386,7 @@ def test_a_process_that_follows_reads_what_the_first_has_decided(tmp_path: Path)
     follows = Plan.open(path)
     first = grower_of(decides, [reader])
     second = grower_of(follows, [GrowingRows("code", [4, 4, 4], built)], decides=False)
-    with pytest.raises(Starved, match="the deciding process has not taken up more of source 'code'"):
+    with pytest.raises(DataNotReady, match="the deciding process has not taken up more of source 'code'"):
         second.cover(4)
     first.cover(8)
     second.cover(8)
@@ -409,7 +410,7 @@ class EndedBuild(GrowingRows):
         self.looks_before_end -= 1
         return self.looks_before_end >= 0
 
-    def missing_units(self, unit_start: int, unit_end: int, /) -> Any:
+    def missing_units(self, unit_start: int, unit_end: int) -> Any:
         everything = np.arange(unit_start, unit_end)
         return everything[:0] if self.has_looked_again else everything[1:]
 
@@ -426,7 +427,7 @@ def test_units_of_a_build_that_has_ended_are_seen(tmp_path: Path, looks_before_e
     rows.looks_before_end = looks_before_end
     plan = Plan.create(tmp_path / "plan.jsonl", start_of([rows], GrowthRule("elastic")), [rows])
     complete = GrowingRows("code", [2] * 4, set(range(4)))
-    segment = segment_of(complete, 0, 0, 0, 1, [(0, 4)])
+    segment = segment_of(complete, "code", 0, 0, 1, [(0, 4)])
     assert segment is not None
     plan.add([segment])
     (seen,) = await_planned(plan, [rows])

@@ -20,10 +20,16 @@ from vorox.core.records import DataShard
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.mixture import Mixture
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
-from vorox.data.order import permutation_key, permute
-from vorox.data.plan import Plan, segment_of
-from vorox.data.plan_changes import WantedStage, declare, set_horizon, take_grown
-from vorox.data.plan_events import Cut, Extension, HorizonEvent, PlanSource, PlanStart, Segment, StageEvent
+from vorox.data.permutation import permutation_key, permute
+from vorox.data.plan import Plan
+from vorox.data.plan_changes import (
+    WantedStage,
+    cache_growth_events,
+    horizon_update_events,
+    mixture_update_events,
+    segment_of,
+)
+from vorox.data.plan_events import Cut, Extension, HorizonEvent, PlanSource, PlanStart, Segment, SourceEvent, StageEvent
 
 Address = tuple[int, int, int, int]
 """Source, pass, first unit of the range, row in the range."""
@@ -63,14 +69,15 @@ class Interpreter:
         self.stages.append((position, {self.names.index(name): weight for name, weight in weights.items()}))
 
     def segment(self, segment: Segment) -> None:
-        name = self.names[segment.source_index]
+        name = segment.source
         units = [unit for part in segment.ranges for unit in (part.start, part.end)]
         key = permutation_key(self.start.seed, "rows", name, *units, segment.content_digest)
         stored = [(part.start, row) for part in segment.ranges for row in range(part.num_rows)]
         for epoch in range(segment.epoch, segment.epoch + segment.num_epochs):
             order = np.arange(len(stored))
             order = permute(order, len(stored), key, epoch) if self.start.shuffle else order
-            self.rows[segment.source_index] += [(segment.source_index, epoch, *stored[int(row)]) for row in order]
+            source = self.names.index(name)
+            self.rows[source] += [(source, epoch, *stored[int(row)]) for row in order]
 
     def cut(self, index: int, epoch: int) -> None:
         self.rows[index] = [row for row in self.rows[index] if row[1] < epoch]
@@ -157,7 +164,7 @@ def test_random_event_sequences_against_the_interpreter(
             naive.stage(position, weights)
         elif kind == "source" and len(plan.sources) < len(readers):
             reader = readers[len(plan.sources)]
-            plan.add([source_of(reader, "0")])
+            plan.add([SourceEvent(source_of(reader, "0"))])
             naive.source(reader.name)
         elif kind == "cut":
             index, epoch = data.draw(st.integers(0, len(plan.sources) - 1)), data.draw(st.integers(1, 3))
@@ -184,7 +191,7 @@ def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataO
     end = group[-1].end_draw if group else 0
     if kind == "pass":
         epoch = group[-1].next_epoch if group else 0
-        return segment_of(reader, index, end, epoch, data.draw(st.integers(1, 3)), [(0, num_units)])
+        return segment_of(reader, plan.state.names[index], end, epoch, data.draw(st.integers(1, 3)), [(0, num_units)])
     new = not group or group[-1].num_epochs > 1 or data.draw(st.booleans())
     epoch = (group[-1].next_epoch if group else 0) if new else group[-1].epoch
     taken = {
@@ -196,7 +203,7 @@ def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataO
     }
     free = sorted({*range(num_units)} - taken)
     chosen = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-    return segment_of(reader, index, end, epoch, 1, [(unit, unit + 1) for unit in sorted(chosen)])
+    return segment_of(reader, plan.state.names[index], end, epoch, 1, [(unit, unit + 1) for unit in sorted(chosen)])
 
 
 def test_stages_with_sources_that_rest_and_come_back() -> None:
@@ -274,19 +281,19 @@ def wanted(**weights: str) -> list[WantedStage]:
 
 
 def says(events: list[Any]) -> list[str]:
-    return [text for event in events if isinstance(event, StageEvent) for text in event.says]
+    return [text for event in events if isinstance(event, StageEvent) for text in event.messages]
 
 
 def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
     start, readers = two()
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
-    assert declare(plan.tables, start.sources, wanted(code="7", text="3")) == []
+    assert mixture_update_events(plan.state, start.sources, wanted(code="7", text="3")) == []
     stages = [*wanted(code="7", text="3"), WantedStage(50, {"text": Fraction(1)}, 2)]
-    plan.add(declare(plan.tables, start.sources, stages))
+    plan.add(mixture_update_events(plan.state, start.sources, stages))
     assert [(stage.start_position, stage.row_pieces) for stage in plan.stages] == [(0, 1), (50, 2)]
     plan.extend_to(100, readers)
     for position in (0, 20, 50, 70):
-        assert declare(plan.tables, start.sources, stages, position) == []
+        assert mixture_update_events(plan.state, start.sources, stages, position) == []
 
 
 def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_path: Path) -> None:
@@ -294,7 +301,7 @@ def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_p
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(200, readers)
     before = addresses(plan, 60)
-    events = declare(plan.tables, start.sources, wanted(code="1", text="4"), 60)
+    events = mixture_update_events(plan.state, start.sources, wanted(code="1", text="4"), 60)
     plan.add(events)
     plan.extend_to(200, readers)
     after = addresses(Plan.open(plan.path), 200)
@@ -308,7 +315,7 @@ def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_p
         seen = [(epoch, unit, row) for s, epoch, unit, row in after if s == source]
         assert len(set(seen)) == len(seen)
         assert sorted(epoch for epoch, *_ in seen) == [at // rows for at in range(len(seen))]
-    assert declare(plan.tables, start.sources, wanted(code="1", text="4"), 60) == []
+    assert mixture_update_events(plan.state, start.sources, wanted(code="1", text="4"), 60) == []
 
 
 def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
@@ -317,7 +324,7 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
     plan.extend_to(200, readers)
     web = FakeRows("web", [50])
     sources = [start.sources[0], source_of(web, "0.5")]
-    events = declare(plan.tables, sources, wanted(code="0.5", web="0.5"), 60)
+    events = mixture_update_events(plan.state, sources, wanted(code="0.5", web="0.5"), 60)
     plan.add(events)
     plan.extend_to(140, [readers[0], None, web])
     assert says(events) == [
@@ -326,7 +333,7 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
         "web: not drawn before -> 50.0%, from its first row",
     ]
     assert Counter(source for source, *_ in addresses(plan, 140)[60:]) == {0: 40, 2: 40}
-    back = declare(plan.tables, [*start.sources, sources[1]], wanted(code="1", text="1"), 100)
+    back = mixture_update_events(plan.state, [*start.sources, sources[1]], wanted(code="1", text="1"), 100)
     assert "text: not drawn before -> 50.0%, from where it stopped, after 18 rows" in says(back)
     assert "web: 50.0% -> no longer drawn; 30 unread rows of pass 1 are skipped" in says(back)
     assert [source.name for source in plan.sources] == ["code", "text", "web"]
@@ -337,7 +344,7 @@ def test_a_source_of_that_name_with_other_content_is_refused(tmp_path: Path) -> 
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
     other = replace(start.sources[1], recipe_digest="0" * 64)
     with pytest.raises(ConfigError, match="'text' is not the one that the run began with"):
-        declare(plan.tables, [start.sources[0], other], wanted(code="1", text="1"), 10)
+        mixture_update_events(plan.state, [start.sources[0], other], wanted(code="1", text="1"), 10)
 
 
 def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None:
@@ -351,7 +358,7 @@ def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None
     assert plan.positions_of(1, 7, readers[1]).size == 1
     # Dropping holds for the later stages too, and more passes bring it back, from where the run then stands.
     more = replace(start.sources[1], max_epochs=3)
-    plan.add(declare(plan.tables, [start.sources[0], more], wanted(code="7", text="3"), 150))
+    plan.add(mixture_update_events(plan.state, [start.sources[0], more], wanted(code="7", text="3"), 150))
     plan.extend_to(300, readers)
     assert addresses(plan, 150) == found[:150]
     assert Counter(source for source, *_ in addresses(plan, 300)[150:]) == {0: 105, 1: 45}
@@ -363,7 +370,7 @@ def test_fewer_passes_end_with_the_one_that_runs(tmp_path: Path) -> None:
     plan.extend_to(600, readers)
     before = addresses(plan, 150)
     less = replace(start.sources[1], max_epochs=1, on_exhausted="drop")  # the run is in its second pass
-    plan.add(declare(plan.tables, [start.sources[0], less], wanted(code="7", text="3"), 150))
+    plan.add(mixture_update_events(plan.state, [start.sources[0], less], wanted(code="7", text="3"), 150))
     plan.extend_to(600, readers)
     after = addresses(plan, 600)
     assert after[:150] == before
@@ -386,8 +393,8 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     plan.extend_to(60, [reader])  # five passes
     before = addresses(plan, 60)
     grown = FakeRows("code", [6, 6, 5])
-    assert take_grown(plan.tables, [reader], 16) == []
-    cuts = take_grown(plan.tables, [grown], 16)
+    assert cache_growth_events(plan.state, [reader], 16) == []
+    cuts = cache_growth_events(plan.state, [grown], 16)
     assert cuts == [Cut("code", 2)]  # position 16 lies in the second pass
     plan.add(cuts)
     plan.extend_to(60, [grown])
@@ -395,8 +402,8 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     assert after[:24] == before[:24]
     third = [(unit, row) for _, epoch, unit, row in after if epoch == 2]
     assert sorted(third) == [(0, row) for row in range(17)]
-    assert take_grown(plan.tables, [grown], 16) == []
-    assert take_grown(plan.tables, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
+    assert cache_growth_events(plan.state, [grown], 16) == []
+    assert cache_growth_events(plan.state, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
 
 
 def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> None:
@@ -409,7 +416,7 @@ def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> No
         (7, 20, 2, True),  # the run fell back: what was planned later does not hold
         (5, 10, 2, True), (6, 10, 2, False),
     ]:  # fmt: skip
-        events = set_horizon(plan.tables, position * batch, total_steps, warmup_steps)
+        events = horizon_update_events(plan.state, position * batch, total_steps, warmup_steps)
         assert bool(events) == is_new, (position, total_steps)
         plan.add(events)
     known = [plan.horizon_at(step * batch) for step in (0, 4, 5, 99)]
@@ -427,7 +434,7 @@ def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert [known and known.total_steps for known in map(plan.horizon_at, [0, 4 * batch, 6 * batch, 99 * batch])] == [
         10, 20, 30, 30,
     ]  # fmt: skip
-    plan.add(set_horizon(plan.tables, 5 * batch, 20, 3))
+    plan.add(horizon_update_events(plan.state, 5 * batch, 20, 3))
     assert plan.horizon_at(99 * batch) == HorizonEvent(5 * batch, 20, 3)
 
 
@@ -438,9 +445,9 @@ def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
         (StageEvent(10, {"other": Fraction(1)}), "makes no sense"),
         (StageEvent(10, {}), "makes no sense"),
         (StageEvent(10, {"code": Fraction(1)}, 0), "makes no sense"),
-        (StageEvent(10, {"code": Fraction(1)}, drawn={"code": 8, "text": 2}), "goes on from"),
+        (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "goes on from"),
         (Cut("other", 1), "does not have"),
-        (PlanSource("code", Fraction(1), "other", 9), "another one than before"),
+        (SourceEvent(PlanSource("code", Fraction(1), "other", 9)), "has changed"),
     ],
 )
 def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Path, event: Any, message: str) -> None:
@@ -470,9 +477,11 @@ def test_a_pass_goes_on_with_units_that_it_has_not_read(
     """Ranges that touch do not overlap."""
     reader = FakeRows("code", [3, 4, 5, 6])
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 2, (source_of(reader),)), [reader])
-    begun = segment_of(reader, 0, 0, 0, 1, first)
+    begun = segment_of(reader, "code", 0, 0, 1, first)
+    assert begun is not None
     plan.add([begun])
-    rest = segment_of(reader, 0, begun.end_draw, 0, 1, second)
+    rest = segment_of(reader, "code", begun.end_draw, 0, 1, second)
+    assert rest is not None
     if follows:
         plan.add([rest])
         assert plan.segments[0] == (begun, rest)
@@ -487,7 +496,7 @@ def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Pa
     plan.extend_to(30, readers)
     plan.add([StageEvent(20, {"code": Fraction(1)}), Extension(40, 10, 20)])
     plan.extend_to(90, readers)
-    covered, decided = plan.tables.covered, plan.tables.decided
+    covered, decided = plan.state.covered_positions, plan.state.effective_from
     numbers = range(1, len(covered) + 1)
     for position in range(covered[-1] + 1):
         enough = [
@@ -495,15 +504,17 @@ def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Pa
             for number in numbers
             if covered[number - 1] >= position and all(later >= position for later in decided[number:])
         ]
-        assert plan.tables.events_covering(position) == min(enough), position
-    assert plan.tables.events_covering(20) < plan.tables.events_covering(21)  # the stage decides from 20 on
+        assert plan.state.events_covering(position) == min(enough), position
+    assert plan.state.events_covering(20) < plan.state.events_covering(21)  # the stage decides from 20 on
 
 
 def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_path: Path) -> None:
     reader = FakeRows("code", [40], row_tokens=13)
     start = PlanStart(11, True, 4, (source_of(reader),))
     plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
-    plan.add(declare(plan.tables, start.sources, [*wanted(code="1"), WantedStage(20, {"code": Fraction(1)}, 3)]))
+    plan.add(
+        mixture_update_events(plan.state, start.sources, [*wanted(code="1"), WantedStage(20, {"code": Fraction(1)}, 3)])
+    )
     plan.extend_to(40, [reader])
     options: dict[str, Any] = {"global_batch_sequences": 4, "micro_batch_sequences": 2, "document_mask": True}
     with open_batches(plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 11), **options) as batches:

@@ -19,7 +19,7 @@ from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data.original_text import TextFinder
-from vorox.data.provenance import DocumentOrigin, Occurrence, Trail, open_trail, rows_at, when, where
+from vorox.data.provenance import DocumentOrigin, Occurrence, RunDataIndex, rows_at, when, where
 
 END_OF_TEXT = 256
 STEPS = 150
@@ -84,8 +84,8 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory, seen: dict[int, np.n
 
 
 @pytest.fixture
-def trail(run_directory: Path) -> Trail:
-    return open_trail(run_directory)
+def run_data(run_directory: Path) -> RunDataIndex:
+    return RunDataIndex.open(run_directory)
 
 
 def text_of(document: DocumentOrigin) -> str:
@@ -95,10 +95,12 @@ def text_of(document: DocumentOrigin) -> str:
         return json.loads(file.read(document.byte_length))["text"]
 
 
-def test_the_documents_of_every_step_are_what_the_engine_got(trail: Trail, seen: dict[int, np.ndarray]) -> None:
+def test_the_documents_of_every_step_are_what_the_engine_got(
+    run_data: RunDataIndex, seen: dict[int, np.ndarray]
+) -> None:
     sources = defaultdict(int)
     for step in range(1, STEPS + 1):
-        rows = where(trail, step)
+        rows = where(run_data, step)
         assert [row.slot for row in rows] == list(range(BATCH))
         for row in rows:
             expected: list[int] = []
@@ -117,59 +119,59 @@ def test_the_documents_of_every_step_are_what_the_engine_got(trail: Trail, seen:
     assert sources == {"prose": STEPS * BATCH * 2 // 3, "notes": STEPS * BATCH // 3}
 
 
-def test_one_slot_is_that_slot(trail: Trail) -> None:
+def test_one_slot_is_that_slot(run_data: RunDataIndex) -> None:
     for step in (1, 77, STEPS):
-        rows = where(trail, step)
-        assert tuple(where(trail, step, slot)[0] for slot in range(BATCH)) == rows
+        rows = where(run_data, step)
+        assert tuple(where(run_data, step, slot)[0] for slot in range(BATCH)) == rows
         assert [row.position for row in rows] == [(step - 1) * BATCH + slot for slot in range(BATCH)]
 
 
-def test_both_directions_agree_for_a_thousand_random_positions(trail: Trail) -> None:
+def test_both_directions_agree_for_a_thousand_random_positions(run_data: RunDataIndex) -> None:
     chooser = random.Random(3)
-    positions = [chooser.randrange(trail.plan.num_positions) for _ in range(1000)]
+    positions = [chooser.randrange(run_data.plan.num_positions) for _ in range(1000)]
     known: dict[tuple[str, int], tuple[Occurrence, ...]] = {}
     epochs: set[int] = set()
-    for position, row in zip(positions, rows_at(trail, np.array(positions)), strict=True):
+    for position, row in zip(positions, rows_at(run_data, np.array(positions)), strict=True):
         assert row.position == position
         epochs.add(row.epoch)
         for document in row.documents:
             byte = document.byte_offset + chooser.randrange(document.byte_length)
             key = (document.uri, document.byte_offset)
-            found = known[key] if key in known else when(trail, document.uri, byte)
-            assert key in known or found == when(trail, document.uri, ordinal=document.ordinal)
+            found = known[key] if key in known else when(run_data, document.uri, byte)
+            assert key in known or found == when(run_data, document.uri, ordinal=document.ordinal)
             known[key] = found
             (here,) = {
                 (one.step, one.slot, one.epoch, one.row, one.source) for one in found if one.position == position
             }
             assert here == (row.step, row.slot, row.epoch, row.row, row.source)
     for (uri, offset), found in known.items():
-        for row in rows_at(trail, np.array(sorted({one.position for one in found}))):
+        for row in rows_at(run_data, np.array(sorted({one.position for one in found}))):
             assert (uri, offset) in {(document.uri, document.byte_offset) for document in row.documents}
     assert len(epochs) > 2, "several epochs were looked at"
 
 
-def test_when_finds_all_that_a_walk_over_the_whole_plan_finds(trail: Trail) -> None:
+def test_when_finds_all_that_a_walk_over_the_whole_plan_finds(run_data: RunDataIndex) -> None:
     expected: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for row in rows_at(trail, np.arange(trail.plan.num_positions)):
+    for row in rows_at(run_data, np.arange(run_data.plan.num_positions)):
         for document in row.documents:
             expected[document.uri, document.ordinal].add(row.position)
     by_file: dict[str, set[int]] = defaultdict(set)
     for (uri, ordinal), positions in expected.items():
-        found = when(trail, uri, ordinal=ordinal)
+        found = when(run_data, uri, ordinal=ordinal)
         assert {one.position for one in found} == positions
         assert [one.position for one in found] == sorted(one.position for one in found)
         by_file[uri] |= positions
     assert max(map(len, expected.values())) > 10, "documents are split over rows"
     for uri, positions in by_file.items():
-        assert {one.position for one in when(trail, uri)} == positions
+        assert {one.position for one in when(run_data, uri)} == positions
 
 
-def test_what_a_crash_rolled_back_is_said(trail: Trail) -> None:
+def test_what_a_crash_rolled_back_is_said(run_data: RunDataIndex) -> None:
     """Attempt 1 did steps 1 to 6 and saved nothing; attempt 2 did 1 to 106 and saved 50 and 100; attempt 3 the rest."""
     executions: dict[int, set[tuple[int | None, str]]] = defaultdict(set)
-    for reader in trail.readers:
+    for reader in run_data.readers:
         for file in reader.files:
-            for one in when(trail, file.uri):
+            for one in when(run_data, file.uri):
                 executions[one.step].add((one.attempt, one.state))
     for step in range(1, STEPS + 1):
         expected: set[tuple[int | None, str]] = {(2 if step <= 100 else 3, "kept")}
@@ -188,78 +190,78 @@ def test_a_run_that_stands_still_says_what_is_open_and_planned(run_directory: Pa
     with AttemptRecord(copy, 1, 0, 0) as attempt:
         attempt.reached(9)
         attempt.saved(8)
-    trail = open_trail(copy)
+    run_data = RunDataIndex.open(copy)
     states: dict[int, set[str]] = defaultdict(set)
-    for reader in trail.readers:
+    for reader in run_data.readers:
         for file in reader.files:
-            for one in when(trail, file.uri):
+            for one in when(run_data, file.uri):
                 states[one.step].add(one.state)
     assert all(states[step] == {"kept"} for step in range(1, 9))
     assert states[9] == {"open"}
     assert all(states[step] == {"planned"} for step in range(10, STEPS + 1))
 
 
-def test_a_file_may_be_named_by_the_end_of_its_name(trail: Trail) -> None:
-    uri = trail.readers[0].files[0].uri
+def test_a_file_may_be_named_by_the_end_of_its_name(run_data: RunDataIndex) -> None:
+    uri = run_data.readers[0].files[0].uri
     short = "/".join(uri.split("/")[-3:])
     assert short.startswith("prose/")
-    assert when(trail, short) == when(trail, uri) == when(trail, f"./{short}") != ()
+    assert when(run_data, short) == when(run_data, uri) == when(run_data, f"./{short}") != ()
 
 
-def test_an_ambiguous_or_unknown_name_is_refused(trail: Trail) -> None:
+def test_an_ambiguous_or_unknown_name_is_refused(run_data: RunDataIndex) -> None:
     with pytest.raises(ConfigError, match=r"the end of 6 names: .*part-0/text.jsonl") as ambiguous:
-        when(trail, "text.jsonl")
+        when(run_data, "text.jsonl")
     assert ambiguous.value.exit_code == 2
     for name in ("ext.jsonl", "prose/part-0/texts.jsonl"):
         with pytest.raises(ConfigError, match="no file") as unknown:
-            when(trail, name)
+            when(run_data, name)
         assert "did you mean" in unknown.value.hint
         assert "text.jsonl" in unknown.value.hint
     for name in ("s3://nowhere/at-all", "nofile.txt", "zzz.jsonl"):  # endings are no resemblance
         with pytest.raises(ConfigError) as foreign:
-            when(trail, name)
+            when(run_data, name)
         assert "vorox data peek" in foreign.value.hint
         assert ".jsonl" not in foreign.value.hint
 
 
-def test_steps_and_slots_that_are_not_there(trail: Trail) -> None:
-    for step in (0, -1, trail.num_steps + 1):
+def test_steps_and_slots_that_are_not_there(run_data: RunDataIndex) -> None:
+    for step in (0, -1, run_data.num_steps + 1):
         with pytest.raises(ConfigError, match="no step"):
-            where(trail, step)
+            where(run_data, step)
     for slot in (-1, BATCH):
         with pytest.raises(ConfigError, match="no slot"):
-            where(trail, 1, slot)
+            where(run_data, 1, slot)
 
 
-def test_held_out_text_was_never_seen(trail: Trail) -> None:
+def test_held_out_text_was_never_seen(run_data: RunDataIndex) -> None:
     """Documents of the validation split have no row in the training caches."""
     seen_ordinals = defaultdict(set)
-    for row in rows_at(trail, np.arange(trail.plan.num_positions)):
+    for row in rows_at(run_data, np.arange(run_data.plan.num_positions)):
         for document in row.documents:
             seen_ordinals[document.uri].add(document.ordinal)
     held_out = [
         (file.uri, ordinal)
-        for reader in trail.readers
+        for reader in run_data.readers
         for file in reader.files
         for ordinal in range(8)
         if ordinal not in seen_ordinals[file.uri]
     ]
     assert held_out, "something is held out"
     for uri, ordinal in held_out:
-        assert when(trail, uri, ordinal=ordinal) == ()
+        assert when(run_data, uri, ordinal=ordinal) == ()
 
 
 # Caches
 
 
 def test_a_cache_that_is_gone_is_said(run_directory: Path, tmp_path: Path) -> None:
-    trail = open_trail(run_directory)
-    gone = trail.readers[1].directory
+    run_data = RunDataIndex.open(run_directory)
+    gone = run_data.readers[1].directory
     aside = gone.with_name("aside")
     gone.rename(aside)
     try:
         with pytest.raises(DataError, match="cache of source 'notes' is not there") as missing:
-            open_trail(run_directory)
+            RunDataIndex.open(run_directory)
         assert str(gone) in missing.value.where
     finally:
         aside.rename(gone)
@@ -274,12 +276,12 @@ def test_caches_that_moved_are_found_by_their_names(run_directory: Path, tmp_pat
     for attempt in record["attempts"]:
         attempt["notes"].pop("caches", None)
     (copy / "run.json").write_text(json.dumps(record))
-    trail = open_trail(run_directory)
-    wrong = trail.readers[0].directory.with_name(trail.readers[0].directory.name[:-8] + "00000000")
-    shutil.copytree(trail.readers[1].directory, wrong)
+    run_data = RunDataIndex.open(run_directory)
+    wrong = run_data.readers[0].directory.with_name(run_data.readers[0].directory.name[:-8] + "00000000")
+    shutil.copytree(run_data.readers[1].directory, wrong)
     try:
-        found = open_trail(copy)
-        assert [reader.directory for reader in found.readers] == [reader.directory for reader in trail.readers]
+        found = RunDataIndex.open(copy)
+        assert [reader.directory for reader in found.readers] == [reader.directory for reader in run_data.readers]
     finally:
         shutil.rmtree(wrong)
 
@@ -287,31 +289,31 @@ def test_caches_that_moved_are_found_by_their_names(run_directory: Path, tmp_pat
 def test_another_content_under_the_same_name_is_refused(run_directory: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run_directory, copy)
-    trail = open_trail(run_directory)
+    run_data = RunDataIndex.open(run_directory)
     record = json.loads((copy / "run.json").read_text())
-    record["attempts"][-1]["notes"]["caches"]["prose"] = str(trail.readers[1].directory)
+    record["attempts"][-1]["notes"]["caches"]["prose"] = str(run_data.readers[1].directory)
     for attempt in record["attempts"][:-1]:
         attempt["notes"].pop("caches", None)
     (copy / "run.json").write_text(json.dumps(record))
     with pytest.raises(DataError, match="source 'prose'"):
-        open_trail(copy)
+        RunDataIndex.open(copy)
 
 
 # Text
 
 
 @pytest.fixture
-def own_files(run_directory: Path, tmp_path: Path) -> Iterator[Trail]:
+def own_files(run_directory: Path, tmp_path: Path) -> Iterator[RunDataIndex]:
     """The run, with its files put back afterwards."""
-    trail = open_trail(run_directory)
-    uris = [file.uri for reader in trail.readers for file in reader.files]
+    run_data = RunDataIndex.open(run_directory)
+    uris = [file.uri for reader in run_data.readers for file in reader.files]
     content = {uri: Path(uri).read_bytes() for uri in uris}
-    yield trail
+    yield run_data
     for uri, before in content.items():
         Path(uri).write_bytes(before)
 
 
-def test_texts_are_read_again_from_the_files(own_files: Trail) -> None:
+def test_texts_are_read_again_from_the_files(own_files: RunDataIndex) -> None:
     finder = TextFinder(own_files)
     for row in rows_at(own_files, np.arange(0, 400, 3)):
         for document in row.documents:
@@ -322,7 +324,7 @@ def test_texts_are_read_again_from_the_files(own_files: Trail) -> None:
 
 
 @pytest.mark.parametrize("change", ["another text", "removed", "torn", "shifted"])
-def test_a_file_that_changed_is_not_believed(own_files: Trail, change: str) -> None:
+def test_a_file_that_changed_is_not_believed(own_files: RunDataIndex, change: str) -> None:
     (row,) = where(own_files, 5, 2)
     document = row.documents[0]
     expected = text_of(document).encode()[document.first_token : document.first_token + document.num_tokens].decode()
@@ -346,12 +348,12 @@ def test_a_file_that_changed_is_not_believed(own_files: Trail, change: str) -> N
 # Speed
 
 
-def test_a_row_takes_about_a_millisecond(trail: Trail) -> None:
-    where(trail, 1)
-    assert cost(lambda: [where(trail, step, 1) for step in range(1, 101)]) / 100 < 1
-    uri = trail.readers[0].files[0].uri
-    when(trail, uri, 0)
-    assert cost(lambda: when(trail, uri, 0)) < 100
+def test_a_row_takes_about_a_millisecond(run_data: RunDataIndex) -> None:
+    where(run_data, 1)
+    assert cost(lambda: [where(run_data, step, 1) for step in range(1, 101)]) / 100 < 1
+    uri = run_data.readers[0].files[0].uri
+    when(run_data, uri, 0)
+    assert cost(lambda: when(run_data, uri, 0)) < 100
 
 
 # One byte of a long document
@@ -370,8 +372,8 @@ def test_a_byte_of_a_long_text_is_found_in_the_rows_that_hold_it(tmp_path: Path,
     sources = json.dumps([{"name": "long", "format": "txt", "paths": [str(folder)]}])
     overrides = [f"data.sources={sources}", "train.num_steps=30", "eval.every_steps=null"]
     config = tiny_runs.configuration(tmp_path, [*overrides, "data.validation.held_out_fraction=0"])
-    trail = open_trail(tiny_runs.run(config).run_directory)
-    rows = [row for step in range(1, trail.num_steps + 1) for row in where(trail, step)]
+    run_data = RunDataIndex.open(tiny_runs.run(config).run_directory)
+    rows = [row for step in range(1, run_data.num_steps + 1) for row in where(run_data, step)]
     narrowed = 0
     for path in sorted(folder.iterdir()):
         for byte in generator.sample(range(3, path.stat().st_size), 4):
@@ -383,18 +385,18 @@ def test_a_byte_of_a_long_text_is_found_in_the_rows_that_hold_it(tmp_path: Path,
                         token = byte - document.byte_offset
                         if document.first_token <= token < document.first_token + document.num_tokens:
                             expected.add((row.step, row.slot))
-            found = when(trail, str(path), byte)
-            assert {(one.step, one.slot) for one in found if one.step <= trail.num_steps} == expected
+            found = when(run_data, str(path), byte)
+            assert {(one.step, one.slot) for one in found if one.step <= run_data.num_steps} == expected
             assert {one.granularity for one in found} == {"byte"}
             narrowed += expected < of_record
     assert narrowed > 10
 
 
-def test_where_a_record_wraps_its_text_the_answer_is_for_the_record(trail: Trail) -> None:
-    documents = {document for step in range(1, 40) for row in where(trail, step) for document in row.documents}
+def test_where_a_record_wraps_its_text_the_answer_is_for_the_record(run_data: RunDataIndex) -> None:
+    documents = {document for step in range(1, 40) for row in where(run_data, step) for document in row.documents}
     split = next(document for document in documents if document.num_tokens < document.document_tokens)
-    of_record = when(trail, split.uri, ordinal=split.ordinal)
-    found = when(trail, split.uri, split.byte_offset + split.byte_length // 2)
+    of_record = when(run_data, split.uri, ordinal=split.ordinal)
+    found = when(run_data, split.uri, split.byte_offset + split.byte_length // 2)
     assert {one.granularity for one in of_record} == {one.granularity for one in found} == {"record"}
     assert [one.position for one in found] == [one.position for one in of_record]
-    assert {one.granularity for one in when(trail, split.uri)} == {"file"}
+    assert {one.granularity for one in when(run_data, split.uri)} == {"file"}

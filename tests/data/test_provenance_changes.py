@@ -16,7 +16,7 @@ import tiny_runs
 from numpy_engine import NumpyEngine
 from vorox.core.schema import RunConfig
 from vorox.data.original_text import TextFinder
-from vorox.data.provenance import Trail, open_trail, rows_at, when, where
+from vorox.data.provenance import RunDataIndex, rows_at, when, where
 from vorox.data.streaming.retention import resident_units
 from vorox.experiments.metadata import MetadataCache
 
@@ -85,10 +85,10 @@ def ids_of(uri: str, offset: int, length: int) -> list[int]:
     return [*json.loads(raw)["text"].encode(), END_OF_TEXT]
 
 
-def stored(trail: Trail, step: int) -> list[list[int]]:
+def stored(run_data: RunDataIndex, step: int) -> list[list[int]]:
     """The documents' tokens of each slot, from the files."""
     rows: list[list[int]] = []
-    for row in where(trail, step):
+    for row in where(run_data, step):
         tokens: list[int] = []
         for document in row.documents:
             ids = ids_of(document.uri, document.byte_offset, document.byte_length)
@@ -104,9 +104,9 @@ def agree(found: Sequence[int], got: Sequence[int]) -> bool:
 
 def test_the_documents_are_what_the_engine_got(trained: Any) -> None:
     _, run_directory, seen = trained
-    with open_trail(run_directory) as trail:
+    with RunDataIndex.open(run_directory) as run_data:
         for step in sorted(seen)[:: max(1, len(seen) // 60)]:
-            for found, got in zip(stored(trail, step), seen[step], strict=True):
+            for found, got in zip(stored(run_data, step), seen[step], strict=True):
                 assert agree(found, got), step
 
 
@@ -114,12 +114,12 @@ def test_both_directions_agree(trained: Any) -> None:
     _, run_directory, seen = trained
     chooser = random.Random(8)
     last = max(seen) * BATCH
-    with open_trail(run_directory) as trail:
+    with RunDataIndex.open(run_directory) as run_data:
         positions = [chooser.randrange(last) for _ in range(150)]
-        for position, row in zip(positions, rows_at(trail, np.array(positions)), strict=True):
+        for position, row in zip(positions, rows_at(run_data, np.array(positions)), strict=True):
             document = chooser.choice(row.documents)
             byte = document.byte_offset + chooser.randrange(document.byte_length)
-            found = when(trail, document.uri, byte)
+            found = when(run_data, document.uri, byte)
             here = {(one.step, one.slot, one.epoch, one.row, one.source) for one in found if one.position == position}
             assert here == {(row.step, row.slot, row.epoch, row.row, row.source)}
             assert all(one.state == "kept" for one in found if one.step <= max(seen))
@@ -127,16 +127,16 @@ def test_both_directions_agree(trained: Any) -> None:
 
 def test_when_finds_all_that_a_walk_finds(trained: Any) -> None:
     _, run_directory, seen = trained
-    with open_trail(run_directory) as trail:
-        uri = next(rows_at(trail, np.array([max(seen) * BATCH - 1]))).documents[0].uri
+    with RunDataIndex.open(run_directory) as run_data:
+        uri = next(rows_at(run_data, np.array([max(seen) * BATCH - 1]))).documents[0].uri
         expected: dict[int, set[int]] = defaultdict(set)
-        for row in rows_at(trail, np.arange(max(seen) * BATCH)):
+        for row in rows_at(run_data, np.arange(max(seen) * BATCH)):
             for document in row.documents:
                 if document.uri == uri:
                     expected[document.ordinal].add(row.position)
         assert expected
         for ordinal in sorted(expected)[:12]:
-            found = {one.position for one in when(trail, uri, ordinal=ordinal) if one.state == "kept"}
+            found = {one.position for one in when(run_data, uri, ordinal=ordinal) if one.state == "kept"}
             assert found == expected[ordinal]
 
 
@@ -149,17 +149,17 @@ def test_the_database_knows_the_plan_and_every_step(trained: Any) -> None:
     events = MetadataCache.query(database, "SELECT payload FROM plan_event ORDER BY number").rows
     assert [json.loads(payload) for (payload,) in events] == written
     assert len(written) > (3 if case == "parts" else 4)
-    with open_trail(run_directory) as trail:
-        planned = sum(segment.num_rows * segment.num_epochs for group in trail.plan.segments for segment in group)
+    with RunDataIndex.open(run_directory) as run_data:
+        planned = sum(segment.num_rows * segment.num_epochs for group in run_data.plan.segments for segment in group)
     assert MetadataCache.query(database, "SELECT SUM(num_rows) AS n FROM epochs").rows == [(planned,)]
 
 
 def test_texts_come_from_the_files(trained: Any) -> None:
     _, run_directory, seen = trained
-    with open_trail(run_directory) as trail:
-        finder = TextFinder(trail)
+    with RunDataIndex.open(run_directory) as run_data:
+        finder = TextFinder(run_data)
         for step in (1, max(seen) // 2, max(seen)):
-            for row in where(trail, step):
+            for row in where(run_data, step):
                 for document in row.documents:
                     found = finder.find(row, document)
                     ids = ids_of(document.uri, document.byte_offset, document.byte_length)[:-1]
@@ -171,15 +171,15 @@ def test_a_stream_that_forgot_its_chunks_still_tells(trained: Any) -> None:
     case, run_directory, seen = trained
     if case != "streaming":
         return
-    with open_trail(run_directory) as trail:
-        directories = [reader.directory for reader in trail.readers]
-        units = [len(reader.units) for reader in trail.readers]
+    with RunDataIndex.open(run_directory) as run_data:
+        directories = [reader.directory for reader in run_data.readers]
+        units = [len(reader.units) for reader in run_data.readers]
     for directory, count in zip(directories, units, strict=True):
         assert 0 < len(resident_units(directory)) < count, "some chunks were removed after use"
         for paths in resident_units(directory).values():
             for path in paths:
                 path.unlink()
-    with open_trail(run_directory) as trail:
+    with RunDataIndex.open(run_directory) as run_data:
         for step in (1, max(seen)):
-            for found, got in zip(stored(trail, step), seen[step], strict=True):
+            for found, got in zip(stored(run_data, step), seen[step], strict=True):
                 assert agree(found, got)

@@ -19,7 +19,7 @@ from vorox.data.bin_shards import write_shard
 from vorox.data.dataset import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
 from vorox.data.original_text import TextFinder
-from vorox.data.provenance import open_trail, where
+from vorox.data.provenance import RunDataIndex, where
 from vorox.data.tokenizers.loading import load
 
 VOCAB_SIZE, END = 300, 299
@@ -104,11 +104,11 @@ def test_a_run_goes_back_to_its_ids_and_reports_no_bits_per_byte(
     outcome = tiny_runs.run(configuration(tmp_path, folder, "eval.every_steps=6", ids_dtype="uint16"))
     evaluations = (outcome.run_directory / "evaluations.jsonl").read_text().splitlines()
     assert all('"bits_per_byte":null' in line.replace(" ", "") for line in evaluations)
-    with open_trail(outcome.run_directory) as trail:
-        row = where(trail, 1, 0)[0]
+    with RunDataIndex.open(outcome.run_directory) as run_data:
+        row = where(run_data, 1, 0)[0]
         for document in row.documents:
             expected = ids(0).reshape(-1, 50)[document.ordinal][document.first_token :][: document.num_tokens].tolist()
-            found = TextFinder(trail).find(row, document)
+            found = TextFinder(run_data).find(row, document)
             assert found.origin == "source"
             assert found.text.split() == [str(token) for token in expected if token != END]
     kept = load(outcome.run_directory / "tokenizer")

@@ -21,7 +21,7 @@ from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import prepare
 from vorox.data.inspection import peek, stats, verify
-from vorox.data.provenance import open_trail, when, where
+from vorox.data.provenance import RunDataIndex, when, where
 from vorox.data.transfer.export import export
 from vorox.training.replay import replay
 
@@ -86,13 +86,13 @@ def test_a_run_validates_on_them_and_replays(
     assert sorted(outcome.eval_losses) == [6, 12]
     log = (outcome.run_directory / "log.txt").read_text()
     assert "Validates on 1 file of data.validation.sources (other)" in log
-    with open_trail(outcome.run_directory) as trail:
-        assert {Path(d.uri).name for row in where(trail, 1) for d in row.documents} == {"text.jsonl"}
-        assert len(when(trail, "text.jsonl", ordinal=0)) >= 1
+    with RunDataIndex.open(outcome.run_directory) as run_data:
+        assert {Path(d.uri).name for row in where(run_data, 1) for d in row.documents} == {"text.jsonl"}
+        assert len(when(run_data, "text.jsonl", ordinal=0)) >= 1
         for name in ("held.jsonl", str(tmp_path / "other" / "held.jsonl")):
-            assert when(trail, name) == ()
+            assert when(run_data, name) == ()
         with pytest.raises(ConfigError):
-            when(trail, "nowhere.jsonl")
+            when(run_data, "nowhere.jsonl")
     assert main(["data", "when", str(outcome.run_directory), "--source", "held.jsonl"]) == 0
     assert "data.validation.sources" in capsys.readouterr().out
     report = replay(

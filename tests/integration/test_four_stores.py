@@ -18,7 +18,7 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.config import load_config
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
-from vorox.data.provenance import open_trail, when, where
+from vorox.data.provenance import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data
 from vorox.train import Outcome
 from vorox.training.chain import read_chain
@@ -95,18 +95,18 @@ def test_faults_change_no_step_and_provenance_agrees_both_ways(
     assert min(kinds.values()) >= 1, f"too few faults to show anything: {kinds}"
     assert result(faulty) == clean
 
-    trail = open_trail(faulty.run_directory)
+    run_data = RunDataIndex.open(faulty.run_directory)
     chooser = random.Random(1)
     seen: set[str] = set()
     for _ in range(1_000):
         step, slot = chooser.randint(1, STEPS), chooser.randrange(ROWS)
-        (row,) = where(trail, step, slot)
+        (row,) = where(run_data, step, slot)
         assert row.documents
         document = chooser.choice(row.documents)
         seen.add(document.uri.partition(":")[0])
         text = text_of(stores, row.source, document.uri, document.ordinal)
         assert document.text_xxh3 == xxhash.xxh3_64_intdigest(text.encode())
-        times = when(trail, document.uri, ordinal=document.ordinal)
+        times = when(run_data, document.uri, ordinal=document.ordinal)
         assert (step, slot, row.row) in {(time.step, time.slot, time.row) for time in times}
     assert len(seen) == 4
 

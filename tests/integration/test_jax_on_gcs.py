@@ -26,7 +26,7 @@ from vorox.core.errors import Preempted
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
-from vorox.data.provenance import open_trail, where
+from vorox.data.provenance import RunDataIndex, where
 from vorox.training.chain import read_chain
 from vorox.training.ledger import Ledger, StartedStep
 from vorox.training.mirror import contents_of
@@ -88,8 +88,8 @@ def test_trains_resumes_and_mirrors(
 ) -> None:
     straight = run(on_machine(tmp_path / "straight", arrays, mirrored=False))
     expected = read_chain(straight.run_directory)
-    trail = open_trail(straight.run_directory)
-    rows = [row.source for step in range(1, 9) for slot in range(4) for row in where(trail, step, slot)]
+    run_data = RunDataIndex.open(straight.run_directory)
+    rows = [row.source for step in range(1, 9) for slot in range(4) for row in where(run_data, step, slot)]
     assert set(rows) == {"shards", "books", "crawl"}
 
     first = on_machine(tmp_path / "first", arrays)

@@ -12,7 +12,7 @@ import pytest
 from dataset_folders import write_mds, write_saved_dataset
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.data.original_text import TextFinder
-from vorox.data.provenance import open_trail, when, where
+from vorox.data.provenance import RunDataIndex, when, where
 
 TEXTS = [f"record {n} " + "of a folder " * (n % 5) for n in range(90)]
 STREAMED = ["data.mode=streaming", "data.growth.mode=strict", "data.growth.later_passes=segments"]
@@ -42,14 +42,14 @@ def test_a_folder_trains_and_every_row_leads_back_to_its_records(
     words = [source(tmp_path, form), "data.sequence_length_tokens=32", "train.num_steps=8", "eval.every_steps=8"]
     outcome = run(configuration(tmp_path, [*words, *(STREAMED if mode == "streaming" else [])]))
     assert 8 in outcome.eval_losses
-    with open_trail(outcome.run_directory) as trail:
-        finder = TextFinder(trail)
-        for row in where(trail, 3):
+    with RunDataIndex.open(outcome.run_directory) as run_data:
+        finder = TextFinder(run_data)
+        for row in where(run_data, 3):
             for document in row.documents:
                 found = finder.find(row, document)
                 assert found.origin == "source", found.why
                 number = document.ordinal + (45 if document.uri.endswith("00001-of-00002.arrow") else 0)
                 number += 50 if "shard.00001" in document.uri else 0
                 assert found.text in TEXTS[number]
-                again = when(trail, document.uri, ordinal=document.ordinal)
+                again = when(run_data, document.uri, ordinal=document.ordinal)
                 assert (row.step, row.slot) in {(one.step, one.slot) for one in again}

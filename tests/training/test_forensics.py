@@ -18,7 +18,7 @@ from vorox.core.errors import NumericalError
 from vorox.core.json_lines import read_lines
 from vorox.core.records import StepValues
 from vorox.core.run_lookup import run_directories
-from vorox.data.provenance import open_trail, where
+from vorox.data.provenance import RunDataIndex, where
 from vorox.experiments.artifacts import remove_run
 from vorox.training.chain import read_chain
 
@@ -81,8 +81,8 @@ def test_the_first_place_is_named(
     said = [event for event in read_lines(directory / "events.jsonl") if event["kind"] == "nonfinite_record"]
     assert len(said) == 1
     assert path.name in said[0]["message"]
-    with open_trail(directory) as trail:
-        expected = [(row.slot, row.row, [d.uri for d in row.documents]) for row in where(trail, 5)]
+    with RunDataIndex.open(directory) as run_data:
+        expected = [(row.slot, row.row, [d.uri for d in row.documents]) for row in where(run_data, 5)]
     found = [(row["slot"], row["row"], [d["uri"] for d in row["documents"]]) for row in record["rows"]]
     assert found == expected
     assert len(found) == 4

@@ -260,7 +260,7 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     (said,) = events(directory, "dataset_grew")
     assert f"are {grown:,} steps; the run began with {begun:,}" in said
     assert ("is extended" in said) == follow
-    assert [known.total_steps for known in plan.tables.horizons] == [begun, grown][: 1 + follow]
+    assert [known.total_steps for known in plan.state.horizons] == [begun, grown][: 1 + follow]
     report = replayed(directory)
     assert (report.is_exact, report.num_steps) == (True, outcome.progress.step)
 
@@ -407,7 +407,7 @@ def test_a_curriculum_by_difficulty(tmp_path: Path) -> None:
     outcome = run(config)
     plan = Plan.open(outcome.run_directory / "plan.jsonl")
     assert [source.name for source in plan.sources] == ["text.easy", "text.hard"]
-    sources = plan.tables.mixture.locate(np.arange(48))[0].tolist()
+    sources = plan.state.mixture.locate(np.arange(48))[0].tolist()
     assert sources == [0] * 20 + [1] * 28
     assert replayed(outcome.run_directory).is_exact
 
@@ -450,7 +450,7 @@ def test_everything_at_once(tmp_path: Path, mode: list[str]) -> None:
     assert outcome.progress.step == 30
     plan = Plan.open(directory / "plan.jsonl")
     assert [source.name for source in plan.sources] == ["one.easy", "one.hard", "two"]
-    drawn = plan.tables.mixture.locate(np.arange(120))[0].tolist()
+    drawn = plan.state.mixture.locate(np.arange(120))[0].tolist()
     assert drawn[:40].count(0) == drawn[:40].count(2) == 20
     assert drawn[40:].count(1) == drawn[40:].count(2) == 40
     assert replayed(directory, 0, 8).is_exact

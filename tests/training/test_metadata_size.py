@@ -35,7 +35,7 @@ def grown_plan(path: Path) -> Plan:
     unit, draw, size, segments = 0, 0, 1, []
     while draw < STEPS * BATCH:
         rows = size * UNIT_ROWS
-        segments.append(Segment(0, draw, 0, 1, (UnitRange(unit, unit + size, rows),), f"{unit:064x}"))
+        segments.append(Segment(source.name, draw, 0, 1, (UnitRange(unit, unit + size, rows),), f"{unit:064x}"))
         unit, draw, size = unit + size, draw + rows, min(2 * size, MOST_SEGMENT_UNITS)
     plan.add(segments)
     return plan

@@ -209,7 +209,7 @@ class _BatchReader:
         position = step * self._batch_rows
         events, digest = self._cursor.plan_events, self._cursor.plan_digest
         if self._plan.start.growth is not None:
-            events = max(events, self._plan.tables.events_covering(position))
+            events = max(events, self._plan.state.events_covering(position))
             digest = self._plan.digest_at(events) or digest
         return DataCursor(plan_digest=digest, plan_events=events, step=step, position=position, seed=self._cursor.seed)
 

@@ -1,4 +1,4 @@
-"""Which source each draw comes from: exact mixing by rational weights, evaluated and inverted at single draws.
+"""Exact mixing of sources by rational weights: the source of each draw, evaluated and inverted at single draws.
 
 ``mix/1``: the sources are the leaves of a weight-balanced binary tree. Of the first k draws that reach a node,
 ``k * left weight / weight``, rounded to the nearest integer and halves up, go left. All in integers, so there is no
@@ -59,7 +59,7 @@ class Mixture:
         self._build_tree()
 
     def locate(self, draws: Draws) -> tuple[npt.NDArray[np.int32], Draws]:
-        """The source of each draw, and which of that source's draws it is."""
+        """Return the source of each draw, and its number among that source's draws."""
         node = np.zeros(draws.shape, np.int32)
         nth: _Integers = draws.astype(self._dtype)
         inner = np.flatnonzero(self._left_child[node] != _NONE)
@@ -74,7 +74,7 @@ class Mixture:
         return self._source[node], nth.astype(np.int64)
 
     def invert(self, source_index: npt.NDArray[np.int32], source_draw: Draws) -> Draws:
-        """The draw at which each source is drawn for the given time: the inverse of ``locate``."""
+        """Return the draw with the given number of each source: the inverse of ``locate``."""
         node = self._leaf[source_index]
         nth: _Integers = source_draw.astype(self._dtype)
         inner = np.flatnonzero(node != 0)
@@ -92,7 +92,7 @@ class Mixture:
         return nth.astype(np.int64)
 
     def counts(self, num_draws: int) -> tuple[int, ...]:
-        """How often each source is drawn in the first ``num_draws``."""
+        """Return how often each source is drawn in the first ``num_draws``."""
         reaching = {0: num_draws}
         for node in range(len(self._weight)):  # parents come before their children
             left, right = int(self._left_child[node]), int(self._right_child[node])
@@ -103,7 +103,7 @@ class Mixture:
         return tuple(reaching[int(leaf)] for leaf in self._leaf)
 
     def _build_tree(self) -> None:
-        """Heaviest sources first, each group split where the halves are nearest to equal; the root is node 0."""
+        """Build the tree: heaviest sources first, each group split nearest to half; the root is node 0."""
         order = sorted(range(len(self.shares)), key=lambda source: (-self.shares[source], source))
         groups, parents, sources = [order], [_NONE], list[int]()
         children: list[tuple[int, int]] = []
@@ -123,7 +123,7 @@ class Mixture:
 
 
 def _nearest_half(shares: list[int]) -> int:
-    """Where to cut so that the two sums are nearest to equal; the first such place."""
+    """Return the first cut that makes the two sums nearest to equal."""
     total, left, best, best_gap = sum(shares), 0, 1, sum(shares)
     for cut, share in enumerate(shares[:-1], 1):
         left += share

@@ -1,7 +1,7 @@
-"""A mixture that changes on the way: stages of exact weights, each beginning at a draw, with closed forms throughout.
+"""A mixture that changes during a run: stages of exact weights, each from a draw on, with closed forms throughout.
 
-A stage takes up every source's count of draws where the stages before it left it (its *base*), so a source goes on
-with its next row whenever it is drawn again, however the weights changed meanwhile. Both directions are the mixture's
+A stage continues every source's count of draws from the stages before it (its *base*), so a source continues with its
+next row whenever it is drawn again, however the weights changed meanwhile. Both directions are the mixture's
 closed form plus one binary search over the stages. With one stage over all sources, it is the mixture itself.
 
 Shape legend: G stages, S sources.
@@ -20,7 +20,7 @@ from vorox.core.errors import ConfigError
 from vorox.data.mixture import Draws, Mixture
 
 NEVER = 2**62
-"""Where a draw stands that no stage ever comes to."""
+"""The position of a draw that no stage reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Stage:
     row_pieces: int = 1
 
     def is_like(self, other: Stage) -> bool:
-        """Whether both draw and cut rows alike, wherever they begin."""
+        """Return whether both mix and cut rows alike, wherever they begin."""
         mine, theirs = sum(self.weights.values()), sum(other.weights.values())
         shares = {source: weight / mine for source, weight in self.weights.items()}
         return self.row_pieces == other.row_pieces and shares == {
@@ -47,7 +47,7 @@ class Stage:
 
 
 class MixtureStages:
-    """Stages one after the other.
+    """Consecutive stages.
 
     Args:
         stages: In ascending order; the first begins at 0.
@@ -79,11 +79,11 @@ class MixtureStages:
         self._is_one = len(stages) == 1 and len(self._active[0]) == num_sources
 
     def stage_at(self, position: int) -> Stage:
-        """The stage that decides a position."""
+        """Return the stage in force at a position."""
         return self.stages[int(np.searchsorted(self._starts, position, side="right")) - 1]
 
     def locate(self, draws: Draws) -> tuple[npt.NDArray[np.int32], Draws]:
-        """The source of each draw, and which of that source's draws it is."""
+        """Return the source of each draw, and its number among that source's draws."""
         if self._is_one:
             return self._mixtures[0].locate(draws)
         source_index, source_draw = np.empty(draws.shape, np.int32), np.empty(draws.shape, np.int64)
@@ -96,7 +96,7 @@ class MixtureStages:
         return source_index, source_draw
 
     def invert(self, source_index: npt.NDArray[np.int32], source_draw: Draws) -> Draws:
-        """The draw at which each source is drawn for the given time, or ``NEVER``: the inverse of ``locate``."""
+        """Return the draw with the given number of each source, or ``NEVER``: the inverse of ``locate``."""
         if self._is_one:
             return self._mixtures[0].invert(source_index, source_draw)
         draws = np.full(source_draw.shape, NEVER, np.int64)
@@ -115,7 +115,7 @@ class MixtureStages:
         return draws
 
     def counts(self, num_draws: int) -> tuple[int, ...]:
-        """How often each source is drawn in the first ``num_draws``."""
+        """Return how often each source is drawn in the first ``num_draws``."""
         stage = int(np.searchsorted(self._starts, max(0, num_draws - 1), side="right")) - 1
         counts = self._bases_GS[stage].copy()
         counts[self._active[stage]] += np.array(self._mixtures[stage].counts(num_draws - int(self._starts[stage])))

@@ -1,8 +1,8 @@
-"""The text behind a stretch of tokens: read again from its file if that still holds it, else decoded from the cache.
+"""The text of a document's tokens: read again from its file if that is unchanged, else decoded from the cache.
 
-In: a run's trail and a document in one of its rows. Out: the text of exactly those tokens, and where it is from. A
-file counts as unchanged if the record's text has the hash that was taken when it was packed, and its tokens are those
-of the row; for anything else the reason is said. Nothing here is needed to know where a row came from.
+A run and a document in one of its rows go in; the text of exactly those tokens comes out, with its origin. A file is
+unchanged if the record's text has the hash that was recorded when it was packed, and its tokens are those of the row;
+otherwise the reason is returned too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
+from vorox.data.difficulty_buckets import cache_name, cache_of
 from vorox.data.documents import BadRecord, TokenDocument
-from vorox.data.parts import cache_name, cache_of
-from vorox.data.provenance import DocumentOrigin, RowOrigin, Trail
+from vorox.data.provenance import DocumentOrigin, RowOrigin, RunDataIndex
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import read_record
 from vorox.data.tokenizers.loading import load
@@ -43,69 +43,69 @@ class FoundText:
 
 
 class TextFinder:
-    """Finds texts of one run; asks each file once what it is."""
+    """Finds texts of one run; lists each file once."""
 
-    def __init__(self, trail: Trail) -> None:
-        self._trail = trail
+    def __init__(self, run_data: RunDataIndex) -> None:
+        self._run_data = run_data
         self._files: dict[str, StoredFile] = {}
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load(RunLayout(self._trail.directory).tokenizer)
+        return load(RunLayout(self._run_data.directory).tokenizer)
 
     @cached_property
     def _sources(self) -> dict[str, SourceConfig]:
         """By the name of the cache; sources that later configurations left out are not there."""
-        return {source.name: source for source in recorded_config(self._trail.directory).data.sources}
+        return {source.name: source for source in recorded_config(self._run_data.directory).data.sources}
 
     def find(self, row: RowOrigin, document: DocumentOrigin) -> FoundText:
-        """The text of a document's tokens in a row.
+        """Return the text of a document's tokens in a row.
 
         Raises:
             DataError: The row cannot be read, or the run's tokenizer is gone.
         """
-        block = cache_of(self._trail.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
+        block = cache_of(self._run_data.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
         tokens = block.tokens_NC[0][document.row_token : document.row_token + document.num_tokens].tolist()
         try:
             return FoundText(self._from_source(row, document, tokens), "source")
-        except _OtherNowError as error:
+        except _ChangedError as error:
             why = str(error)
         except VoroxError as error:
             why = error.what
         return FoundText(self._decoded(document, tokens), "cache", why)
 
     def _decoded(self, document: DocumentOrigin, tokens: list[int]) -> str:
-        """The text of tokens, without the end of text that the last of a document stands for."""
+        """Return the text of tokens, without a document's end-of-text token."""
         ends = document.first_token + document.num_tokens == document.document_tokens
         return self._tokenizer.decode(tokens[:-1] if ends else tokens)
 
     def _from_source(self, row: RowOrigin, document: DocumentOrigin, tokens: list[int]) -> str:
-        config = self._sources.get(cache_name(self._trail.plan.sources[row.source_index]))
+        config = self._sources.get(cache_name(self._run_data.plan.sources[row.source_index]))
         if config is None:
-            raise _OtherNowError("the run's configuration no longer has this source")
+            raise _ChangedError("the run's configuration no longer has this source")
         place = (document.ordinal, document.byte_offset, document.byte_length)
         if config.has_tokens and config.end_of_text_id is None:
-            end = self._trail.readers[row.source_index].recipe.end_of_text_id
+            end = self._run_data.readers[row.source_index].recipe.end_of_text_id
             config = config.model_copy(update={"end_of_text_id": end})
         record = read_record(config, self._file(document), 0, *place)
         if isinstance(record, BadRecord):
-            raise _OtherNowError(f"the file changed since it was packed: the record is {record.reason}")
+            raise _ChangedError(f"the file changed since it was packed: the record is {record.reason}")
         if isinstance(record, TokenDocument):
             ids, text = record.tokens.tolist(), None
         else:
             ids, text = [], record.text
             if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
-                raise _OtherNowError("the file changed since it was packed, or a transform changed the text")
+                raise _ChangedError("the file changed since it was packed, or a transform changed the text")
             ids = self._tokenizer.encode(text).tolist()
-        ids.append(self._trail.readers[row.source_index].recipe.end_of_text_id)
+        ids.append(self._run_data.readers[row.source_index].recipe.end_of_text_id)
         first = document.first_token
         if ids[first : first + document.num_tokens] != tokens:
-            raise _OtherNowError("a transform changed the tokens, or the file changed since it was packed")
+            raise _ChangedError("a transform changed the tokens, or the file changed since it was packed")
         whole = text is not None and document.num_tokens == document.document_tokens
         return text if whole and text is not None else self._decoded(document, tokens)
 
     def _file(self, document: DocumentOrigin) -> StoredFile:
-        """The file as it is now, or, where the store keeps versions, as it was."""
+        """Return the file as it is now, or the version that was read where the store keeps versions."""
         known = self._files.get(document.uri)
         if known is None:
             (known,) = list_files(document.uri, ())
@@ -115,5 +115,5 @@ class TextFinder:
         return known
 
 
-class _OtherNowError(Exception):
-    """The source does not hold what was packed; the message says why."""
+class _ChangedError(Exception):
+    """The source no longer holds what was packed; the message says why."""

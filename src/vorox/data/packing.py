@@ -1,4 +1,4 @@
-"""Documents to rows: which tokens of which document stand where.
+"""Packing of documents into rows: which tokens of which document stand where.
 
 Document lengths go in, rows of fragments come out. A row holds ``row_tokens`` tokens, one more than the model sees, so
 that every position has a token to predict.
@@ -75,7 +75,7 @@ def pack(
     row_tokens: int,
     method: PackingMethod = "best_fit",
 ) -> Packing:
-    """Place documents of the given lengths into rows.
+    """Pack documents of the given lengths into rows.
 
     Args:
         lengths: Tokens of each document, its end-of-text token included. A document of none takes no room.
@@ -103,7 +103,7 @@ def pack(
 
 
 def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Document, token offset and length of every fragment, in document order.
+    """Return document, token offset and length of every fragment, in document order.
 
     Each fragment but a document's last fills a row; neighbours share one token.
     """
@@ -116,7 +116,7 @@ def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array,
 
 
 def _best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Fragments of every row, best-fit decreasing.
+    """Return the fragments of every row, by best-fit decreasing.
 
     Open rows are kept by their free space, and an integer has the bit ``n`` set while some row has ``n`` tokens free:
     the lowest set bit at or above a fragment's length is the best fit, in a handful of operations for any row length.
@@ -197,7 +197,7 @@ def _fill_open_rows(
 
 
 def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:
-    """Rows that are windows of the stream of all documents; neighbours share one token, so no target is lost."""
+    """Return rows that are windows of the stream of all documents; neighbours share one token, so no target is lost."""
     ends_D = np.cumsum(lengths_D)
     starts_D = ends_D - lengths_D
     total = int(lengths_D.sum())

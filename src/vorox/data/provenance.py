@@ -1,9 +1,9 @@
-"""Where the rows of a step came from, and which steps saw a document: ``where`` and ``when``.
+"""Provenance queries: the documents behind a step's rows (``where``), and the steps that saw a document (``when``).
 
-In: a run directory and the caches that it reads; no database, no engine, no network. Out: documents with their files,
-bytes and tokens for the rows of a step; steps, slots and epochs for the bytes of a file, with what became of each
-step (``core.attempts``). Nothing is looked up in a record of what was read: the plan is evaluated, or inverted, and the
-chunk says whose tokens a row holds. Invariant: the two are inverse; what ``where`` says of a position, ``when`` finds.
+A run's plan and caches go in, without a database, an engine or a network. Documents with their files, bytes and tokens
+come out for the rows of a step; steps, slots and epochs for the bytes of a file, with the state of each step
+(``core.attempts``). Nothing was recorded per row: the plan is evaluated or inverted, and the chunk says whose tokens a
+row holds. Invariant: the two are inverse; ``when`` finds every position whose ``where`` names the document.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vorox.core.attempts import StepInterval, intervals, read_attempts
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
-from vorox.data.byte_of_document import ByteFinder, Granularity
-from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import SourceReader, cache_of
+from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.difficulty_buckets import SourceReader, cache_of
+from vorox.data.run_data_index import RunDataIndex, attempt_notes
 from vorox.data.storage import absolute
-from vorox.data.trail import Trail, noted, open_trail
+from vorox.data.text.formats import ROW_GROUPS
+from vorox.data.tokenizers.loading import load
 
-__all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "Trail", "open_trail", "rows_at", "when", "where"]
+__all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "RunDataIndex", "rows_at", "when", "where"]
 
-_MOST_NAMED = 8
+_MAX_NAMES = 8
 
 State = Literal["kept", "rolled_back", "open", "planned", "beyond"]
+Granularity = Literal["byte", "record", "row group", "file"]
+"""What a row is known to hold: the byte; tokens of its record, or in Parquet of its row group; tokens of the file."""
+
 Positions = npt.NDArray[np.int64]
 
 
@@ -45,7 +50,7 @@ class DocumentOrigin:
         byte_offset: First byte of the record in the (decompressed) file.
         byte_length: Bytes of the record.
         first_token: First of the document's tokens that stands here.
-        num_tokens: So many of them do.
+        num_tokens: How many of them stand here.
         document_tokens: Tokens of the whole document, its end of text included.
         row_token: Where in the row they begin.
         text_xxh3: xxh3-64 of the whole document's text.
@@ -75,7 +80,7 @@ class RowOrigin:
         source_index: The source, in the order of the plan's start.
         epoch: Pass over the source, from 0.
         row: Row of the source's cache.
-        num_tokens: Tokens of documents in the row; what is left of it is padding.
+        num_tokens: Tokens of documents in the row; the rest is padding.
         padding_tokens: Positions of padding.
         documents: In row order.
     """
@@ -107,8 +112,7 @@ class Occurrence:
         state: ``kept``, ``rolled_back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
             no checkpoint yet), ``planned`` (not done) or ``beyond`` (the plan covers it, the run ends before it).
         attempt: Which attempt did it; ``None`` where none did.
-        granularity: What the row is known to hold of what was asked for: a piece of the ``file``; tokens of the
-            ``record``, or of the ``row group`` with the byte; or the ``byte`` itself.
+        granularity: How closely the row is known to match the query.
     """
 
     uri: str
@@ -123,40 +127,40 @@ class Occurrence:
     granularity: Granularity
 
 
-def where(trail: Trail, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
-    """The documents behind the rows of a step.
+def where(run_data: RunDataIndex, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
+    """Return the documents behind the rows of a step.
 
     Args:
-        trail: The run.
+        run_data: The run.
         step: From 1.
-        slot: Only this slot of the global batch. None: all of them, in order.
+        slot: Only this slot of the global batch; ``None`` for all, in order.
 
     Raises:
         ConfigError: There is no such step or slot.
         DataError: A chunk is missing or damaged.
     """
-    positions = trail.positions_of_step(step)
+    positions = run_data.positions_of_step(step)
     if slot is not None and not 0 <= slot < len(positions):
         raise ConfigError(f"there is no slot {slot}: a step has the slots 0 to {len(positions) - 1}", where="--slot")
     chosen = positions if slot is None else positions[slot : slot + 1]
-    return tuple(rows_at(trail, np.array(chosen, np.int64)))
+    return tuple(rows_at(run_data, np.array(chosen, np.int64)))
 
 
-def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
-    """The rows at some positions, with their documents, in the order given."""
-    found = trail.plan.locate(positions)
+def rows_at(run_data: RunDataIndex, positions: Positions) -> Iterator[RowOrigin]:
+    """Yield the rows at some positions, with their documents, in the order given."""
+    found = run_data.plan.locate(positions)
     for number, position in enumerate(positions.tolist()):
         index = int(found.source_index[number])
-        reader = trail.readers[index]
+        reader = run_data.readers[index]
         row = int(found.row[number]) + int(reader.unit_row_starts[found.unit_start[number]])
         documents = _documents(reader, row)
         num_tokens = sum(document.num_tokens for document in documents)
-        step, slot = trail.step_and_slot(position)
+        step, slot = run_data.step_and_slot(position)
         yield RowOrigin(
             step=step,
             slot=slot,
             position=position,
-            source=trail.plan.sources[index].name,
+            source=run_data.plan.sources[index].name,
             source_index=index,
             epoch=int(found.epoch[number]),
             row=_cache_row(reader, row),
@@ -167,7 +171,7 @@ def rows_at(trail: Trail, positions: Positions) -> Iterator[RowOrigin]:
 
 
 def _cache_row(reader: SourceReader, row: int) -> int:
-    """The row of the cache that is a row of a source, which may be a part of a cache."""
+    """Return the cache's number of a row of a source, which may be a bucket of the cache."""
     return row if isinstance(reader, CacheReader) else int(reader.base_rows(np.array([row]))[0])
 
 
@@ -193,55 +197,106 @@ def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
     return tuple(documents)
 
 
-def when(trail: Trail, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
-    """Every time that a file, or one of its documents, was or will be trained on, by step and slot.
+def when(
+    run_data: RunDataIndex, uri: str, byte: int | None = None, *, ordinal: int | None = None
+) -> tuple[Occurrence, ...]:
+    """Return every time that a file, or one of its documents, was or will be trained on, by step and slot.
 
-    A step that several attempts did is there once for each. A document that was packed into several rows, or read in
-    several epochs, is there for each of them.
+    A step that several attempts did is there once for each; a document that was packed into several rows, or read in
+    several epochs, once for each of them.
 
     Args:
-        trail: The run.
-        uri: The file, or enough of the end of its name to tell it from the others.
-        byte: Only the document whose record has this byte; in Parquet, those of the row group that has it. Of a
-            document in several rows only those that hold the byte, where its tokens tell (see ``granularity``).
+        run_data: The run.
+        uri: The file, or enough of the end of its name to identify it.
+        byte: Only the document whose record has this byte; in Parquet, the documents of its row group. Of a document
+            in several rows only those that hold the byte, where its tokens show that (see ``granularity``).
         ordinal: Only the document with this number within the file, from 0.
 
     Raises:
-        ConfigError: There is no such file, or several. One of ``data.validation.sources`` is in no step.
+        ConfigError: There is no such file, or there are several.
         DataError: A chunk is missing or damaged.
     """
-    history = intervals(read_attempts(trail.directory))
-    total_steps = next((steps for steps in noted(trail.directory, "total_steps") if type(steps) is int), None)
+    history = intervals(read_attempts(run_data.directory))
+    lengths = attempt_notes(run_data.directory, "total_steps")
+    total_steps = next((steps for steps in lengths if type(steps) is int), None)
     places: list[tuple[int, str, str, int, Granularity]] = []
-    finder = ByteFinder(RunLayout(trail.directory).tokenizer)
-    for index, file_index in _files(trail, uri):
-        reader, name = trail.readers[index], trail.plan.sources[index].name
-        file = reader.files[file_index]
-        known: dict[int, Granularity] | None = None
+    for index, file_index in _files(run_data, uri):
+        reader, source = run_data.readers[index], run_data.plan.sources[index].name
+        rows = [(row, _cache_row(reader, row)) for row in reader.rows_of_document(file_index, byte, ordinal).tolist()]
+        granularity = dict.fromkeys((cache_row for _, cache_row in rows), "file" if ordinal is None else "record")
         if byte is not None and ordinal is None:
-            cache = cache_of(reader)
-            known = finder.narrowed(cache, cache.rows_of_document(file_index, byte), file_index, byte)
-        for row in reader.rows_of_document(file_index, byte, ordinal).tolist():
-            positions, cache_row = trail.plan.positions_of(index, row, reader), _cache_row(reader, row)
-            held: Granularity = "file" if ordinal is None else "record"
-            if known is not None:
-                if cache_row not in known:
-                    continue
-                held = known[cache_row]
-            places.extend((position, file.uri, name, cache_row, held) for position in positions.tolist())
-    epochs = trail.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
+            granularity = _rows_with_byte(run_data, cache_of(reader), file_index, byte)
+        for row, cache_row in rows:
+            if cache_row in granularity:
+                positions, file = run_data.plan.positions_of(index, row, reader), reader.files[file_index]
+                known = granularity[cache_row]
+                places += [(position, file.uri, source, cache_row, known) for position in positions.tolist()]
+    epochs = run_data.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
     found: list[Occurrence] = []
-    for (position, full_uri, name, cache_row, held), epoch in zip(places, epochs.tolist(), strict=True):
-        step, slot = trail.step_and_slot(position)
+    for (position, full_uri, source, cache_row, known), epoch in zip(places, epochs.tolist(), strict=True):
+        step, slot = run_data.step_and_slot(position)
         found += [
-            Occurrence(full_uri, name, step, slot, position, epoch, cache_row, state, attempt, held)
+            Occurrence(full_uri, source, step, slot, position, epoch, cache_row, state, attempt, known)
             for state, attempt in _executions(history, step, total_steps)
         ]
     return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))
 
 
+def _rows_with_byte(run_data: RunDataIndex, cache: CacheReader, file_index: int, byte: int) -> dict[int, Granularity]:
+    """Return the rows of a cache that hold a byte of a file, and how closely that is known.
+
+    No row that holds the byte is left out: where it cannot be traced to a token, all rows of its record are returned.
+    """
+    rows = cache.rows_of_document(file_index, byte).tolist()
+    if cache.recipe.source.get("format") in ROW_GROUPS:
+        return dict.fromkeys(rows, "row group")
+    pieces: list[tuple[int, int, DocumentSpan]] = []
+    for row in rows:
+        row_token = 0
+        for span in cache.documents_of(row):
+            if span.file_index == file_index and span.byte_offset <= byte < span.byte_offset + span.byte_length:
+                pieces.append((row, row_token, span))
+            row_token += span.length
+    if any(span.length < span.document_tokens for _, _, span in pieces):
+        token = _token_with_byte(run_data, cache, pieces, byte)
+        if token is None:
+            return dict.fromkeys([row for row, _, _ in pieces], "record")
+        pieces = [(row, at, span) for row, at, span in pieces if 0 <= token - span.document_token_offset < span.length]
+    return dict.fromkeys([row for row, _, _ in pieces], "byte")
+
+
+def _token_with_byte(
+    run_data: RunDataIndex, cache: CacheReader, pieces: Sequence[tuple[int, int, DocumentSpan]], byte: int
+) -> int | None:
+    """Return the token of a document that holds a byte; ``None`` where its text is not the bytes of its record.
+
+    The tokens of all pieces are believed only if they decode to the text that was packed, and that is as long as the
+    record: true for txt; false where a record wraps its text (jsonl, csv) or a transform changed it.
+    """
+    document = pieces[0][2]
+    ids = np.full(document.document_tokens, -1, np.int64)
+    for row, row_token, span in pieces:
+        tokens = cache.read_rows(np.array([row], np.int64)).tokens_NC[0]
+        if (span.ordinal, span.document_tokens) == (document.ordinal, document.document_tokens):
+            first = span.document_token_offset
+            ids[first : first + span.length] = tokens[row_token : row_token + span.length]
+        else:
+            return None
+    try:
+        tokenizer = load(RunLayout(run_data.directory).tokenizer)
+    except DataError:
+        return None
+    if ids.min() < 0 or not tokenizer.lossless:
+        return None
+    text = tokenizer.decode(ids[:-1]).encode("utf-8", "replace")
+    if len(text) != document.byte_length or xxhash.xxh3_64_intdigest(text) != document.text_xxh3:
+        return None
+    ends = np.cumsum(tokenizer.token_byte_lengths()[ids])
+    return int(np.searchsorted(ends, byte - document.byte_offset, side="right"))
+
+
 def _executions(history: Sequence[StepInterval], step: int, total_steps: int | None) -> list[tuple[State, int | None]]:
-    """What became of a step, for each attempt that did it."""
+    """Return the state of a step, for each attempt that did it."""
     done: list[tuple[State, int | None]] = [
         (part.outcome, part.attempt) for part in history if part.first_step <= step <= part.last_step
     ]
@@ -250,16 +305,16 @@ def _executions(history: Sequence[StepInterval], step: int, total_steps: int | N
     return [*done, ("planned" if total_steps is None or step <= total_steps else "beyond", None)]
 
 
-def _files(trail: Trail, name: str) -> list[tuple[int, int]]:
-    """(source, file) of every file that a name means: all of one uri.
+def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
+    """Return (source, file) of every file that a name matches: all have one URI.
 
     Raises:
-        ConfigError: None has it, or files of several uris do.
+        ConfigError: No file matches, or files of several URIs do.
     """
     names = {name, absolute(name)} if "://" not in name else {name}
     listed = [
         (index, number, file.uri)
-        for index, reader in enumerate(trail.readers)
+        for index, reader in enumerate(run_data.readers)
         for number, file in enumerate(reader.files)
     ]  # fmt: skip
     found = [entry for entry in listed if entry[2] in names]
@@ -270,30 +325,32 @@ def _files(trail: Trail, name: str) -> list[tuple[int, int]]:
     if len(uris) == 1:
         return [(index, number) for index, number, _ in found]
     if uris:
-        more = f" and {len(uris) - _MOST_NAMED:,} more" if len(uris) > _MOST_NAMED else ""
+        more = f" and {len(uris) - _MAX_NAMES:,} more" if len(uris) > _MAX_NAMES else ""
         raise ConfigError(
-            f"{name} is the end of {len(uris):,} names: {', '.join(uris[:_MOST_NAMED])}{more}",
+            f"{name} is the end of {len(uris):,} names: {', '.join(uris[:_MAX_NAMES])}{more}",
             where="--source", hint="write more of the name",
         )  # fmt: skip
-    if is_held_out(trail, name):
+    if is_held_out(run_data, name):
         return []
     near = _nearest(name, sorted({uri for _, _, uri in listed}))
     hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows names of files"
     raise ConfigError(f"no file {name} in the {len(listed):,} files that this run reads", where="--source", hint=hint)
 
 
-def is_held_out(trail: Trail, name: str) -> bool:
-    """Whether a file, by its name or the end of it, is one of ``data.validation.sources``, which no step trains on."""
+def is_held_out(run_data: RunDataIndex, name: str) -> bool:
+    """Return whether a file, by the end of its name, is one of ``data.validation.sources``, which no step trains on."""
     names, ends = {name, absolute(name)} if "://" not in name else {name}, "/" + name.lstrip("./")
     directories = [
-        Path(path) for paths in noted(trail.directory, "validation_caches") for path in cast("list[str]", paths)
+        Path(path)
+        for paths in attempt_notes(run_data.directory, "validation_caches")
+        for path in cast("list[str]", paths)
     ]
     files = (file.uri for path in dict.fromkeys(directories) if path.is_dir() for file in CacheReader.open(path).files)
     return any(uri in names or uri.endswith(ends) for uri in files)
 
 
 def _nearest(name: str, uris: Sequence[str]) -> list[str]:
-    """Up to three names whose last parts, without their endings, resemble the last part of ``name``."""
+    """Return up to three URIs whose file names, without their suffixes, resemble that of ``name``."""
     by_last: dict[str, str] = {}
     for uri in uris:
         by_last.setdefault(uri.rpartition("/")[2].partition(".")[0], uri)

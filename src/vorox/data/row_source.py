@@ -80,7 +80,7 @@ class RowSource:
         """Wait until the plan covers all positions below ``end_position``.
 
         Raises:
-            Starved: The rows are not built yet, and the wait was ended.
+            DataNotReady: The rows are not built yet, and the wait was ended.
             DataError: A source is used up, or a cache cannot be read.
         """
         if self._grower is not None:

@@ -22,7 +22,7 @@ from vorox.core.staged_directory import read_manifest
 from vorox.data.dataset import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_format import Event
+from vorox.data.plan_events import PlanEvent
 from vorox.training import feed, resume
 from vorox.training.chain import abandon_steps, check_chain, examine_chain
 from vorox.training.checkpointing import Checkpoint, RunState, step_directories
@@ -117,7 +117,7 @@ def check_resume(
 
 
 def _commit(
-    setting: Setting, run: RunContext, plan: Plan, events: Sequence[Event], step: int, recorded: RunConfig
+    setting: Setting, run: RunContext, plan: Plan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
 ) -> None:
     """Write down what this attempt changes about the run, once nothing can refuse it any more.
 

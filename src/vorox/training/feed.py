@@ -17,14 +17,20 @@ from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.dataset import Corpus
+from vorox.data.difficulty_buckets import BucketReader, SourceReader, readers_of
 from vorox.data.estimate import DatasetEstimate, estimate
 from vorox.data.growth import PlanGrower, Tell, await_planned
 from vorox.data.loader import BatchStream, open_batches, validation_batches
-from vorox.data.parts import PartReader, SourceReader, readers_of
 from vorox.data.plan import Plan
-from vorox.data.plan_changes import WantedStage, declare, folded, set_horizon, take_grown
-from vorox.data.plan_events import Cut, PlanSource, PlanStart, StageEvent
-from vorox.data.plan_format import Event
+from vorox.data.plan_changes import (
+    WantedStage,
+    apply_all,
+    cache_growth_events,
+    covering_events,
+    horizon_update_events,
+    mixture_update_events,
+)
+from vorox.data.plan_events import Cut, PlanEvent, PlanStart, SourceEvent, StageEvent
 from vorox.data.plan_start import plan_start
 from vorox.training.schedule import Horizon
 
@@ -38,11 +44,11 @@ def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
         position = -(-stage.start_tokens // (batch * length)) * batch
         shares: dict[str, Fraction] = {}
         for name, weight in stage.weights.items():
-            parts = [source for source in start.sources if source.part is not None and source.part.of == name]
-            whole = sum(source.weight for source in parts)
-            for part in parts:
-                shares[part.name] = shares.get(part.name, Fraction(0)) + exact_weight(weight) * part.weight / whole
-            if not parts:
+            buckets = [source for source in start.sources if source.bucket is not None and source.bucket.source == name]
+            whole = sum(source.weight for source in buckets)
+            for one in buckets:
+                shares[one.name] = shares.get(one.name, Fraction(0)) + exact_weight(weight) * one.weight / whole
+            if not buckets:
                 shares[name] = shares.get(name, Fraction(0)) + exact_weight(weight)
         pieces = length // (stage.sequence_length_tokens or length)
         stages = [known for known in stages if known.start_position < position]
@@ -74,7 +80,7 @@ def open_plan(
     position: int = 0,
     reached: int = 0,
     tell: Tell | None = None,
-) -> tuple[Plan, list[Event]]:
+) -> tuple[Plan, list[PlanEvent]]:
     """Open the plan of a run, and compare all that it records with what the configuration asks for.
 
     Args:
@@ -102,28 +108,28 @@ def open_plan(
         ):
             if isinstance(reader, CacheReader):
                 caches[source.name] = reader
-            elif isinstance(reader, PartReader):
-                caches[reader.part.of] = reader.base
+            elif isinstance(reader, BucketReader):
+                caches[reader.bucket.source] = reader.base
     plan = Plan.open_or_create(path, start, readers_of(start.sources, caches))
-    events = declare(plan.tables, start.sources, wanted_stages(config, start), position)
-    events += set_horizon(folded(plan.tables, events), position, length.total_steps, length.warmup_steps)
+    events = mixture_update_events(plan.state, start.sources, wanted_stages(config, start), position)
+    events += horizon_update_events(apply_all(plan.state, events), position, length.total_steps, length.warmup_steps)
     if plan.start.growth is None:
-        tables = folded(plan.tables, events)
-        readers = readers_of(tables.sources, caches)
-        cuts = take_grown(tables, readers, max(position, reached)) if position or reached else []
+        state = apply_all(plan.state, events)
+        readers = readers_of(state.sources, caches)
+        cuts = cache_growth_events(state, readers, max(position, reached)) if position or reached else []
         events += cuts
         end = length.total_steps * config.train.global_batch_sequences
-        events += plan.covering_events(folded(tables, cuts), end, readers)
+        events += covering_events(apply_all(state, cuts), end, readers, str(path))
     return plan, events
 
 
-def tell_events(events: Sequence[Event], tell: Tell) -> None:
+def tell_events(events: Sequence[PlanEvent], tell: Tell) -> None:
     """Tell people what some events of a plan change."""
     for before, event in zip([None, *events], events, strict=False):
-        if isinstance(event, Cut) and not isinstance(before, PlanSource):  # after one it follows from a new limit
+        if isinstance(event, Cut) and not isinstance(before, SourceEvent):  # after one it follows from a new limit
             text = f"Source {event.source!r} has grown: pass {event.epoch + 1:,} and later ones take it up"
             tell("cache_grown", text)
-        for text in event.says if isinstance(event, StageEvent) else ():
+        for text in event.messages if isinstance(event, StageEvent) else ():
             tell("mixture", text)
 
 

@@ -18,7 +18,7 @@ from vorox.core.json_lines import finite_json
 from vorox.core.log import RunLog
 from vorox.core.records import NonfiniteOrigin, StepValues
 from vorox.core.run_layout import RunLayout
-from vorox.data.provenance import open_trail, where
+from vorox.data.provenance import RunDataIndex, where
 
 if TYPE_CHECKING:
     from vorox.training.ledger import StartedStep
@@ -96,7 +96,7 @@ class Forensics:
 
     def _rows(self, number: int) -> dict[str, Any]:
         try:
-            with open_trail(self._run_directory) as trail:
-                return {"rows": [asdict(row) for row in where(trail, number)]}
+            with RunDataIndex.open(self._run_directory) as run_data:
+                return {"rows": [asdict(row) for row in where(run_data, number)]}
         except (VoroxError, OSError) as error:
             return {"rows": None, "rows_unknown_because": str(error)}

@@ -9,7 +9,7 @@ validation, a sample or the reading of a batch, the state is saved after the fai
 from __future__ import annotations
 
 from vorox.core.records import Progress
-from vorox.data.growth import Starved
+from vorox.data.growth import DataNotReady
 from vorox.training.ledger import StartedStep
 from vorox.training.run import Run
 from vorox.training.saving import save, saved_on_failure, stopped, wait_for_save
@@ -31,7 +31,7 @@ def train(run: Run, progress: Progress) -> Progress:
         try:
             with saved_on_failure(run, progress):
                 batch = next(run.batches)
-        except Starved as starved:
+        except DataNotReady as starved:
             raise stopped(run, progress, why=starved.what, where=starved.where, hint=starved.hint) from starved
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)

@@ -16,8 +16,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
-from vorox.data.parts import cache_of
-from vorox.data.provenance import RowOrigin, Trail, open_trail, rows_at
+from vorox.data.difficulty_buckets import cache_of
+from vorox.data.provenance import RowOrigin, RunDataIndex, rows_at
 from vorox.experiments.metadata import MetadataCache
 from vorox.training.metadata_rows import inventory_rows, run_identity, sample_rows
 from vorox.training.provenance import Projection, metadata_target
@@ -59,10 +59,10 @@ def refresh_database(
     away: tuple[type[Exception], ...] = MetadataCache.errors(target)
     try:
         with (
-            open_trail(run_directory) as trail,
+            RunDataIndex.open(run_directory) as run_data,
             MetadataCache(RunLayout(run_directory).metadata_database if target is None else target) as cache,
         ):
-            _refresh(cache, trail, inventory, sample_steps)
+            _refresh(cache, run_data, inventory, sample_steps)
     except away as error:
         where = str(target) if isinstance(target, Path) else "PostgreSQL"
         raise DataError(
@@ -113,23 +113,25 @@ def forget_run(run_directory: Path) -> str:
     return "Its rows in the metadata database are removed."
 
 
-def _refresh(cache: MetadataCache, trail: Trail, inventory: bool, sample_steps: tuple[int, int] | None) -> None:
-    span = None if sample_steps is None else _span(trail, *sample_steps)
-    projection = Projection(trail.directory, trail.plan, trail.readers)
+def _refresh(
+    cache: MetadataCache, run_data: RunDataIndex, inventory: bool, sample_steps: tuple[int, int] | None
+) -> None:
+    span = None if sample_steps is None else _span(run_data, *sample_steps)
+    projection = Projection(run_data.directory, run_data.plan, run_data.readers)
     projection.introduce(cache)
     if inventory:
-        for reader in {whole.directory: whole for whole in map(cache_of, trail.readers)}.values():
+        for reader in {whole.directory: whole for whole in map(cache_of, run_data.readers)}.values():
             cache.write(inventory_rows(reader))
     if span is not None:
-        rows = sample_rows(projection.run_id, _origins(trail, *span))
+        rows = sample_rows(projection.run_id, _origins(run_data, *span))
         cache.materialise(projection.run_id, *span, rows)
 
 
-def _span(trail: Trail, first_step: int, last_step: int) -> tuple[int, int]:
+def _span(run_data: RunDataIndex, first_step: int, last_step: int) -> tuple[int, int]:
     """Positions of consecutive steps."""
-    return trail.positions_of_step(first_step).start, trail.positions_of_step(last_step).stop
+    return run_data.positions_of_step(first_step).start, run_data.positions_of_step(last_step).stop
 
 
-def _origins(trail: Trail, first_position: int, end_position: int) -> Iterator[RowOrigin]:
+def _origins(run_data: RunDataIndex, first_position: int, end_position: int) -> Iterator[RowOrigin]:
     for start in range(first_position, end_position, _WINDOW_POSITIONS):
-        yield from rows_at(trail, np.arange(start, min(start + _WINDOW_POSITIONS, end_position)))
+        yield from rows_at(run_data, np.arange(start, min(start + _WINDOW_POSITIONS, end_position)))

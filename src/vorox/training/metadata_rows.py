@@ -15,7 +15,7 @@ from vorox.core.attempts import Attempt, lineage
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import SourceReader
+from vorox.data.difficulty_buckets import SourceReader
 from vorox.data.plan import Plan
 from vorox.data.provenance import RowOrigin
 from vorox.experiments.metadata import Row

@@ -22,7 +22,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.core.secrets import held
-from vorox.data.parts import SourceReader
+from vorox.data.difficulty_buckets import SourceReader
 from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
 from vorox.experiments.metadata.databases import require_psycopg

@@ -15,8 +15,8 @@ from vorox.core.records import DataShard
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
+from vorox.data.difficulty_buckets import readers_of
 from vorox.data.loader import BatchStream, first_cursor
-from vorox.data.parts import readers_of
 from vorox.data.plan import Plan
 from vorox.data.plan_start import plan_start
 from vorox.training import feed

@@ -24,7 +24,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_format import encode_start
+from vorox.data.plan_events import encode_event
 from vorox.training import feed, resume
 from vorox.training.agreement import batch_digest
 from vorox.training.chain import ChainEntry, RecordedChain, examine_chain, number
@@ -193,7 +193,7 @@ def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
     copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
     plan = Plan.open(copy)
-    recorded, wanted = encode_start(plan.start), encode_start(feed.plan_start(setting.config, setting.corpus, plan))
+    recorded, wanted = encode_event(plan.start), encode_event(feed.plan_start(setting.config, setting.corpus, plan))
     for key in sorted({*recorded, *wanted} - {"sources"}):
         if recorded.get(key) != wanted.get(key):
             raise ConfigError(

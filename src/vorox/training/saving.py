@@ -12,7 +12,7 @@ from collections.abc import Generator
 from vorox.core.errors import CheckpointError, Preempted
 from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
-from vorox.data.growth import Starved
+from vorox.data.growth import DataNotReady
 from vorox.training.run import Run
 
 
@@ -49,7 +49,7 @@ def saved_on_failure(run: Run, progress: Progress) -> Generator[None]:
     """
     try:
         yield
-    except Starved:
+    except DataNotReady:
         raise
     except (Exception, KeyboardInterrupt):
         if run.checkpointer.is_unsaved(progress) and not run.checkpointer.saves_alone:

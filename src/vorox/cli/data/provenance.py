@@ -35,12 +35,12 @@ def where(
     from vorox.data import provenance
 
     texts: dict[tuple[int, int], FoundText] = {}
-    with provenance.open_trail(find_run(root, run)) as trail:
-        rows = provenance.where(trail, step, slot)
+    with provenance.RunDataIndex.open(find_run(root, run)) as run_data:
+        rows = provenance.where(run_data, step, slot)
         if text:
             from vorox.data.original_text import TextFinder
 
-            finder = TextFinder(trail)
+            finder = TextFinder(run_data)
             texts = {
                 (row.position, part): finder.find(row, document)
                 for row in rows
@@ -107,9 +107,9 @@ def when(
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance
 
-    with provenance.open_trail(find_run(root, run)) as trail:
-        found = provenance.when(trail, source, byte, ordinal=record)
-        is_held_out = not found and provenance.is_held_out(trail, source)
+    with provenance.RunDataIndex.open(find_run(root, run)) as run_data:
+        found = provenance.when(run_data, source, byte, ordinal=record)
+        is_held_out = not found and provenance.is_held_out(run_data, source)
     if as_json:
         print_json([asdict(one) for one in found])
         return

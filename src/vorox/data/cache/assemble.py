@@ -24,8 +24,8 @@ from vorox.data.cache.format import DOCUMENT, ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, TokenDocument
-from vorox.data.order import permutation_key, permute
 from vorox.data.packing import pack
+from vorox.data.permutation import permutation_key, permute
 from vorox.data.records import TokenArray
 from vorox.data.transforms.apply import AnyDocument, place_of
 

@@ -21,7 +21,7 @@ from vorox.core.records import DataCursor
 from vorox.data.assembly import assemble
 from vorox.data.cache.reader import CacheReader, DocumentSpan
 from vorox.data.plan import Plan, Positions
-from vorox.data.plan_format import encode_start
+from vorox.data.plan_events import encode_event
 from vorox.data.row_source import LocatedRows, RowSource
 
 Sample = dict[str, Any]
@@ -156,9 +156,9 @@ class SampleReader:
 
 def order_before(plan: Plan, position: int) -> str:
     """Return a hash over everything that decides the samples before a position."""
-    counts = plan.tables.mixture.counts(position)
+    counts = plan.state.mixture.counts(position)
     content = [
         [segment.content_digest for segment in group if segment.start_draw < count]
         for group, count in zip(plan.segments, counts, strict=True)
     ]
-    return hashlib.sha256(canonical_json([encode_start(plan.start), content])).hexdigest()[:32]
+    return hashlib.sha256(canonical_json([encode_event(plan.start), content])).hexdigest()[:32]

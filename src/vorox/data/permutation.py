@@ -1,4 +1,4 @@
-"""Shuffling without memory: a keyed bijection of ``[0, num_rows)`` that is evaluated, and inverted, at single indices.
+"""Stateless shuffling: a keyed permutation of ``[0, num_rows)``, evaluated and inverted at single indices.
 
 ``perm/1``: a balanced Feistel cipher on ``2h`` bits, ``h = ceil(max(2, bits of num_rows - 1) / 2)``, six rounds of
 murmur3's 32-bit finaliser, round keys from SplitMix64; an image outside the range is encrypted again until it is
@@ -32,12 +32,12 @@ _13, _16, _FIRST, _SECOND = (np.uint32(value) for value in (13, 16, 0x85EBCA6B, 
 
 
 def permutation_key(*parts: str | int) -> bytes:
-    """The 128-bit key of everything that decides an order: the seed, the source, its content."""
+    """Return the 128-bit key of an order, from everything that decides it: the seed, the source, its content."""
     return hashlib.blake2b(canonical_json([NAME, *parts]), digest_size=16).digest()
 
 
 def permute(index: Index, num_rows: int, key: bytes, tweak: Index | int = 0) -> Index:
-    """Images of ``index`` under the permutation of ``[0, num_rows)`` that ``key`` and ``tweak`` select.
+    """Return the images of ``index`` under the permutation of ``[0, num_rows)`` that ``key`` and ``tweak`` select.
 
     Args:
         index: Values in ``[0, num_rows)``.
@@ -49,7 +49,7 @@ def permute(index: Index, num_rows: int, key: bytes, tweak: Index | int = 0) -> 
 
 
 def unpermute(index: Index, num_rows: int, key: bytes, tweak: Index | int = 0) -> Index:
-    """The inverse of ``permute``."""
+    """Invert ``permute``."""
     return _walk(index, num_rows, key, tweak, _decrypt)
 
 
@@ -104,7 +104,7 @@ def _scramble(value: _Half) -> _Half:
 
 
 def _keys_of(key: bytes, tweaks: _Unsigned) -> _Half:
-    """Round keys ``[rounds, tweaks]``; a single column where all tweaks are one. Equal neighbours are worked out once:
+    """Round keys ``[rounds, tweaks]``; a single column where all tweaks are equal. Equal neighbours are computed once:
     tweaks are epochs and batches, which come in long runs."""
     starts = np.flatnonzero(np.append(True, tweaks[1:] != tweaks[:-1]))
     keys = _round_keys(key, tweaks[starts])

@@ -1,8 +1,8 @@
-"""A source by difficulty: the chunks of a cache whose statistic lies in a range, read as if they were a cache.
+"""A source by difficulty: the chunks of a cache whose statistic lies in a range, read as a cache of their own.
 
-The bounds are measured once, when a run begins, and recorded in its plan; which part a chunk belongs to follows from
-its content alone, so that parts stay what they are while the cache grows. Together the parts of a source hold every
-row once.
+The bounds are measured once, when a run begins, and recorded in its plan; the bucket of a chunk follows from its
+content alone, so that buckets stay as they are while the cache grows. Together the buckets of a source hold every row
+once.
 
 Legend: K chunks of the cache.
 """
@@ -24,25 +24,25 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader, DocumentSpan
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, Unit
-from vorox.data.plan_events import Part, PlanSource
+from vorox.data.plan_events import Bucket, PlanSource
 from vorox.data.records import RowBlock
 
 Int64Array = npt.NDArray[np.int64]
 
 
-class PartReader:
-    """Some chunks of an open cache. Rows are numbered in unit order among themselves.
+class BucketReader:
+    """The rows of one bucket of an open cache, numbered in unit order.
 
     Args:
         base: The cache.
-        part: Which chunks.
+        bucket: Which of its chunks.
     """
 
-    def __init__(self, base: CacheReader, part: Part) -> None:
-        self.base, self.part = base, part
+    def __init__(self, base: CacheReader, bucket: Bucket) -> None:
+        self.base, self.bucket = base, bucket
         self.recipe: Recipe = base.recipe
         chunks = base.manifest.chunks
-        self._chunks_K = np.flatnonzero(_within(base.manifest, part))
+        self._chunks_K = np.flatnonzero(_within(base.manifest, bucket))
         rows = chunks["rows"][self._chunks_K].astype(np.int64)
         self._base_starts_K = base.manifest.chunk_row_starts[self._chunks_K]
         self._starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
@@ -73,7 +73,7 @@ class PartReader:
         return self.base.row_tokens
 
     def rows_in(self, unit_start: int, unit_end: int, /) -> int:
-        """Rows of the part in some units.
+        """Return the bucket's rows in some units.
 
         Raises:
             DataError: One of them is missing.
@@ -82,12 +82,12 @@ class PartReader:
         return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
 
     def content_digest(self, unit_start: int, unit_end: int, /) -> str:
-        """SHA-256 over the part's definition and the content of its chunks in some units."""
+        """Return the SHA-256 of the bucket's definition and of its chunks' content in some units."""
         self.base.rows_in(unit_start, unit_end)
         chunks = self.base.manifest.chunks[self._chunks_K]
         low, high = np.searchsorted(chunks["unit"], [unit_start, unit_end])
-        bounds = [None if bound is None else str(bound) for bound in (self.part.low, self.part.high)]
-        definition = canonical_json([self.part.statistic, *bounds])
+        bounds = [None if bound is None else str(bound) for bound in (self.bucket.low, self.bucket.high)]
+        definition = canonical_json([self.bucket.statistic, *bounds])
         return hashlib.sha256(definition + chunks["content"][low:high].tobytes()).hexdigest()
 
     def missing_units(self, unit_start: int, unit_end: int, /) -> Int64Array:
@@ -101,20 +101,20 @@ class PartReader:
     def units_final(self) -> bool:
         return self.base.units_final
 
-    def refreshed(self, *, awaited_units: int = 0) -> PartReader:
-        """A reader of what is committed by now."""
+    def refreshed(self, *, awaited_units: int = 0) -> BucketReader:
+        """Return a reader of what is committed by now."""
         base = self.base.refreshed(awaited_units=awaited_units)
-        return self if base is self.base else PartReader(base, self.part)
+        return self if base is self.base else BucketReader(base, self.bucket)
 
     def read_rows(self, rows: Int64Array, /) -> RowBlock:
         return self.base.read_rows(self.base_rows(rows))
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
-        """Where the tokens of a row come from, segment by segment."""
+        """Return where the tokens of a row come from, segment by segment."""
         return self.base.documents_of(int(self.base_rows(np.array([row]))[0]))
 
     def rows_of_document(self, file_index: int, byte: int | None = None, ordinal: int | None = None) -> Int64Array:
-        """The part's rows that hold tokens of the documents of a file, as ``CacheReader`` says it."""
+        """Return the bucket's rows with tokens of the documents of a file; arguments as for ``CacheReader``."""
         base = self.base.rows_of_document(file_index, byte, ordinal)
         at = np.searchsorted(self._base_starts_K, base, side="right") - 1
         offset = base - self._base_starts_K[np.maximum(at, 0)]
@@ -122,34 +122,34 @@ class PartReader:
         return self._starts[at[here]] + offset[here]
 
     def base_rows(self, rows: Int64Array) -> Int64Array:
-        """The rows of the cache that are some rows of the part."""
+        """Return the cache's numbers of some rows of the bucket."""
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
         at = np.searchsorted(self._starts, rows, side="right") - 1
         return self._base_starts_K[at] + rows - self._starts[at]
 
 
-SourceReader = CacheReader | PartReader
+SourceReader = CacheReader | BucketReader
 """The rows of one source of a plan."""
 
 
 def cache_name(source: PlanSource) -> str:
-    """The name under which the cache of a plan's source is known."""
-    return source.name if source.part is None else source.part.of
+    """Return the name of the configured source whose cache a plan's source reads."""
+    return source.name if source.bucket is None else source.bucket.source
 
 
 def reader_of(source: PlanSource, cache: CacheReader) -> SourceReader:
-    """The rows of a plan's source in its cache."""
-    return cache if source.part is None else PartReader(cache, source.part)
+    """Return the rows of a plan's source in its cache."""
+    return cache if source.bucket is None else BucketReader(cache, source.bucket)
 
 
 def cache_of(reader: SourceReader) -> CacheReader:
-    """The cache that a source is read from."""
-    return reader.base if isinstance(reader, PartReader) else reader
+    """Return the cache that a source is read from."""
+    return reader.base if isinstance(reader, BucketReader) else reader
 
 
 def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader]) -> list[SourceReader | None]:
-    """The readers of a plan's sources, in its order; ``None`` where the configuration no longer has the cache.
+    """Return the readers of a plan's sources, in its order; ``None`` where the configuration no longer has the cache.
 
     Args:
         sources: ``Plan.sources``.
@@ -159,20 +159,20 @@ def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader])
     return [None if cache is None else reader_of(source, cache) for source, cache in found]
 
 
-def measure_parts(
+def measure_buckets(
     cache: CacheReader, name: str, statistic: str, quantiles: Sequence[float], *, last_unit: int | None = None
-) -> list[tuple[Part, Fraction]]:
-    """The parts of a source, from the lowest statistic up, and the share of the rows that each has.
+) -> list[tuple[Bucket, Fraction]]:
+    """Return the buckets of a source, from the lowest statistic up, and each one's share of the rows.
 
     Args:
         cache: Its cache.
         name: Its name.
         statistic: ``tokens_per_document`` or ``bytes_per_token``.
-        quantiles: Where the parts meet, as shares of the rows.
+        quantiles: Where the buckets meet, as shares of the rows.
         last_unit: Measure only the units before this one.
 
     Raises:
-        ConfigError: The statistic does not tell the chunks apart where the parts should meet.
+        ConfigError: A bucket would be empty: the chunks' statistics are equal where the buckets should meet.
         DataError: No chunk is built yet.
     """
     manifest = cache.manifest
@@ -187,8 +187,8 @@ def measure_parts(
     for quantile in quantiles:
         at = order[int(np.searchsorted(ends, math.ceil(Fraction(str(quantile)) * int(ends[-1])), side="right"))]
         bounds.append(Fraction(int(above[at]), int(below[at])))
-    parts = [Part(name, statistic, low, high) for low, high in zip([None, *bounds], [*bounds, None], strict=True)]
-    inside = [_between(above, below, part) for part in parts]
+    buckets = [Bucket(name, statistic, low, high) for low, high in zip([None, *bounds], [*bounds, None], strict=True)]
+    inside = [_between(above, below, bucket) for bucket in buckets]
     shares = [Fraction(int(rows[chosen].sum()), int(ends[-1])) for chosen in inside]
     if 0 in shares:
         raise ConfigError(
@@ -197,11 +197,11 @@ def measure_parts(
             where=f"data.sources: {name}.split_quantiles",
             hint="make data.cache.unit_bytes or chunk_rows smaller, choose other quantiles, or do not split",
         )
-    return list(zip(parts, shares, strict=True))
+    return list(zip(buckets, shares, strict=True))
 
 
 def _statistic(manifest: Manifest, statistic: str) -> tuple[Int64Array, Int64Array]:
-    """Numerator and denominator of a statistic of every chunk."""
+    """Return numerator and denominator of a statistic of every chunk."""
     chunks = manifest.chunks
     if statistic == "tokens_per_document":
         return chunks["tokens"].astype(np.int64), np.maximum(chunks["documents"].astype(np.int64), 1)
@@ -211,14 +211,14 @@ def _statistic(manifest: Manifest, statistic: str) -> tuple[Int64Array, Int64Arr
     raise DataError(f"the plan divides a source by {statistic!r}, which this version does not know")
 
 
-def _within(manifest: Manifest, part: Part) -> npt.NDArray[np.bool_]:
-    return _between(*_statistic(manifest, part.statistic), part)
+def _within(manifest: Manifest, bucket: Bucket) -> npt.NDArray[np.bool_]:
+    return _between(*_statistic(manifest, bucket.statistic), bucket)
 
 
-def _between(above: Int64Array, below: Int64Array, part: Part) -> npt.NDArray[np.bool_]:
+def _between(above: Int64Array, below: Int64Array, bucket: Bucket) -> npt.NDArray[np.bool_]:
     inside = np.ones(above.shape, np.bool_)
-    if part.low is not None:
-        inside &= above * part.low.denominator >= part.low.numerator * below
-    if part.high is not None:
-        inside &= above * part.high.denominator < part.high.numerator * below
+    if bucket.low is not None:
+        inside &= above * bucket.low.denominator >= bucket.low.numerator * below
+    if bucket.high is not None:
+        inside &= above * bucket.high.denominator < bucket.high.numerator * below
     return inside

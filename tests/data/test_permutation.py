@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vorox.data.order import permutation_key, permute, unpermute
+from vorox.data.permutation import permutation_key, permute, unpermute
 
 KEY = permutation_key(1234, "text", "0" * 64)
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 63, 64, 65, 255, 256, 257, 999, 4096, 4097, 65535, 65536, 65537, 262145]

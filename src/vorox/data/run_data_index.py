@@ -1,8 +1,8 @@
-"""The trail of a run: its plan and the caches that it reads, opened to ask where its data came from.
+"""A run's plan and token caches, opened for provenance queries.
 
-In: a run directory. Out: the plan and one reader per source, checked against each other; found by what the run's
-attempts noted, else by their names. Nothing is built, except chunks that a streamed run removed after use: they are
-made again from their files while they are asked for.
+A run directory goes in; the plan and one reader per source come out, checked against each other. Caches are located by
+the notes of the run's attempts, else by their names. Chunks that a streamed run has evicted are rebuilt on access;
+nothing else is built.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import SourceReader, cache_name, reader_of, readers_of
+from vorox.data.difficulty_buckets import SourceReader, cache_name, reader_of, readers_of
 from vorox.data.plan import Plan
 from vorox.data.streaming.retention import is_marked, resident_units
 
-_MOST_CANDIDATES = 64
+_MAX_CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
-    """A run's plan and the caches that it reads, open. Make one with ``open_trail``; use it as a context manager.
+class RunDataIndex:
+    """A run's plan and the caches that it reads. Open it with ``RunDataIndex.open``; it is a context manager.
 
     Attributes:
-        directory: The run.
-        plan: Its plan.
+        directory: The run directory.
+        plan: The run's plan.
         readers: The rows of each source, in the plan's order.
-        close: Ends what builds rows of a streamed run again; does nothing for caches.
+        close: Stops the builder of a streamed run's chunks; does nothing for complete caches.
     """
 
     directory: Path
@@ -41,7 +41,31 @@ class Trail:
     readers: tuple[SourceReader, ...]
     close: Callable[[], None] = lambda: None
 
-    def __enter__(self) -> Trail:
+    @classmethod
+    def open(cls, run_directory: Path) -> RunDataIndex:
+        """Open the plan and the caches of a run.
+
+        Raises:
+            DataError: The run has no plan, or a cache is missing or has changed.
+        """
+        plan = Plan.open(RunLayout(run_directory).plan)
+        choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
+        first_error: DataError | None = None
+        for directories in itertools.islice(itertools.product(*choices), _MAX_CANDIDATES):
+            try:
+                caches = [CacheReader.open(directory, complete=False) for directory in directories]
+                readers = tuple(reader_of(source, cache) for source, cache in zip(plan.sources, caches, strict=True))
+                plan.check(readers)
+            except DataError as error:
+                first_error = first_error or error
+                continue
+            if all(_has_all_chunks(cache) for cache in caches):
+                return cls(run_directory, plan, readers)
+            return cls(run_directory, plan, *_streamed_readers(run_directory, plan))
+        assert first_error is not None, "every source has at least one candidate"
+        raise first_error
+
+    def __enter__(self) -> RunDataIndex:
         return self
 
     def __exit__(
@@ -55,7 +79,7 @@ class Trail:
         return self.plan.num_positions // self.plan.start.global_batch_sequences
 
     def positions_of_step(self, step: int) -> range:
-        """Positions of the slots of a step, in slot order.
+        """Return the positions of a step's slots, in slot order.
 
         Raises:
             ConfigError: The plan has no such step.
@@ -69,41 +93,24 @@ class Trail:
         return range((step - 1) * batch, step * batch)
 
     def step_and_slot(self, position: int) -> tuple[int, int]:
+        """Return the step (from 1) and the slot (from 0) of a position."""
         step, slot = divmod(position, self.plan.start.global_batch_sequences)
         return step + 1, slot
 
 
-def open_trail(run_directory: Path) -> Trail:
-    """Open what a run's provenance is computed from.
-
-    Rows of a streamed run whose chunks were removed after use are built again from their files when they are asked for.
-
-    Raises:
-        DataError: The run has no plan, or the cache that it was made for is not there any more.
-    """
-    plan = Plan.open(RunLayout(run_directory).plan)
-    choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
-    failure: DataError | None = None
-    for directories in itertools.islice(itertools.product(*choices), _MOST_CANDIDATES):
-        try:
-            caches = [CacheReader.open(directory, complete=False) for directory in directories]
-            readers = tuple(reader_of(source, cache) for source, cache in zip(plan.sources, caches, strict=True))
-            plan.check(readers)
-        except DataError as error:
-            failure = failure or error
-            continue
-        whole = all(_is_whole(cache) for cache in caches)
-        return Trail(run_directory, plan, readers) if whole else _open_streams(run_directory, plan)
-    assert failure is not None, "a source without a directory was refused"
-    raise failure
+def attempt_notes(run_directory: Path, name: str) -> list[object]:
+    """Return what the attempts recorded in ``run.json`` under a name, newest first."""
+    notes = [cast("dict[str, object]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
+    return [note[name] for note in reversed(notes) if name in note]
 
 
-def _is_whole(cache: CacheReader) -> bool:
-    """Whether every chunk is on disk, as far as anybody may have removed some."""
+def _has_all_chunks(cache: CacheReader) -> bool:
+    """Return whether no chunk has been evicted."""
     return not is_marked(cache.directory) or len(resident_units(cache.directory)) == len(cache.manifest.units)
 
 
-def _open_streams(run_directory: Path, plan: Plan) -> Trail:
+def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceReader, ...], Callable[[], None]]:
+    """Return readers that rebuild evicted chunks on access, and the function that stops their builder."""
     from vorox.core.run_context import recorded_config
     from vorox.data.dataset import prepare
 
@@ -118,17 +125,16 @@ def _open_streams(run_directory: Path, plan: Plan) -> Trail:
             where=str(RunLayout(run_directory).config),
             hint="see configs/ in the run directory for the one that had it",
         )  # fmt: skip
-    return Trail(run_directory, plan, readers, corpus.close)
+    return readers, corpus.close
 
 
 def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
-    """Cache directories that may be a source's: as its attempts noted, else by name below today's root of caches."""
+    """Return the directories that may hold a source's cache: as attempts recorded them, else found by name."""
     source = plan.sources[source_index]
     name = cache_name(source)
-    paths = [
-        path for caches in noted(run_directory, "caches") if (path := cast("dict[str, str]", caches).get(name, ""))
-    ]
-    found = [Path(path) for path in paths if Path(path).is_dir()]
+    recorded = [cast("dict[str, str]", caches).get(name) for caches in attempt_notes(run_directory, "caches")]
+    paths = [Path(path) for path in recorded if path]
+    found = [path for path in paths if path.is_dir()]
     if not found:
         from vorox.core.run_context import recorded_config
         from vorox.data.cache_location import cache_root
@@ -139,13 +145,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
         found = sorted(root.glob(pattern)) + sorted((root / STREAMS_NAME).glob(pattern))
     if not found:
         raise DataError(
-            f"the cache of source {source.name!r} is not there", where=(paths or [source.name])[0],
+            f"the cache of source {source.name!r} is not there", where=str(paths[0]) if paths else source.name,
             hint="bring it back, or build it again from the same files with `vorox data build` and the run's name",
         )  # fmt: skip
     return list(dict.fromkeys(found))
-
-
-def noted(run_directory: Path, name: str) -> list[object]:
-    """What the attempts noted in ``run.json`` under a name, the newest first."""
-    notes = [cast("dict[str, object]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
-    return [note[name] for note in reversed(notes) if name in note]

@@ -14,7 +14,7 @@ from cache_corpus import build_corpus, corpus_of
 from vorox.core.errors import ConfigError
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.parts import PartReader, measure_parts, reader_of, readers_of
+from vorox.data.difficulty_buckets import BucketReader, measure_buckets, reader_of, readers_of
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 
@@ -40,8 +40,8 @@ def cache(tmp_path: Path) -> CacheReader:
     return CacheReader.open(tmp_path / "cache")
 
 
-def parts_of(cache: CacheReader, *quantiles: float) -> list[PartReader]:
-    return [PartReader(cache, part) for part, _ in measure_parts(cache, "web", "tokens_per_document", quantiles)]
+def parts_of(cache: CacheReader, *quantiles: float) -> list[BucketReader]:
+    return [BucketReader(cache, part) for part, _ in measure_buckets(cache, "web", "tokens_per_document", quantiles)]
 
 
 def test_parts_hold_every_row_once_and_in_order(cache: CacheReader) -> None:
@@ -59,12 +59,12 @@ def test_parts_hold_every_row_once_and_in_order(cache: CacheReader) -> None:
 
 
 def test_the_easy_part_has_the_short_documents(cache: CacheReader) -> None:
-    measured = measure_parts(cache, "web", "tokens_per_document", (0.3,))
-    easy, hard = (PartReader(cache, part) for part, _ in measured)
+    measured = measure_buckets(cache, "web", "tokens_per_document", (0.3,))
+    easy, hard = (BucketReader(cache, part) for part, _ in measured)
     assert sum(share for _, share in measured) == 1
     assert [share for _, share in measured] == [Fraction(p.num_rows, cache.num_rows) for p in (easy, hard)]
 
-    def longest(part: PartReader) -> list[int]:
+    def longest(part: BucketReader) -> list[int]:
         return [max(span.byte_length for span in part.documents_of(row)) for row in range(part.num_rows)]
 
     assert max(longest(easy)) < 100
@@ -72,17 +72,17 @@ def test_the_easy_part_has_the_short_documents(cache: CacheReader) -> None:
 
 
 def test_which_part_a_chunk_belongs_to_does_not_change_when_the_cache_grows(cache: CacheReader) -> None:
-    part = measure_parts(cache, "web", "tokens_per_document", (0.5,), last_unit=3)[0][0]
+    part = measure_buckets(cache, "web", "tokens_per_document", (0.5,), last_unit=3)[0][0]
     full, units = cache.manifest, [0, 1, 2, 5]
     chosen = [np.isin(records["unit"], units) for records in (full.chunks, full.units)]
     early = Manifest(full.planned_units, full.chunks[chosen[0]], full.units[chosen[1]], full.position)
-    before = PartReader(CacheReader(cache.directory, cache.recipe, early, 16), part)
-    after = PartReader(cache, part)
+    before = BucketReader(CacheReader(cache.directory, cache.recipe, early, 16), part)
+    after = BucketReader(cache, part)
     assert before.refreshed() is before
     assert before.missing_units(0, 7).tolist() == [3, 4, 6]
     assert len(after.missing_units(0, len(cache.units))) == 0
     assert before.content_digest(0, 3) == after.content_digest(0, 3)
-    assert before.content_digest(0, 3) != PartReader(cache, replace(part, low=Fraction(1))).content_digest(0, 3)
+    assert before.content_digest(0, 3) != BucketReader(cache, replace(part, low=Fraction(1))).content_digest(0, 3)
     for unit in units:
         first = [int(reader.unit_row_starts[unit]) for reader in (before, after)]
         count = before.rows_in(unit, unit + 1)
@@ -103,9 +103,9 @@ def test_documents_are_found_in_their_part(cache: CacheReader) -> None:
 
 
 def test_a_plan_draws_from_the_parts_by_weight(tmp_path: Path, cache: CacheReader) -> None:
-    measured = measure_parts(cache, "web", "tokens_per_document", (0.5,))
+    measured = measure_buckets(cache, "web", "tokens_per_document", (0.5,))
     sources = tuple(
-        PlanSource(name, weight, cache.recipe.digest, cache.row_tokens, part=part)
+        PlanSource(name, weight, cache.recipe.digest, cache.row_tokens, bucket=part)
         for name, weight, (part, _) in zip(("web.easy", "web.hard"), (Fraction(3), Fraction(1)), measured, strict=True)
     )
     readers = readers_of(sources, {"web": cache})
@@ -122,18 +122,20 @@ def test_a_plan_draws_from_the_parts_by_weight(tmp_path: Path, cache: CacheReade
             expected = np.flatnonzero((found.source_index == index) & (found.row == row))
             assert again.positions_of(index, row, reader)[: len(expected)].tolist() == expected.tolist()
     assert readers_of(sources, {}) == [None, None]
-    assert reader_of(replace(sources[0], part=None), cache) is cache
+    assert reader_of(replace(sources[0], bucket=None), cache) is cache
 
 
 def test_bytes_per_token_is_that_of_the_unit(cache: CacheReader) -> None:
     """With a token a byte and one for each end of text, text of short documents has the fewest bytes per token."""
     by_unit = {unit: int(text) / int(tokens) for unit, _, text, tokens, _ in cache.manifest.units.tolist()}
-    low, high = (part for part, _ in measure_parts(cache, "web", "bytes_per_token", (0.4,)))
-    units = [{int(unit) for unit in np.flatnonzero(np.diff(PartReader(cache, p).unit_row_starts))} for p in (low, high)]
+    low, high = (part for part, _ in measure_buckets(cache, "web", "bytes_per_token", (0.4,)))
+    units = [
+        {int(unit) for unit in np.flatnonzero(np.diff(BucketReader(cache, p).unit_row_starts))} for p in (low, high)
+    ]
     assert not units[0] & units[1]
     assert max(by_unit[unit] for unit in units[0]) < min(by_unit[unit] for unit in units[1])
 
 
 def test_a_statistic_that_does_not_divide_is_refused(cache: CacheReader) -> None:
     with pytest.raises(ConfigError, match="does not divide source 'web'"):
-        measure_parts(cache, "web", "tokens_per_document", (0.0001,))
+        measure_buckets(cache, "web", "tokens_per_document", (0.0001,))
