@@ -24,7 +24,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import prepare
 from vorox.models.spec import model_spec
-from vorox.train import make_setting
+from vorox.run import make_setting
 from vorox.training import loop
 from vorox.training.beginning import begin
 from vorox.training.display import NoDisplay

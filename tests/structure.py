@@ -210,7 +210,7 @@ def resume(directory: Path, trace: ModuleTrace) -> None:
     with around_steps(lambda step: trace.stop(), lambda step: None), pytest.MonkeyPatch.context() as patch:
         patch.setattr(NumpyBackend, "create", traced)
         run(config)
-    keep_rooms(trace, "core", "models", "training", "train.py")
+    keep_rooms(trace, "core", "models", "training", "run.py")
 
 
 def keep_rooms(trace: ModuleTrace, *rooms: str) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from tiny_runs import configuration
-from vorox.train import train
+from vorox.run import train
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import vorox.train
+import vorox.run
 from numpy_engine import NumpyEngine
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
@@ -73,7 +73,7 @@ class NumpyBackend:
 
 
 def use_numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vorox.train.backends, "load", lambda name: NumpyBackend())
+    monkeypatch.setattr(vorox.run.backends, "load", lambda name: NumpyBackend())
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
@@ -89,15 +89,15 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Non
     monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
-def run(config: RunConfig, **arguments: Any) -> vorox.train.Outcome:
-    return vorox.train.train(config, argv=["test"], **arguments)
+def run(config: RunConfig, **arguments: Any) -> vorox.run.Outcome:
+    return vorox.run.train(config, argv=["test"], **arguments)
 
 
 class Killed(BaseException):
     """Ends a run in the middle, as far as that is possible without ending the process."""
 
 
-def result(outcome: vorox.train.Outcome) -> dict[str, Any]:
+def result(outcome: vorox.run.Outcome) -> dict[str, Any]:
     directory = outcome.run_directory
     return {
         "progress": {k: v for k, v in outcome.progress.to_json().items() if k != "cursor"},

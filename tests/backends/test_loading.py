@@ -10,7 +10,7 @@ from tiny_runs import configuration
 from vorox import backends
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
-from vorox.train import train
+from vorox.run import train
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:

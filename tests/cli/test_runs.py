@@ -143,7 +143,7 @@ def test_a_run_that_the_engine_refuses_leaves_nothing(
     vorox: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     tiny_runs.configuration(tmp_path)
-    monkeypatch.setattr("vorox.train.backends.load", lambda name: RefusingBackend(error))
+    monkeypatch.setattr("vorox.run.backends.load", lambda name: RefusingBackend(error))
     code = vorox("train", "tiny.yaml")[0]
     assert code == getattr(error, "exit_code", 130)
     assert list(Path("runs").iterdir()) == []

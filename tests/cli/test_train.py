@@ -258,7 +258,7 @@ def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.Monk
         seen.append((config, arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vorox.train.train", fake)
+    monkeypatch.setattr("vorox.run.train", fake)
     code, out, _ = vorox("train", "model.num_layers=2")
     assert code == 130
     assert "the preset quickstart" in out

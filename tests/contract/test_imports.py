@@ -19,7 +19,7 @@ FLOOR = {
     "experiments": 1,
     "training": 2,
     "backends": 2,
-    "train": 3,
+    "run": 3,
     "cli": 3,
     "__main__": 4,
 }
@@ -81,7 +81,7 @@ def test_imports_point_down(path: Path) -> None:
         target = parts[1]
         same_room = target == room
         down = FLOOR[target] < FLOOR[room]
-        front = room == "cli" and target == "train"  # the command line starts the story
+        front = room == "cli" and target == "run"  # the command line starts the story
         assert same_room or down or front, f"{name_of(path)}:{line}: {room} must not import {module}"
         if room == "backends":
             assert target in {"core", "models", "backends"}, f"{name_of(path)}:{line}: an engine imports {module}"
@@ -140,7 +140,7 @@ def imported_modules(path: Path, names: Collection[str]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("statement", ["import vorox.cli", "import vorox.train", "import vorox.data.loader"])
+@pytest.mark.parametrize("statement", ["import vorox.cli", "import vorox.run", "import vorox.data.loader"])
 def test_no_framework_is_loaded_by(statement: str) -> None:
     program = (
         f"import sys; {statement}; "

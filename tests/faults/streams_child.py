@@ -3,8 +3,8 @@
 import sys
 
 import tiny_runs
-import vorox.train
+import vorox.run
 from vorox.cli import main
 
-vorox.train.backends.load = lambda name: tiny_runs.NumpyBackend()
+vorox.run.backends.load = lambda name: tiny_runs.NumpyBackend()
 sys.exit(main(sys.argv[1:]))

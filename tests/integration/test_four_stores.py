@@ -20,7 +20,7 @@ from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.provenance import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data
-from vorox.train import Outcome
+from vorox.run import Outcome
 from vorox.training.chain import read_chain
 
 STEPS = 150

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import vorox.train
+import vorox.run
 from servers import GcsServer, gcs_server
 from servers.four_stores import texts_of
 from tiny_runs import run
@@ -124,4 +124,4 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def make_setting(config: RunConfig) -> Setting:
-    return vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+    return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)

@@ -29,7 +29,7 @@ from vorox.core.errors import CheckpointError, Preempted
 from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.experiments.tracking import read_metrics
-from vorox.train import make_setting
+from vorox.run import make_setting
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import latest_valid, request_save, step_directories, verify
 from vorox.training.replay import replay

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import vorox.train
+import vorox.run
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ def heads(directory: Path) -> list[str]:
 
 def replayed(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
     def make(config: RunConfig) -> Setting:
-        return vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+        return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
 
     return replay(directory, make, first_step=first_step, last_step=last_step)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import vorox.train
+import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.distributed_context import DistributedContext
@@ -26,7 +26,7 @@ from vorox.core.schema import RunConfig
 from vorox.data import preparation
 from vorox.data.dataset import prepare
 from vorox.data.plan import Plan
-from vorox.train import Outcome
+from vorox.run import Outcome
 from vorox.training.chain import read_chain
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.setting import Setting
@@ -112,7 +112,7 @@ def replayed(directory: Path, first_step: int = 0, last_step: int | None = None)
     def make(config: RunConfig) -> Setting:
         kept = directory / "tokenizer"
         log = RunLog(None)
-        return vorox.train.make_setting(config, DistributedContext(), log, None, build=False, tokenizer_directory=kept)
+        return vorox.run.make_setting(config, DistributedContext(), log, None, build=False, tokenizer_directory=kept)
 
     return replay(directory, make, first_step=first_step, last_step=last_step)
 

@@ -18,7 +18,7 @@ from vorox.core.run_context import recorded_config
 from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.prefetch import Prefetcher
-from vorox.train import Outcome
+from vorox.run import Outcome
 from vorox.training import sampling
 from vorox.training.chain import read_chain
 from vorox.training.checkpointer import Checkpointer

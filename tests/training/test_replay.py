@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-import vorox.train
+import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
@@ -59,7 +59,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def make_setting(config: RunConfig) -> Setting:
-    return vorox.train.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+    return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
 
 
 def again(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import configuration
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
-from vorox.train import train
+from vorox.run import train
 from vorox.training.export import export
 from vorox.training.history import read_history
 
@@ -52,7 +52,7 @@ def test_a_run_of_one_engine_goes_on_in_the_other(first: str, second: str, tmp_p
 def test_the_run_is_recorded_resumed_and_replayed(tmp_path: Path) -> None:
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.log import RunLog
-    from vorox.train import make_setting
+    from vorox.run import make_setting
     from vorox.training.replay import replay
 
     begun = train(config_of(tmp_path, "torch", "run.name=begun")).run_directory

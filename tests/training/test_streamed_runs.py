@@ -20,7 +20,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import prepare
 from vorox.data.streaming import RemoteIterableDataset
-from vorox.train import Outcome, make_setting
+from vorox.run import Outcome, make_setting
 from vorox.training.chain import read_chain
 from vorox.training.replay import replay
 

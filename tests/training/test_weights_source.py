@@ -25,7 +25,7 @@ from vorox.models.huggingface import huggingface_files
 from vorox.models.names import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
-from vorox.train import train
+from vorox.run import train
 from vorox.training import weights_source
 from vorox.training.starting_weights import start_from_weights
 from vorox.training.weights_source import WeightsDescription, check_weights, load_config_with_weights

@@ -70,7 +70,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     from vorox.core.run_context import expected_directory
     from vorox.data.cache_location import cache_root
     from vorox.models.spec import model_spec
-    from vorox.train import is_fresh
+    from vorox.run import is_fresh
     from vorox.training.beginning import check_resume
     from vorox.training.weights_source import check_weights
 

@@ -13,7 +13,7 @@ from vorox.core.run_lookup import short_path
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.train import Outcome
+    from vorox.run import Outcome
 
 
 def last_screen(outcome: Outcome) -> list[str]:

@@ -70,7 +70,7 @@ def _make_setting(run_directory: Path, config: RunConfig) -> Setting:
     from vorox import backends
     from vorox.core.log import RunLog
     from vorox.core.run_layout import RunLayout
-    from vorox.train import make_setting
+    from vorox.run import make_setting
 
     kept, dist = RunLayout(run_directory).tokenizer, backends.load(config.backend).connect(config)
     return make_setting(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)

@@ -1,4 +1,4 @@
-"""``vorox train``: one run, from words to the last screen. Parsing and printing only; ``vorox.train`` does the work."""
+"""``vorox train``: one run, from words to the last screen. Parsing and printing only; ``vorox.run`` does the work."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def _run(
     from vorox.core.config.own_text import expected_ids
     from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
-    from vorox.train import train as train_run
+    from vorox.run import train as train_run
 
     place = membership()
     if place is not None and place.process_index:  # the first process of the run speaks
