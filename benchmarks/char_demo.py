@@ -24,9 +24,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 
-from vorox.cli.generate import find_checkpoint, open_engine
-from vorox.core.run_context import recorded_config
-from vorox.data.tokenizers.loading import load
+from vorox import load_model
 
 ROOT = Path(__file__).parents[1]
 NANOGPT = ROOT / "benchmarks" / ".peers" / "nanoGPT"
@@ -60,13 +58,11 @@ def run_vorox(folder: Path, text_path: Path, held_out: str) -> float:
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=folder, stdout=sys.stderr)
     (directory,) = (folder / "runs").iterdir()
-    checkpoint = find_checkpoint(directory, NUM_ITERATIONS)
-    engine = open_engine(recorded_config(directory), checkpoint)
-    engine.load(checkpoint.path)
-    ids = load(checkpoint.path, end_of_text="<|endoftext|>").encode_batch([held_out])[0].astype(np.int64)
+    model = load_model(directory, step=NUM_ITERATIONS)
+    ids = model.tokenizer.encode_batch([held_out])[0].astype(np.int64)
 
     def losses(inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        logits = torch.from_numpy(engine.logits(inputs.astype(np.int32)))
+        logits = torch.from_numpy(model.logits(inputs))
         return cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), reduction="none").numpy()
 
     return mean_loss(ids, losses)

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from vorox.cli.generate import find_checkpoint, open_engine
-from vorox.core.run_context import recorded_config
-from vorox.data.dataset import prepare
-from vorox.training import feed
+import vorox
 
 
 def torch_noise(strength: float) -> Callable[[Any], Any]:
@@ -45,24 +41,19 @@ NOISE = {"torch": torch_noise, "jax": jax_noise}
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Print and return the validation loss without noise and with noise at each layer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run")
     parser.add_argument("--point", default="after_attention")
     parser.add_argument("--strength", type=float, default=0.1, help="In standard deviations of the stream.")
     options = parser.parse_args(arguments)
-    config = recorded_config(options.run)
-    validation = feed.validation_set(config, prepare(config, build=False))
-    assert validation is not None, "the run holds nothing out"
-    checkpoint = find_checkpoint(options.run, None)
-    engine: Any = open_engine(config, checkpoint)
-    engine.load(checkpoint.path)
+    run = vorox.open_run(options.run)
+    model = vorox.load_model(run)
 
     def mean_loss() -> float:
-        values = [engine.eval_step(batch) for batch in validation()]
-        return sum(value.loss_sum for value in values) / sum(value.num_target_tokens for value in values)
+        return model.evaluate(run.validation_batches()).loss
 
     found = {"nowhere": mean_loss()}
-    for layer in range(config.model.num_layers):
-        detach = engine.taps.attach(options.point, layer, NOISE[engine.name](options.strength))
+    for layer in range(run.config.model.num_layers):
+        detach = model.attach(options.point, layer, NOISE[run.config.backend](options.strength))
         found[f"layer {layer}"] = mean_loss()
         detach()
     for place, loss in found.items():

@@ -1,3 +1,49 @@
-"""Vorox: language model training whose every run is replayable and auditable."""
+"""Vorox: language model training whose every run is replayable and auditable.
 
-__version__ = "0.1.0"
+The public Python API. Importing it is cheap: each name is loaded when it is first used. ``docs/python.md`` is its page.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vorox.api.configuration import load_config
+    from vorox.api.dataset import dataset
+    from vorox.api.model import Model, load_model
+    from vorox.api.runs import Run, open_run
+    from vorox.api.training import Tap, train
+    from vorox.core.errors import VoroxError
+    from vorox.core.version import __version__
+
+__all__ = [
+    "Model", "Run", "Tap", "VoroxError", "__version__", "dataset", "load_config", "load_model", "open_run", "train",
+]  # fmt: skip
+
+_MODULES = {
+    "Model": "vorox.api.model",
+    "Run": "vorox.api.runs",
+    "Tap": "vorox.api.training",
+    "VoroxError": "vorox.core.errors",
+    "__version__": "vorox.core.version",
+    "dataset": "vorox.api.dataset",
+    "load_config": "vorox.api.configuration",
+    "load_model": "vorox.api.model",
+    "open_run": "vorox.api.runs",
+    "train": "vorox.api.training",
+}
+"""Name of a part of the API to the module that defines it."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a part of the API when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the API with the names that are not loaded yet."""
+    return sorted({*globals(), *_MODULES})

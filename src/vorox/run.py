@@ -20,6 +20,7 @@ from vorox.core.config import config_digest
 from vorox.core.counted import counted
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.records import Progress
@@ -40,6 +41,7 @@ from vorox.training.mirror import mirrored
 from vorox.training.session import open_log, open_session
 from vorox.training.setting import Setting
 from vorox.training.stop import StopRequest
+from vorox.training.taps import attach_to_run
 from vorox.training.weights_source import check_weights
 
 
@@ -75,6 +77,7 @@ def train(
     on_progress: PrepareProgress | None = None,
     argv: Sequence[str] | None = None,
     named_keys: Collection[str] = (),
+    taps: Sequence[Tap] = (),
 ) -> Outcome:
     """Train to the end of the schedule, from wherever the run stands.
 
@@ -86,6 +89,7 @@ def train(
         argv: The command, for the record.
         named_keys: Settings and sections that are given on purpose: a run that goes on takes them over even where
             somebody edited its recorded configuration to say the same.
+        taps: Functions to attach to the engine for the whole run.
 
     Raises:
         VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
@@ -113,6 +117,7 @@ def train(
             state, plan = (
                 begin(setting, run, _checkpoint(resume_from), named_keys) if dist.is_main else join(setting, run)
             )
+            attach_to_run(taps, setting.engine, run, log)
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
                 caches={source.name: str(source.train.directory) for source in setting.corpus.sources},

@@ -223,6 +223,7 @@ INSTEAD = {
         "runs/demo-1a2b3c4d": "{run}",
         '"postgresql://user:password@host/database"': 'Path("{run}/metadata.sqlite")',
     },
+    "docs/python.md": {'"quickstart"': '"my.yaml"', "def main(": "abc"},
     "docs/quickstart.md": {"runs/<run>/checkpoints/<step>": "{run}/checkpoints/step-00000160"},
     "docs/storage.md": {"hf://HuggingFaceFW/fineweb-edu/sample/10BT": "code", ".parquet": ".txt"},
     "docs/streaming.md": {

@@ -27,7 +27,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in Hugging Face form. Nothing is ever overwritten."""
-    from vorox.cli.generate import find_checkpoint, open_engine
+    from vorox.api.model import find_checkpoint, open_engine
+    from vorox.cli.generate import passed_over
     from vorox.core.atomic import make_directory
     from vorox.core.run_context import recorded_config
     from vorox.core.run_layout import RunLayout
@@ -35,7 +36,7 @@ def export(
     from vorox.training.export import export as write
 
     directory = find_run(root, run)
-    checkpoint = find_checkpoint(directory, step)
+    checkpoint = find_checkpoint(directory, step, on_corrupt=passed_over)
     target = output or RunLayout(directory).exports / f"{to}-{dtype}-step-{checkpoint.step:08d}"
     make_directory(target.absolute().parent)
     engine = open_engine(recorded_config(directory, _CHECKED_IN_FP32), checkpoint) if check else None

@@ -14,13 +14,14 @@ Rules that every engine keeps (``tests/conformance`` holds it to them):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.errors import ConfigError
 from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin, StepResult
 from vorox.core.staged_directory import StagedDirectory
 
@@ -30,6 +31,21 @@ NamedArray = tuple[str, npt.NDArray[np.float32]]
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
 """Where a function can watch or replace the residual stream: as it enters a block, behind its attention, behind its
 MLP. ``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
+
+
+class Tap(NamedTuple):
+    """A function at a point of a layer.
+
+    Attributes:
+        point: ``block_input``, ``after_attention`` or ``after_mlp``.
+        layer: From 0.
+        function: Takes the residual stream ``x_BTD`` in the engine's framework; a result other than ``None``
+            replaces it.
+    """
+
+    point: TapPoint
+    layer: int
+    function: Callable[[Any], Any]
 
 
 class Decoder(Protocol):
@@ -168,3 +184,29 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait until the devices are idle (for timing)."""
         ...
+
+
+class _Taps(Protocol):
+    def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]: ...
+
+
+def attach_taps(engine: Engine, taps: Sequence[Tap]) -> Callable[[], None]:
+    """Attach functions to a model.
+
+    Returns:
+        A function that detaches them.
+
+    Raises:
+        ConfigError: The engine has no taps, or the model has no such point or layer.
+    """
+    if taps and "taps" not in engine.capabilities:
+        raise ConfigError(
+            f"the backend {engine.name} has no taps", where="taps", hint="use backend=torch or backend=jax"
+        )
+    detaches = [cast("_Taps", getattr(engine, "taps")).attach(*tap) for tap in taps]  # noqa: B009
+
+    def detach() -> None:
+        for one in detaches:
+            one()
+
+    return detach

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import vorox
+from vorox.core.version import __version__
 
 RECORDED_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -66,7 +66,7 @@ def environment_record() -> dict[str, Any]:
     import psutil
 
     return {
-        "vorox": vorox.__version__,
+        "vorox": __version__,
         "python": {
             "version": platform.python_version(),
             "implementation": platform.python_implementation(),

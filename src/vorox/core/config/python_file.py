@@ -38,9 +38,20 @@ def read_python(path: Path, name: str) -> YamlDocument:
             f"`config` must be a mapping, or a function that returns one; {found}", where=name,
             hint='write config = {"train": {"num_steps": 100}, ...}',
         )  # fmt: skip
+    return mapping_document(cast("Mapping[Any, Any]", values), lines)
+
+
+def mapping_document(values: Mapping[Any, Any], lines: Mapping[KeyPath, int] | None = None) -> YamlDocument:
+    """Return a mapping of Python values as if it had been read from YAML; tuples are lists, paths are texts.
+
+    Args:
+        values: Sections by name, as in a YAML file.
+        lines: Line of each key, where the mapping was written in a file.
+    """
+    known = dict(lines or {})
     problems: list[tuple[str, int]] = []
-    plain = _plain(cast("Mapping[Any, Any]", values), (), lines, problems)
-    return YamlDocument(cast("dict[str, Json]", plain), lines, problems)
+    plain = _plain(values, (), known, problems)
+    return YamlDocument(cast("dict[str, Json]", plain), known, problems)
 
 
 def _place(error: BaseException, path: Path, name: str) -> str:

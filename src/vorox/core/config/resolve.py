@@ -23,7 +23,7 @@ from vorox.core.config.conditions import SOURCE_LISTS
 from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.presets import model_presets, run_presets
-from vorox.core.config.python_file import read_python
+from vorox.core.config.python_file import mapping_document, read_python
 from vorox.core.config.streaming_form import settle_streaming_form
 from vorox.core.config.synonyms import key_of
 from vorox.core.config.text_dependence import (
@@ -114,14 +114,17 @@ class GivenConfig:
     values: dict[str, Json]
 
 
-ConfigSource = str | Path | GivenConfig
+ConfigSource = str | Path | GivenConfig | Mapping[str, Any]
+"""A preset or file, a configuration that is in no file, or the values of one as a mapping."""
+
+_MAPPING_NAME = "the mapping"
 
 
 def load_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, resolve and validate.
 
     Args:
-        source: Name of a run preset, a YAML or Python file, or values; ``None`` starts from the defaults.
+        source: Name of a run preset, a YAML or Python file, or a mapping; ``None`` starts from the defaults.
         overrides: ``a.b=v`` or ``--a.b=v``.
 
     Raises:
@@ -158,13 +161,20 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
     if isinstance(source, GivenConfig) and not names_warmup(said):
         fit_warmup(tree)
     top = source if source is not None else (base[-1].value if base else None)
-    if top is not None:
+    if top is not None and not isinstance(top, Mapping):
         _name_run(tree, top.name if isinstance(top, GivenConfig) else str(top))
     config, problems = validate(tree)
     if config is None:
-        name = source.name if isinstance(source, GivenConfig) else str(source)
-        raise _refusal(problems, "the overrides" if source is None else name)
+        raise _refusal(problems, _name_for_messages(source))
     return ResolvedConfig(config, tree)
+
+
+def _name_for_messages(source: ConfigSource | None) -> str:
+    if source is None:
+        return "the overrides"
+    if isinstance(source, Mapping):
+        return _MAPPING_NAME
+    return source.name if isinstance(source, GivenConfig) else str(source)
 
 
 class _Layer:
@@ -196,6 +206,11 @@ def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDoc
     if isinstance(source, GivenConfig):
         chain.append((source.name, YamlDocument(copy.deepcopy(source.values), {}, [])))
         source = None
+    elif isinstance(source, Mapping):
+        document = mapping_document(source)
+        chain.append((_MAPPING_NAME, document))
+        below = document.value.pop("preset", None)
+        source, preset = None, below if preset is None else preset
     current: tuple[str, Path] | None = None if source is None else locate_config(source)
     if current is None and preset is not None:
         current, preset = locate_config(_preset_name(preset, "override preset")), None

@@ -1,0 +1,189 @@
+"""Reading a run in Python: its configuration, metrics, batches, and which documents each step saw."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from vorox.core.errors import ConfigError
+from vorox.core.records import Batch, DataCursor, DataShard
+from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import find_run
+from vorox.core.schema import RunConfig
+from vorox.data import provenance
+from vorox.data.dataset import Corpus, prepare
+from vorox.data.loader import open_batches
+from vorox.data.provenance import Occurrence, RowOrigin
+from vorox.data.run_data_index import RunDataIndex
+from vorox.data.tokenizers.store import kept_by_run
+from vorox.experiments.tracking import read_metrics
+from vorox.training import feed
+from vorox.training.checkpointing import step_directories
+from vorox.training.resume import config_in_force
+
+__all__ = ["Occurrence", "RowOrigin", "Run", "open_run"]
+
+
+def open_run(run: str | Path = "latest", *, root: str | Path = "runs") -> Run:
+    """Open a run for reading; it may still be training.
+
+    Args:
+        run: Path of the run directory, its id or a unique part of it, or ``latest``.
+        root: Directory of the runs, for an id or ``latest``.
+
+    Raises:
+        ConfigError: There is no such run, or several match; the candidates are named.
+    """
+    return Run(find_run(root, str(run)))
+
+
+class Run:
+    """A run on disk, opened by ``open_run``. Reads only.
+
+    The data plan is opened once, when it is first needed, and closed by ``close`` or at the end of a ``with`` block.
+
+    Attributes:
+        directory: The run directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what reading the data opened. The run can be used again afterwards."""
+        if "_data" in self.__dict__:
+            self._data.close()
+            del self._data
+
+    @property
+    def id(self) -> str:
+        """The run id: the name of its directory."""
+        return self.directory.name
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The configuration that the run records."""
+        return recorded_config(self.directory)
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Path of every checkpoint on disk by step, ascending."""
+        return dict(sorted(step_directories(self.directory).items()))
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Return every metric by step and name, steps ascending.
+
+        Values of steps that were rolled back by a resume are left out. ``experiments/metrics.py`` defines the names.
+        """
+        return read_metrics(self.directory)
+
+    def batches(self, first_step: int = 1, num_steps: int | None = None) -> Iterator[Batch]:
+        """Yield the training batches of consecutive steps, exactly as the run read or will read them.
+
+        Args:
+            first_step: From 1.
+            num_steps: How many. ``None``: to the last step that the plan covers.
+
+        Returns:
+            Batches of numpy arrays: ``tokens_ABT`` (int32: micro-batches, rows, positions), ``labels_ABT``, and under a
+            document mask ``segment_ids_ABT`` and ``position_ids_ABT``. ``batch.step`` counts from 0.
+
+        Raises:
+            ConfigError: The plan does not cover one of the steps.
+            DataError: A cache is missing or damaged.
+        """
+        data = self._data
+        last_step = data.num_steps if num_steps is None else first_step + num_steps - 1
+        if last_step < first_step:
+            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="ask for 1 or more")
+        first_position = data.positions_of_step(first_step)[0]
+        data.positions_of_step(last_step)
+        return self._batches(first_step, last_step, first_position)
+
+    def _batches(self, first_step: int, last_step: int, first_position: int) -> Iterator[Batch]:
+        plan, config = self._data.plan, config_in_force(self.directory, first_step - 1)[0]
+        cursor = DataCursor(plan.digest, plan.num_events, first_step - 1, first_position, plan.start.seed)
+        with open_batches(
+            plan,
+            self._data.readers,
+            shard=DataShard(),
+            cursor=cursor,
+            global_batch_sequences=config.train.global_batch_sequences,
+            micro_batch_sequences=config.train.micro_batch_sequences,
+            document_mask=config.data.document_mask,
+            num_threads=0,
+        ) as batches:
+            for _ in range(first_step, last_step + 1):
+                yield next(batches)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """Yield the run's validation set, always the same rows in the same order.
+
+        Raises:
+            ConfigError: The run holds nothing out.
+            DataError: A cache is missing or damaged.
+        """
+        kept = kept_by_run(RunLayout(self.directory).tokenizer, self.config.tokenizer)
+        corpus = prepare(self.config, build=False, tokenizer=kept)
+        batches = feed.validation_set(self.config, corpus)
+        if batches is None:
+            corpus.close()
+            raise ConfigError(
+                f"run {self.id} has no validation set", where=str(RunLayout(self.directory).config),
+                hint="it was trained with data.validation.held_out_fraction = 0",
+            )  # fmt: skip
+        return _closing(corpus, batches())
+
+    def where(self, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
+        """Return the documents behind the rows of a step.
+
+        Args:
+            step: From 1.
+            slot: Row of the global batch, from 0. ``None``: all rows, in order.
+
+        Returns:
+            For each row its source, epoch and documents: file, byte range, and which of their tokens it holds.
+
+        Raises:
+            ConfigError: There is no such step or slot.
+            DataError: A cache is missing or damaged.
+        """
+        return provenance.where(self._data, step, slot)
+
+    def when(self, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
+        """Return every step that was or will be trained on a file, or on one of its documents.
+
+        Args:
+            uri: The file, or enough of the end of its name to be unique.
+            byte: Only the document whose record contains this byte of the (decompressed) file.
+            ordinal: Only the document with this number within the file, from 0.
+
+        Raises:
+            ConfigError: There is no such file, or several match.
+            DataError: A cache is missing or damaged.
+        """
+        return provenance.when(self._data, uri, byte, ordinal=ordinal)
+
+    @functools.cached_property
+    def _data(self) -> RunDataIndex:
+        return RunDataIndex.open(self.directory)
+
+
+def _closing(corpus: Corpus, batches: Iterator[Batch]) -> Iterator[Batch]:
+    with contextlib.closing(corpus):
+        yield from batches
