@@ -23,6 +23,7 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.cli import main
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, ConfigError, Preempted
+from vorox.core.run_context import run_id
 from vorox.core.schema import RunConfig
 from vorox.data.storage import (
     RetryPolicy,
@@ -36,7 +37,7 @@ from vorox.data.storage import (
 )
 from vorox.training.chain import read_chain
 from vorox.training.checkpointing import step_directories
-from vorox.training.mirror import contents_of, owner
+from vorox.training.mirror import contents_of, opening, owner
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
 
@@ -380,6 +381,22 @@ def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: 
     assert ownership.lost
     successor.release(5)
     ownership.release(5)
+
+
+def test_a_run_that_an_earlier_version_began_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Today's settings give the same configuration another id, and the mirror must not begin it again."""
+    config = on_machine(tmp_path, None)
+    monkeypatch.setattr(opening, "list_objects", lambda uri: [])
+    today = Path(config.run.directory) / run_id(config)
+    assert opening._directory(config, "auto", "gs://bucket/runs") == today
+    before = today.with_name(f"{today.name[:-8]}01234567")
+    monkeypatch.setattr(opening, "latest_run", lambda config, name: before)
+    assert opening._directory(config, "auto", "gs://bucket/runs") == before
+    assert opening._directory(config, "never", "gs://bucket/runs") == today
+    today.mkdir(parents=True)
+    (today / "run.json").write_text("{}")
+    (today / "config.yaml").write_text("{}")
+    assert opening._directory(config, "auto", "gs://bucket/runs") == today
 
 
 def test_two_lines_of_work_are_not_mixed(mirror: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vorox.core.log import Echo, Level, RunLog
 from vorox.core.run_context import recorded_config, run_id
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import is_run, same_run_directories
+from vorox.core.same_run import latest_run
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, absolute, check_writable, list_objects, remove_object
 from vorox.training.checkpointer import steps_to_keep
@@ -180,6 +181,9 @@ def _directory(config: RunConfig, resume_from: ResumeFrom, place: str) -> Path:
     root, name = Path(config.run.directory), run_id(config)
     here = [path.name.removeprefix(name).removeprefix("-") for path in same_run_directories(root, name)]
     number = max((int(suffix or 1) for suffix in here), default=0)
+    earlier = latest_run(config, name) if resume_from == "auto" and not here else None
+    if earlier is not None:  # it began before the schema had all of today's settings, which gave it another id
+        return earlier
 
     def numbered(number: int) -> str:
         return name if number == 1 else f"{name}-{number}"
