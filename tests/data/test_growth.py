@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows, GrowingRows
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
@@ -264,14 +265,13 @@ def test_starving_waits_says_so_and_goes_on(tmp_path: Path) -> None:
     grower.cover(4)
     waiter = threading.Thread(target=grower.cover, args=(8,))
     waiter.start()
-    deadline = time.monotonic() + 10
-    while (waiting := waiting_for_data()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: waiting_for_data() is not None)
+    waiting = waiting_for_data()
+    assert waiting is not None
     assert "source 'code' has 1 of 2 units built" in waiting.reason
     assert plan.num_positions == 4
     built.add(1)
-    waiter.join(10)
+    waiter.join(PATIENCE_SECONDS)
     assert not waiter.is_alive()
     assert plan.num_positions >= 8
     assert waiting_for_data() is None

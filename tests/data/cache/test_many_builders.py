@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from cache_corpus import Corpus, build_corpus, work_of
 from data.cache.builder_storm import CORPUS, NUM_UNITS, rebuild, rows_of_units
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.leases import Leases
@@ -109,19 +109,18 @@ def test_a_builder_of_fewer_files_and_one_of_more_meet(tmp_path: Path, clean: Ca
 
     def wait(progress) -> None:
         if progress.units_done == 3:
-            release.wait(20)
+            release.wait(PATIENCE_SECONDS)
 
     first = threading.Thread(target=build_corpus, args=(tmp_path, early), kwargs={"on_progress": wait})
     first.start()
-    while not (tmp_path / "manifest").exists() or len(Manifest.open(tmp_path).units) < 3:
-        time.sleep(0.005)
+    wait_until(lambda: (tmp_path / "manifest").exists() and len(Manifest.open(tmp_path).units) >= 3)
     second = threading.Thread(target=build_corpus, args=(tmp_path, CORPUS))
     second.start()
-    while Manifest.open(tmp_path).planned_units < NUM_UNITS:
-        time.sleep(0.005)
+    wait_until(lambda: Manifest.open(tmp_path).planned_units >= NUM_UNITS)
     release.set()
-    first.join(30)
-    second.join(30)
+    for thread in (first, second):
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
     reader = CacheReader.open(tmp_path)
     reader.verify()
     assert reader.digest == clean.digest
