@@ -58,8 +58,10 @@ def build(
     """
     started = time.perf_counter()
     _check_tokenizer(builder)
+    # Another builder that knows more files may plan units beyond these.
+    last_unit = len(units) if options.last_unit is None else min(len(units), options.last_unit)
     scheduler = BuildScheduler(
-        directory, builder, units, BuildQueue(options.mode, options.last_unit), on_progress=on_progress,
+        directory, builder, units, BuildQueue(options.mode, last_unit), on_progress=on_progress,
         stop=options.stop,
     )  # fmt: skip
     manifest = _complete(directory, builder, units, options.last_unit)
