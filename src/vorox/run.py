@@ -42,6 +42,7 @@ from vorox.training.session import open_log, open_session
 from vorox.training.setting import Setting
 from vorox.training.stop import StopRequest
 from vorox.training.taps import attach_to_run
+from vorox.training.user_functions import report_changed_functions
 from vorox.training.weights_source import check_weights
 
 
@@ -118,6 +119,7 @@ def train(
                 begin(setting, run, _checkpoint(resume_from), named_keys) if dist.is_main else join(setting, run)
             )
             attach_to_run(taps, setting.engine, run, log)
+            report_changed_functions(run.directory, state.progress.step, config, log)
             run.note(
                 environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
                 caches={source.name: str(source.train.directory) for source in setting.corpus.sources},

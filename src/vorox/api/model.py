@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +14,15 @@ from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, Tap, TapPoint, attach_taps
 from vorox.core.errors import ConfigError
-from vorox.core.records import Batch
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import find_run, is_run
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import load as load_tokenizer
-from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.models.spec import ModelSpec
 from vorox.training.checkpointing import Checkpoint, latest_valid, verify
-from vorox.training.evaluate import Evaluation, evaluate
-from vorox.training.sampling import SamplingSettings, complete
+from vorox.training.evaluate import Evaluation
+from vorox.training.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from vorox.api.runs import Run
@@ -78,7 +75,7 @@ def find_model(
     return Model(config, checkpoint, engine)
 
 
-class Model:
+class Model(LanguageModel):
     """A model with its weights and tokenizer, loaded by ``load_model``.
 
     Attributes:
@@ -86,13 +83,14 @@ class Model:
         step: Optimizer steps that it was trained for.
         path: Its checkpoint.
         spec: The architecture and the names and shapes of all parameters.
+        tokenizer: Text to token ids.
         engine: The engine that holds it, for what is not offered here.
     """
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint, engine: Engine) -> None:
-        self.config, self.step, self.path = config, checkpoint.step, checkpoint.path
-        self.spec = ModelSpec(**checkpoint.metadata["spec"])
-        self.engine = engine
+        tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
+        super().__init__(engine, tokenizer, config, ModelSpec(**checkpoint.metadata["spec"]), checkpoint.step)
+        self.path = checkpoint.path
 
     def __repr__(self) -> str:
         return f"Model({str(self.path)!r}, {self.spec.num_parameters:,} parameters, {self.engine.name})"
@@ -101,104 +99,6 @@ class Model:
     def run_directory(self) -> Path:
         """The run that it was trained in."""
         return self.path.parent.parent
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint."""
-        return load_tokenizer(self.path, end_of_text=self.config.tokenizer.end_of_text)
-
-    def logits(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Return the logits that follow each token.
-
-        Args:
-            token_ids: Integers ``[T]``, or ``[B, T]`` for sequences of one length.
-
-        Returns:
-            float32 ``[T, V]`` or ``[B, T, V]``.
-
-        Raises:
-            ConfigError: The ids are not integers of the vocabulary, or there are none or too many of them.
-        """
-        ids = np.asarray(token_ids)
-        if ids.ndim not in (1, 2) or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise ConfigError(
-                f"token ids are integers of shape [T] or [B, T]; these are {ids.dtype} of shape {list(ids.shape)}",
-                where="Model.logits", hint="encode text first: model.tokenizer.encode_batch([text])[0]",
-            )  # fmt: skip
-        if ids.min() < 0 or ids.max() >= self.spec.vocab_size:
-            raise ConfigError(
-                f"a token id is outside the vocabulary of {self.spec.vocab_size:,}", where="Model.logits",
-                hint="use the model's own tokenizer: model.tokenizer",
-            )  # fmt: skip
-        if ids.shape[-1] > self.spec.max_positions_tokens:
-            raise ConfigError(
-                f"{ids.shape[-1]:,} tokens are more than the model's {self.spec.max_positions_tokens:,} positions",
-                where="Model.logits", hint="shorten the sequence",
-            )  # fmt: skip
-        logits = self.engine.logits(np.atleast_2d(ids).astype(np.int32))
-        return logits if ids.ndim == 2 else logits[0]
-
-    @overload
-    def generate(
-        self, prompt: str, *, num_tokens: int | None = None, temperature: float | None = None,
-        top_k: int | None = None, seed: int | None = None,
-    ) -> str: ...  # fmt: skip
-    @overload
-    def generate(
-        self, prompt: list[str] | tuple[str, ...], *, num_tokens: int | None = None, temperature: float | None = None,
-        top_k: int | None = None, seed: int | None = None,
-    ) -> list[str]: ...  # fmt: skip
-    def generate(
-        self,
-        prompt: str | list[str] | tuple[str, ...],
-        *,
-        num_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-    ) -> str | list[str]:
-        """Continue a text, or several; the same text, settings and seed give the same completion.
-
-        Args:
-            prompt: One text or several. Equal texts in one call get different completions.
-            num_tokens: Most tokens of a completion. ``None``: ``eval.sample_tokens`` of the run.
-            temperature: 0 takes the likeliest token. ``None``: ``eval.sample_temperature``.
-            top_k: Draw from the likeliest tokens; 0 draws from all. ``None``: ``eval.sample_top_k``.
-            seed: Seed of the draws. ``None``: that of the run.
-
-        Returns:
-            The completion without its prompt; a list for several prompts.
-
-        Raises:
-            ConfigError: Prompt and completion are longer than the model's positions.
-        """
-        settings = self.sampling_settings(num_tokens, temperature, top_k, seed)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        texts = [text for _, text in complete(self.engine, self.tokenizer, prompts, settings)]
-        return texts[0] if isinstance(prompt, str) else texts
-
-    def sampling_settings(
-        self, num_tokens: int | None, temperature: float | None, top_k: int | None, seed: int | None
-    ) -> SamplingSettings:
-        """Return how tokens are chosen: what is given, else as the run samples (``generate`` names the arguments)."""
-        evaluation = self.config.eval
-        return SamplingSettings(
-            max_new_tokens=num_tokens or evaluation.sample_tokens,
-            temperature=evaluation.sample_temperature if temperature is None else temperature,
-            top_k=evaluation.sample_top_k if top_k is None else top_k or None,
-            seed=self.config.run.seed if seed is None else seed,
-            vocab_size=self.tokenizer.vocab_size,
-            end_of_text_id=self.tokenizer.end_of_text_id,
-            max_positions_tokens=self.spec.max_positions_tokens,
-        )
-
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Return loss, perplexity, bits per byte and accuracy over some batches, such as ``run.validation_batches()``.
-
-        Raises:
-            DataError: The batches hold no token to predict.
-        """
-        return evaluate(self.engine, batches, self.tokenizer.token_byte_lengths() if self.tokenizer.lossless else None)
 
     def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]:
         """Call a function with the residual stream at a point of a layer, in every forward pass from now on.

@@ -185,6 +185,19 @@ _FAMILIES = (
     ),
 )
 
+_CUSTOM = r"[A-Za-z_][\w.-]*(/[\w.-]+)*"
+_FAMILIES = (
+    *_FAMILIES,
+    Family(
+        re.compile(rf"custom/{_CUSTOM}"),
+        Metric("custom/<function>", "1", "last", "What a function of log.metrics returned for a step."),
+    ),
+    Family(
+        re.compile(rf"eval/custom/{_CUSTOM}"),
+        Metric("eval/custom/<function>", "1", "last", "What a function of eval.functions returned at a validation."),
+    ),
+)
+
 _BY_NAME = {metric.name: metric for metric in _METRICS}
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go: ``metrics.jsonl`` always, TensorBoard event files if asked for.
+"""Where metrics go: ``metrics.jsonl`` always; TensorBoard event files and sinks of the user if asked for.
 
 A sink takes the values of one step and may raise anything; ``tracking.Tracker`` sees to it that nothing of that
 reaches the training. Sinks take part in no decision and are read by nobody during the run.
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.extensions import load_function
 from vorox.core.installation import install_command
 from vorox.core.json_lines import LineFile, encode
 from vorox.core.run_layout import RunLayout
@@ -101,3 +102,35 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def open_custom_sink(path: str, where: str, run_directory: Path, resume_step: int, settings: Mapping[str, Any]) -> Sink:
+    """Open a sink of the user.
+
+    Args:
+        path: Import path of a function that returns it, called with the other arguments by name.
+        where: The setting, for messages.
+        run_directory: The run.
+        resume_step: Steps finished when this attempt began; values of later steps by earlier attempts are void.
+        settings: The run's configuration by dotted key, without secrets.
+
+    Raises:
+        ConfigError: The function cannot be imported, fails, or returns something that is no sink.
+    """
+    function = load_function(path, kind="sink", where=where)
+    try:
+        sink = function(run_directory=run_directory, resume_step=resume_step, settings=settings)
+    except VoroxError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the sink {path} cannot be opened: {type(error).__name__}: {error}", where=where,
+            hint="it is called as f(run_directory=..., resume_step=..., settings=...)",
+        ) from error  # fmt: skip
+    missing = [name for name in ("name", "write", "flush", "close") if not hasattr(sink, name)]
+    if missing:
+        raise ConfigError(
+            f"the sink {path} has no {' and no '.join(missing)}", where=where,
+            hint="return an object with name, write(step, values), flush() and close()",
+        )  # fmt: skip
+    return sink

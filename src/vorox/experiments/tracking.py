@@ -18,8 +18,9 @@ from vorox.core.json_lines import as_number, read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
+from vorox.experiments.custom import MeasuringFunctions
 from vorox.experiments.metrics import metric, reduce
-from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink
+from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink
 from vorox.experiments.wandb_sink import WandbSink
 
 
@@ -29,9 +30,11 @@ class Tracker:
     Args:
         sinks: Where they go; none in processes that do not write.
         log: Told once about each sink that fails.
+        custom: Metrics of the user, from the step and everything else that is written for it.
     """
 
-    def __init__(self, sinks: Sequence[Sink], log: RunLog) -> None:
+    def __init__(self, sinks: Sequence[Sink], log: RunLog, custom: MeasuringFunctions | None = None) -> None:
+        self._custom = custom
         self._sinks = tuple(sinks)
         self._log = log
         self._observed: dict[str, list[float]] = {}
@@ -62,7 +65,8 @@ class Tracker:
             settings: The run's configuration, for sinks that show it.
 
         Raises:
-            ConfigError: A sink was asked for whose package is not installed.
+            ConfigError: A sink was asked for whose package is not installed, or a function of the user cannot be
+                imported or gives no sink.
         """
         sinks: list[Sink] = []
         if (distributed or DistributedContext()).is_main:
@@ -71,7 +75,11 @@ class Tracker:
                 sinks.append(TensorBoardSink(run_directory, resume_step=resume_step))
             if config.wandb:
                 sinks.append(WandbSink(run_directory, project=config.wandb_project, settings=settings or {}))
-        return cls(sinks, log or RunLog(None))
+            for number, path in enumerate(config.sinks):
+                sinks.append(open_custom_sink(path, f"log.sinks.{number}", run_directory, resume_step, settings or {}))
+        log = log or RunLog(None)
+        custom = MeasuringFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=log)
+        return cls(sinks, log, custom if sinks else None)
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Keep the values of a step for the next ``log``. May be called from any thread.
@@ -100,6 +108,8 @@ class Tracker:
             observed, self._observed = self._observed, {}
         written = {name: reduce(name, several) for name, several in observed.items()}
         written.update((name, float(value)) for name, value in values.items())
+        if self._custom is not None and values:
+            written.update(self._custom(step, dict(written)))
         if written:
             for sink in self._sinks:
                 self._try(sink, lambda sink=sink: sink.write(step, written))

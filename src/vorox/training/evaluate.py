@@ -9,8 +9,8 @@ bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Evaluation:
         accuracy: Share of targets that had the highest logit.
         num_target_tokens: Tokens in the sums.
         num_target_bytes: Bytes of text that they stand for; 0 where that is not known.
+        custom: What the functions of ``eval.functions`` returned, by metric.
     """
 
     loss: float
@@ -47,6 +48,7 @@ class Evaluation:
     accuracy: float
     num_target_tokens: int
     num_target_bytes: int
+    custom: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.NDArray[np.int32] | None) -> Evaluation:
@@ -99,6 +101,7 @@ class Evaluations:
         batches: Opens the validation rows from the first; ``None`` if nothing is held out.
         token_byte_lengths: See ``evaluate``.
         writes: Off in all processes of a run but one.
+        custom: Calls the functions of ``eval.functions`` on the model after so many steps.
 
     Attributes:
         losses: Validation loss by step, for all steps that are part of the run's history.
@@ -117,7 +120,9 @@ class Evaluations:
         batches: Callable[[], Iterable[Batch]] | None,
         token_byte_lengths: npt.NDArray[np.int32] | None,
         writes: bool = True,
+        custom: Callable[[int], Mapping[str, float]] | None = None,
     ) -> None:
+        self._custom = custom
         path = RunLayout(run_directory).evaluations
         self._config, self._total_steps = config, total_steps
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
@@ -140,8 +145,12 @@ class Evaluations:
             found = evaluate(engine, _until_stopped(self._batches(), stop), self._token_byte_lengths)
         except _Stopped:
             return None
+        if self._custom is not None:
+            found = replace(found, custom=self._custom(progress.step))
         self.losses[progress.step] = found.loss
-        self._history.append({"step": progress.step, **_finite(asdict(found))})
+        record = asdict(found)
+        custom = _finite(record.pop("custom"))
+        self._history.append({"step": progress.step, **_finite(record), **({"custom": custom} if custom else {})})
         self._history.flush()
         return found
 

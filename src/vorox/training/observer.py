@@ -242,6 +242,7 @@ class Observer:
                 "eval/accuracy": found.accuracy,
                 "eval/tokens": float(found.num_target_tokens),
                 "eval_seconds": time.perf_counter() - started,
+                **found.custom,
             }
             self._tracker.log(progress.step, {name: value for name, value in numbers.items() if value is not None})
 

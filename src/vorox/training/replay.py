@@ -33,6 +33,7 @@ from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.setting import Setting
 from vorox.training.starting_weights import start_from_weights
 from vorox.training.taps import recorded_taps
+from vorox.training.user_functions import changed_functions
 
 OnStep = Callable[[int, int], None]
 """Called with the steps that were compared so far, and all that will be."""
@@ -272,6 +273,7 @@ def _compare(
     manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, setting, plan)
     environments = [metadata["environment"] for metadata in manifests.values()]
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
+    changes += changed_functions(next(iter(manifests.values()), {}), config)
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
     changes += [f"the run had a tap, which replay does not attach: {tap}" for tap in taps]
     head, num_states = progress.chain, 0

@@ -8,14 +8,18 @@ recorded in every checkpoint, so that a cache that grows cannot bend the learnin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
 from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
+
+Shape = Callable[[int, int, int], float]
+"""Share of the peak at a step (from 0), of so many steps in all and in the warm-up."""
 
 _MANY_PASSES = 16
 """Repeated text is worth next to nothing from here on (Muennighoff et al., 2023, arXiv:2305.16264)."""
@@ -155,10 +159,20 @@ class Schedule:
     peak_weight_decay: float
     total_steps: int
     warmup_steps: int
+    lr_function: Shape | None = None
+    weight_decay_function: Shape | None = None
 
     @classmethod
     def of(cls, config: ScheduleConfig, optimizer: OptimizerConfig, horizon: Horizon) -> Schedule:
-        return cls(config, optimizer.lr, optimizer.weight_decay, horizon.total_steps, horizon.warmup_steps)
+        """Return the schedule of a run.
+
+        Raises:
+            ConfigError: A function that the configuration names cannot be imported.
+        """
+        return cls(
+            config, optimizer.lr, optimizer.weight_decay, horizon.total_steps, horizon.warmup_steps,
+            _function(config.name, "schedule.name"), _function(config.weight_decay, "schedule.weight_decay"),
+        )  # fmt: skip
 
     def lr(self, step: int) -> float:
         """Learning rate of a step. Reaches the peak with the last step of the warm-up and the final value with the
@@ -170,6 +184,8 @@ class Schedule:
     def _fraction(self, step: int) -> float:
         """Share of the peak after the warm-up."""
         config, final = self.config, self.config.min_lr_fraction
+        if self.lr_function is not None:
+            return self._share_of(self.lr_function, step, "schedule.name")
         if config.name == "constant":
             return 1.0
         if config.name == "wsd":
@@ -182,10 +198,26 @@ class Schedule:
     def weight_decay(self, step: int) -> float:
         """Weight decay of a step, over the whole run and without warm-up."""
         name, final = self.config.weight_decay, self.config.final_weight_decay_fraction
+        if self.weight_decay_function is not None:
+            return self.peak_weight_decay * self._share_of(self.weight_decay_function, step, "schedule.weight_decay")
         if name == "constant":
             return self.peak_weight_decay
         shape = _cosine if name == "cosine" else _linear
         return self.peak_weight_decay * shape(_share(step, self.total_steps), final)
+
+    def _share_of(self, function: Shape, step: int, where: str) -> float:
+        """Return what a function of the user says, refused if it is no share of a peak."""
+        value = float(function(step, self.total_steps, self.warmup_steps))
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(
+                f"the schedule returned {value} for step {step:,} of {self.total_steps:,}", where=where,
+                hint="return the share of the peak: a finite number from 0 up",
+            )  # fmt: skip
+        return value
+
+
+def _function(name: str, where: str) -> Shape | None:
+    return load_function(name, kind="schedule", where=where) if is_extension(name) else None
 
 
 def _share(index: int, count: int) -> float:

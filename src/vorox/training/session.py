@@ -30,7 +30,7 @@ from vorox.models.spec import ModelSpec
 from vorox.runtime.ceiling import measure_ceiling, training_shapes
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.throughput import Limits, Throughput, Work
-from vorox.training import feed, resume, sampling
+from vorox.training import feed, resume, sampling, user_functions
 from vorox.training.agreement import Agreement
 from vorox.training.beginning import tell_plan
 from vorox.training.chain import ReplayChain
@@ -101,6 +101,7 @@ def open_session(
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation,
         token_byte_lengths=byte_lengths, writes=dist.is_main,
+        custom=user_functions.open_evaluations(engine, corpus.tokenizer, config, setting.spec, setting.log),
     )  # fmt: skip
     checkpointer = _checkpointer(setting, run, state, evaluations, mirror)
     if dist.is_main:
@@ -181,6 +182,7 @@ def _description(setting: Setting) -> dict[str, Any]:
         "settings": resume.settings_for_manifest(setting.config),
         "tokenizer": setting.corpus.tokenizer.fingerprint,
         "environment": resume.environment(setting.engine),
+        user_functions.MANIFEST_KEY: user_functions.identities(setting.config),
     }
 
 

@@ -92,7 +92,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     *(
         Condition(key, "data.validation.held_out_fraction", lambda value: value != 0, "text that is held out")
-        for key in ("eval.every_steps", "eval.prompts")
+        for key in ("eval.every_steps", "eval.prompts", "eval.functions")
     ),
     Condition(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
@@ -142,7 +142,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Condition("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
     Condition("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),
-    Condition("schedule.min_lr_fraction", "schedule.name", lambda value: value != "constant", "a falling schedule"),
+    Condition("schedule.min_lr_fraction", "schedule.name", _is("cosine", "linear", "wsd"), "a falling schedule"),
     Condition(
         "schedule.final_weight_decay_fraction",
         "schedule.weight_decay",

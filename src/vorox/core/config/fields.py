@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from vorox.core.config.synonyms import SYNONYMS
 from vorox.core.schema import RunConfig
-from vorox.core.schema.section import Section
+from vorox.core.schema.section import ImportPath, Section
 
 REQUIRED: Final = object()
 """Default of a key that has none."""
@@ -165,7 +165,15 @@ def _describe(key: str, info: FieldInfo, is_section: bool) -> SchemaField:
     )
 
 
-_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}
+_IMPORT_PATH_NAME = "package.module:function"
+_TYPE_NAMES = {
+    ImportPath: _IMPORT_PATH_NAME,
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    type(None): "null",
+}
 
 
 def _type_name(member: Any) -> str:
@@ -175,6 +183,8 @@ def _type_name(member: Any) -> str:
         entry = typing.get_args(member)[0]
         if typing.get_origin(entry) is Literal:
             return f"list of {_type_name(entry)}"
+        if entry == ImportPath:
+            return f"list of {_IMPORT_PATH_NAME}"
         return "list of sections" if _section_of(entry) else f"list of {_TYPE_NAMES[entry]}s"
     if typing.get_origin(member) is Mapping:
         return "mapping"

@@ -134,6 +134,9 @@ def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Probl
     if of_list is not None and of_list.type_name == "list of texts":
         what = f"{key}={_show(value)} must be text; write it in quotes"
         return [Problem(what, tree.origin(key).text, (key,))]
+    if of_list is not None and not of_list.is_section:
+        what = f"{key}={_show(value)} must be {of_list.type_name.removeprefix('list of ')}"
+        return [Problem(what, tree.origin(key).text, (key,))]
     what = f"{key}={_show(value)} must be {_wanted(field)}"
     return [Problem(what + remedy(key, value, field), tree.origin(key).text, (key,))]
 

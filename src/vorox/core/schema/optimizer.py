@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vorox.core.schema.section import Section
+from vorox.core.schema.section import ImportPath, Section
 
 
 class OptimizerConfig(Section):
@@ -28,8 +28,10 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        default="cosine", description="Shape after the warm-up; wsd is warm-up, stable, decay."
+    name: Literal["cosine", "linear", "wsd", "constant"] | ImportPath = Field(
+        default="cosine",
+        description="Shape after the warm-up; wsd is warm-up, stable, decay. Or a function of your own: "
+        "f(step, total_steps, warmup_steps) returns the share of the peak, for steps from 0.",
     )
     warmup_steps: int | None = Field(default=None, ge=0, description="Warm-up in steps. Give at most one of the three.")
     warmup_tokens: int | None = Field(default=None, ge=0, description="Warm-up in tokens.")
@@ -38,8 +40,9 @@ class ScheduleConfig(Section):
     )
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="Final learning rate relative to the peak.")
     decay_fraction: float = Field(default=0.2, ge=0, le=1, description="wsd: share of all steps in the final decay.")
-    weight_decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course of the weight decay over the run."
+    weight_decay: Literal["constant", "linear", "cosine"] | ImportPath = Field(
+        default="constant",
+        description="Shape of the weight decay over the run, or a function of your own like that of name.",
     )
     final_weight_decay_fraction: float = Field(
         default=0.0, ge=0, description="linear and cosine: final weight decay relative to the first."

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\s]+:[A-Za-z_]\w*$")]
+"""A function of the user: ``package.module:function`` or ``path/to/file.py:function`` (``core/extensions.py``)."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vorox.core.schema.section import Section
+from vorox.core.schema.section import ImportPath, Section
 
 
 class TrainConfig(Section):
@@ -62,6 +62,11 @@ class EvalConfig(Section):
         default=256, ge=1, description="Validation rows, always the same ones. None: the whole held-out split."
     )
     at_end: bool = Field(default=True, description="Validate the last step on the whole set asked for.")
+    functions: tuple[ImportPath, ...] = Field(
+        default=(),
+        description="Evaluations of your own at every validation: f(model) returns a number or a mapping of them, as "
+        "my_package.my_module:function or path/to/file.py:function.",
+    )
     prompts: tuple[str, ...] = Field(
         default=(), description="Texts to complete, always the same way, at every validation."
     )
@@ -114,6 +119,15 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
+    metrics: tuple[ImportPath, ...] = Field(
+        default=(),
+        description="Metrics of your own for every logged step: f(step, values) returns a number or a mapping of them.",
+    )
+    sinks: tuple[ImportPath, ...] = Field(
+        default=(),
+        description="Sinks of your own: f(run_directory, resume_step, settings) returns an object with name, write, "
+        "flush and close.",
+    )
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
     wandb: bool = Field(
         default=False,

@@ -14,7 +14,6 @@ function's signature and annotations before anything is read.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import identity_of, load_function
 from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
 from vorox.data.transforms.augmentation import required_special_tokens
-from vorox.data.transforms.identity import identity_of
 from vorox.data.transforms.signatures import check_library
 
 Kind = Literal["text", "tokens", "duplicates"]
@@ -124,7 +123,7 @@ def recipe_of(transforms: Sequence[Transform], seed: int) -> tuple[Mapping[str, 
 
 def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
     path = BUILT_IN.get(config.name, config.name)
-    function = _import(config.name, path, where)
+    function = load_function(config.name, kind="transform", where=f"{where}.name", known=BUILT_IN, path=path)
     parameters = inspect.signature(function).parameters
     first = next(iter(parameters), "")
     if config.name not in _DUPLICATES and first not in ("text", "tokens"):
@@ -138,27 +137,6 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
     args = _checked(config, {name: rest[name] for name in rest if name not in given}, function, where)
     check_library(config.name)
     return Transform(number, config.name, kind, function, args, given, identity_of(path, function, args, where))
-
-
-def _import(name: str, path: str, where: str) -> Callable[..., Any]:
-    module_name, colon, function_name = path.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, BUILT_IN, n=2)
-        raise ConfigError(
-            f"there is no transform {name!r}", where=f"{where}.name",
-            hint=f"did you mean {' or '.join(near)}?" if near else
-            f"one of {', '.join(BUILT_IN)}, or your own as my_package.my_module:function",
-        )  # fmt: skip
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever a foreign module does while it is imported
-        raise ConfigError(
-            f"the transform {path} cannot be imported: {type(error).__name__}: {error}", where=f"{where}.name",
-            hint="install its package, or put its folder on PYTHONPATH",
-        ) from error  # fmt: skip
-    if not callable(function):
-        raise ConfigError(f"{path} is not a function", where=f"{where}.name")
-    return function
 
 
 def _checked(

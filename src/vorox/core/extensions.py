@@ -1,0 +1,141 @@
+"""Functions that a configuration names by import path: found, and identified by the code that they are written in.
+
+``package.module:function`` is imported; ``path/to/file.py:function`` is loaded from that file. The identity of a
+function is its name and the version that it declares or, where it declares none, the SHA-256 of its file: it goes into
+cache recipes and checkpoints, so that a function that has changed is noticed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from vorox.core.errors import ConfigError, VoroxError
+
+_VERSION = "__transform_version__"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def version(number: int) -> Callable[[Function], Function]:
+    """Declare the version of a function; raise it whenever its results change.
+
+    Without it the SHA-256 of the function's file is its version, so that any edit of the file is a change.
+    """
+
+    def declare(function: Function) -> Function:
+        setattr(function, _VERSION, number)
+        return function
+
+    return declare
+
+
+def is_extension(name: object) -> bool:
+    """Whether a setting names a function by import path."""
+    return isinstance(name, str) and ":" in name and "://" not in name
+
+
+def load_function(
+    name: str, *, kind: str, where: str, known: Iterable[str] = (), path: str | None = None
+) -> Callable[..., Any]:
+    """Return the function that a setting names.
+
+    Args:
+        name: As the configuration says it.
+        kind: What the function is for, such as ``transform``, for messages.
+        where: The setting, for messages.
+        known: Names that need no import path, for suggestions.
+        path: The import path, if ``name`` is a short name for it.
+
+    Raises:
+        ConfigError: There is no such name, its module cannot be imported, or it is not a function.
+    """
+    path = name if path is None else path
+    module_name, colon, function_name = path.rpartition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, list(known), n=2)
+        builtin = f"one of {', '.join(known)}, or " if known else ""
+        raise ConfigError(
+            f"there is no {kind} {name!r}", where=where,
+            hint=f"did you mean {' or '.join(near)}?" if near else
+            f"{builtin}your own as my_package.my_module:function or path/to/file.py:function",
+        )  # fmt: skip
+    try:
+        is_file = module_name.endswith(".py")
+        module = _module_of_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        function = getattr(module, function_name)
+    except VoroxError:
+        raise
+    except Exception as error:  # whatever a foreign module does while it is imported
+        raise ConfigError(
+            f"the {kind} {path} cannot be imported: {type(error).__name__}: {error}", where=where,
+            hint="give the path of the file from the working directory, or an absolute one" if is_file else
+            "install its package, or put its folder on PYTHONPATH",
+        ) from error  # fmt: skip
+    if not callable(function):
+        raise ConfigError(f"{path} is not a function", where=where)
+    return function
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Load a Python file as a module; again only if its content has changed."""
+    path = path.expanduser().resolve()
+    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
+    return _loaded(path, f"vorox_extension_{digest}")
+
+
+@functools.cache
+def _loaded(path: Path, name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None, path
+    assert specification.loader is not None, path
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def identity_of(path: str, function: Callable[..., Any], args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what stands for a function in a cache recipe, JSON values only.
+
+    Args:
+        path: Its import path. Of a file only the name counts, so that it may move.
+        function: The function.
+        args: What it is called with.
+        where: The setting, for messages.
+
+    Raises:
+        ConfigError: The function declares no version and has no source file.
+    """
+    module_name, _, function_name = path.rpartition(":")
+    name = f"{Path(module_name).name}:{function_name}" if module_name.endswith(".py") else path
+    declared: int | None = getattr(function, _VERSION, None)
+    if declared is not None:
+        return {"function": name, "version": declared, "args": dict(args)}
+    try:
+        source = Path(inspect.getfile(inspect.unwrap(function))).read_bytes()
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            f"{path} has no source file, so nobody can tell whether it is still the same function", where=where,
+            hint="declare its version: @version(1) from vorox.core.extensions",
+        ) from error  # fmt: skip
+    return {"function": name, "source_sha256": hashlib.sha256(source).hexdigest(), "args": dict(args)}
+
+
+def identity_text(path: str, where: str, *, kind: str) -> str:
+    """Return the identity of a function that takes no arguments from the configuration, as one text."""
+    identity = identity_of(path, load_function(path, kind=kind, where=where), {}, where)
+    number = identity.get("version")
+    return f"{identity['function']} " + (f"version {number}" if number else f"{identity['source_sha256'][:16]}")
