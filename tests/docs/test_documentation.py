@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import random
 import re
 import shlex
@@ -22,6 +23,7 @@ import pytest
 import yaml
 
 import tiny_runs
+import vorox
 from vorox.cli import main
 from vorox.core.config import load_config
 
@@ -254,9 +256,30 @@ def test_every_python_snippet_of_a_page_runs(page: str, place: Path, monkeypatch
         for old, new in INSTEAD.get(page, {}).items():
             text = text.replace(old, new.replace("{run}", run.as_posix()))
         exec(compile(text, str(block), "exec"), names)
+    if page == "docs/extending.md":
+        run_with_functions_of_the_page(place)
     if page == "docs/transforms.md":
         assert names["tidy"]("“so”") == '"so"'
         assert names["back_translated"]("So") == ["So", "so"]
+
+
+def run_with_functions_of_the_page(place: Path) -> None:
+    """Train with the page's own functions, as its first block of settings names them, and look at what they did."""
+    blocks = [block for block in BLOCKS if block.page == "docs/extending.md"]
+    (place / "mine.py").write_text("\n".join(b.text for b in blocks if b.language == "python"), encoding="utf-8")
+    settings = {**yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))}
+    for section, values in yaml.safe_load(next(b.text for b in blocks if b.language == "yaml")).items():
+        settings[section] = settings.get(section, {}) | values
+    outcome = vorox.train(settings, {"run.name": "extended", "log.every_steps": 1})
+    metrics = vorox.open_run(outcome.run_directory).metrics()
+    total, warm_up = 160, 20
+    for step in (21, 90, 160):
+        share = 0.5 + 0.25 * (1 + math.cos(math.pi * (step - 1 - warm_up) / (total - 1 - warm_up)))
+        assert metrics[step]["learning_rate"] == pytest.approx(6e-4 * share)
+        assert metrics[step]["custom/excess"] == pytest.approx(metrics[step]["loss"] - math.log(2))
+    assert metrics[160]["eval/custom/recall/hits"] in (0, 1, 2)
+    lines = outcome.run_directory.with_suffix(".csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines if not line.endswith(",")] == [str(step) for step in range(1, 161)]
 
 
 @pytest.mark.parametrize(
