@@ -28,6 +28,7 @@ from vorox.data.preparation import CacheOpener, PrepareProgress, report_of
 from vorox.data.streaming.preparation import Streams
 from vorox.data.streaming.reader import StreamReader
 from vorox.data.text.listing import Note
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
 from vorox.data.text.splits import Split
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -192,6 +193,8 @@ def prepare(
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
     backgrounds = tuple(opener.backgrounds)
+    if streams is None and not backgrounds:
+        CUT_RANGES.clear()  # everything is built
     return Corpus(
         data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds
     )

@@ -33,7 +33,7 @@ from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.preparation import Streams
 from vorox.data.streaming.unit_list import UnitList
 from vorox.data.text.cutting import UnitCutter, first_units, refuse_emptiness
-from vorox.data.text.sources import Source, read_unit
+from vorox.data.text.sources import Source, read_units
 from vorox.data.text.splits import Split
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -319,7 +319,7 @@ def not_built(source: Source, split: str, directory: Path) -> DataError:
 
 
 def _has_records(source: Source, units: Sequence[Unit], split: Split) -> bool:
-    return any(True for unit in units for _ in read_unit(source, unit, split, source.holdout))
+    return any(True for _ in read_units(source, units, split, source.holdout))
 
 
 def _without_records(source: Source, split: Split) -> DataError:

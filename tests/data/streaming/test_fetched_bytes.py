@@ -17,6 +17,7 @@ from servers import http_server
 from servers.recorded import Request
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.data.text import content
+from vorox.data.text.range_cache import CUT_RANGES
 
 KIBIBYTE = 1 << 10
 
@@ -54,7 +55,8 @@ FORMS: dict[str, tuple[str, Callable[[list[str]], bytes]]] = {
 
 def requests_of_an_epoch(folder: Path, name: str, form: str, data: bytes, **changes: Any) -> list[Request]:
     """Every request for content, with nothing remembered from earlier tests."""
-    content._known.clear()
+    content._survey.cache_clear()
+    CUT_RANGES.clear()
     (folder / "web").mkdir()
     (folder / "web" / f"a.{name}").write_bytes(data)
     settings: dict[str, Any] = {

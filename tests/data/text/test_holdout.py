@@ -21,8 +21,9 @@ from vorox.data.text.sources import Source, list_source, read_unit
 from vorox.data.text.splits import is_named
 
 
-def held(folder: Path, form: str, *, grow: bool = False, **validation: Any) -> Source:
-    source = {"name": "s", "format": form, "paths": [str(folder)], "end_of_text_id": 9 if form == "bin" else None}
+def held(*paths_and_form: Path | str, grow: bool = False, **validation: Any) -> Source:
+    *paths, form = map(str, paths_and_form)
+    source = {"name": "s", "format": form, "paths": paths, "end_of_text_id": 9 if form == "bin" else None}
     data = DataConfig.model_validate({"sources": [source], "validation": validation, "cache": {"grow": grow}})
     return with_holdout(list_source(data.sources[0]), data)
 
@@ -96,6 +97,24 @@ class TestTheDefault:
         assert {place for place, _ in records(source, "train")} == {"web_train_000001.bin", "web_train_000002.bin"}
         assert "1 of 3 files" in describe(source)
         assert "2 to train on" in describe(source)
+
+    @pytest.mark.parametrize("given", [("",), ("train", "val"), ("train/s_0.bin", "val/s_0.bin"), ("*/s_0.bin",)])
+    def test_so_are_those_of_folders_that_say_it_however_they_are_given(
+        self, tmp_path: Path, given: tuple[str, ...]
+    ) -> None:
+        for number, folder in enumerate(("train", "val")):
+            (tmp_path / folder).mkdir()
+            write_shard(tmp_path / folder / "s_0.bin", np.array([1, number, 9] * 50, np.uint16))
+        source = held(*(tmp_path / path for path in given), "bin")
+        assert source.holdout.split == "named"
+        assert {place for place, _ in records(source, "validation")} == {"val/s_0.bin"}
+        assert {place for place, _ in records(source, "train")} == {"train/s_0.bin"}
+
+    def test_names_are_those_inside_the_folder_where_they_tell_the_split_or_nothing_does(self, tmp_path: Path) -> None:
+        for number, folder in enumerate(("one", "two")):
+            (tmp_path / folder).mkdir()
+            write_shard(tmp_path / folder / f"s_{number}.bin", np.array([1, number, 9] * 50, np.uint16))
+        assert held(tmp_path / "one", tmp_path / "two", "bin").places == ("s_0.bin", "s_1.bin")
 
     def test_a_cache_that_grows_keeps_its_rule_whatever_files_come(self, tmp_path: Path) -> None:
         rules: set[str] = set()

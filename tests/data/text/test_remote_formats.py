@@ -20,6 +20,7 @@ from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.text import content
 from vorox.data.text.cutting import cut_units
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import list_source, read_unit
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def proxy(folder: Path) -> Iterator[FaultProxy]:
-    content._known.clear()
+    content._survey.cache_clear()
     with http_server(folder) as server, fault_proxy(
         server.url, seed=3, error_503_fraction=0.05, truncated_fraction=0.1
     ) as running:  # fmt: skip
@@ -80,7 +81,8 @@ def test_an_object_that_changes_under_way_is_an_error(folder: Path, proxy: Fault
     units = cut_units(listed, "train", EVERYTHING, 100_000)
     path = folder / FILES[form]
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
-    content._known.clear()
+    content._survey.cache_clear()
+    CUT_RANGES.clear()
     with pytest.raises(DataError, match="changed") as caught:
         [list(read_unit(listed, unit, "train", EVERYTHING)) for unit in units]
     assert caught.value.where == location

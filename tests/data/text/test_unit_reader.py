@@ -17,6 +17,7 @@ from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.pipeline.stages import FetchedUnit
 from vorox.data.storage import Fetched, open_range
 from vorox.data.text.cutting import cut_units
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
 
@@ -37,6 +38,7 @@ def reader_of(location: str, **changes: Any) -> UnitReader:
 
 def built(reader: UnitReader, **pipeline: Any) -> tuple[list[BuiltUnit], list[str]]:
     units = cut_units(reader.source, "train", RULE, 4000)
+    CUT_RANGES.clear()
     work = UnitBuilder(
         reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=PipelineConfig(**pipeline)
     )  # fmt: skip
@@ -75,6 +77,7 @@ def test_remote_text_is_fetched_apart(web, tmp_path, threads, queue_bytes):
 def test_what_is_held_is_not_asked_for_again(web):
     reader = reader_of(f"{web.url}/")
     units = cut_units(reader.source, "train", RULE, 4000)
+    CUT_RANGES.clear()
     fetched = reader.fetch(units[1])
     asked = len(web.log.requests)
     work = UnitBuilder(reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER))

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.storage import StoredFile, open_range, open_seekable, scheme_of
+from vorox.data.storage import StoredFile, open_seekable, scheme_of
 from vorox.data.storage.contexts import iterated_with
 from vorox.data.text.compression import (
     MOST_READ_BYTES,
@@ -30,6 +30,7 @@ from vorox.data.text.compression import (
     NotCompressed,
     compression_of,
 )
+from vorox.data.text.range_cache import open_through_cache
 from vorox.data.text.reject_binary import reject_binary
 
 T = TypeVar("T")
@@ -98,8 +99,9 @@ class _Content:
         self._base, self._recent = 0, bytearray()
         self._open = contextlib.ExitStack()
         # A local file that stays open is checked against its listing by every read, not only at the end.
-        source = open_seekable(file) if scheme_of(file.uri) is None else self._open.enter_context(open_range(file))
-        self._open.callback(source.close)
+        source = self._open.enter_context(
+            open_seekable(file) if scheme_of(file.uri) is None else open_through_cache(file, always=True)
+        )
         check = functools.partial(reject_binary, file) if limits.is_text else None
         self._stream = DecompressedStream(kind, source, check, most_read_bytes)
 
@@ -264,7 +266,7 @@ def open_content(
     """
     kind = compression_of(file.uri)
     if kind is None:
-        with open_range(file, start_byte, end_byte) as reader:
+        with open_through_cache(file, start_byte, end_byte) as reader:
             yield reader
         return
     damage = damage_of(file, limits) if end_byte is None else None

@@ -20,7 +20,8 @@ from vorox.data.groups import groups_within
 from vorox.data.storage import retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, compressed_bytes
-from vorox.data.text.formats import Piece, count_records, cut, has_many_records, measure
+from vorox.data.text.formats import count_records, cut, first_piece, has_many_records, measure
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source, patience, read_units
 from vorox.data.text.splits import Split, document_filter, file_split, holds_out_files, tail_start
 
@@ -103,7 +104,7 @@ class UnitCutter:
         first = 0 if after is None else after.file_index
         for index in range(first, len(self.source.files)):
             pieces = self._pieces_of(index, after if after is not None and index == first else None)
-            yield from _patiently(pieces, self.source)
+            yield from _patiently(CUT_RANGES.during(pieces), self.source)
 
     def _pieces_of(self, index: int, after: UnitSpan | None) -> Iterator[tuple[UnitSpan, int]]:
         """The pieces of one file that belong to the split, and the text in each."""
@@ -209,5 +210,5 @@ def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> 
     config, file, end = source.config, source.stored[index], source.end_bytes[index]
     size = measure(config, file, end)
     start = tail_start(validation, size)
-    first: Piece | None = next(cut(config, file, 0, end, start), None)
+    first = first_piece(config, file, end, start)
     return 0 if first is None else first.end_byte

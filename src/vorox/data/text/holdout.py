@@ -19,8 +19,8 @@ from vorox.data.documents import Unit
 from vorox.data.text.cutting import UnitCutter
 from vorox.data.text.formats import has_many_records
 from vorox.data.text.listing import Note
-from vorox.data.text.sources import Source, read_unit
-from vorox.data.text.splits import NOTHING, SPLITS, Split, file_split, holds_out_files, is_named
+from vorox.data.text.sources import Source, read_units
+from vorox.data.text.splits import NAMED_FORMATS, NOTHING, SPLITS, Split, file_split, holds_out_files, is_named
 
 _FEWEST_HELD_OUT_FILES = 4
 _MOST_OFF = 4
@@ -83,7 +83,7 @@ def _rule(validation: ValidationConfig, split: str) -> ValidationConfig:
 
 def _has_named_files(source: Source) -> bool:
     """Whether some shards are for validation by their names or folders, and others are not."""
-    return source.config.format in {"bin", "mds", "arrow"} and len({is_named(place) for place in source.places}) == 2
+    return source.config.format in NAMED_FORMATS and len({is_named(place) for place in source.places}) == 2
 
 
 def _held_out_files(source: Source, rule: ValidationConfig) -> list[int]:
@@ -106,7 +106,7 @@ def _has_records(
     probe_bytes = min(_PROBE_BYTES, unit_bytes) if has_many_records(source.config) else unit_bytes
     looked_at = 0
     for span, size_bytes in UnitCutter(source, split, rule, probe_bytes).pieces():
-        if any(True for _ in read_unit(source, Unit(0, (span,)), split, rule)):
+        if any(True for _ in read_units(source, [Unit(0, (span,))], split, rule)):
             return True
         looked_at += size_bytes
         if limit_bytes is not None and looked_at >= limit_bytes:

@@ -18,6 +18,7 @@ from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place
 from vorox.data.text.dataset_folders import files_of, training_splits
 from vorox.data.text.formats import suffixes
 from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dataset
+from vorox.data.text.splits import NAMED_FORMATS, is_named
 
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 _FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
@@ -117,11 +118,24 @@ def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
         for location in locations:
             for file in _list_files(config, location, endings, key):
                 found.setdefault(file.uri, _placed(file, root))
-    files = [found[uri] for uri in sorted(found)]
+    files = _by_split_folders(config, [found[uri] for uri in sorted(found)])
     kept = frozenset(training_splits(config, [file.place for file in files]))
     others = sorted({file.place.partition("/")[0] for file in files if file.place not in kept})
     what = f"of source {config.name!r}, which has a split train, these are left out: {', '.join(others)}"
     return [file for file in files if file.place in kept], [Note("splits", what)] if others else []
+
+
+def _by_split_folders(config: SourceConfig, files: list[FoundFile]) -> list[FoundFile]:
+    """Place token shards relative to their common folder, where that alone tells validation: ``val/s_0.bin``.
+
+    For paths such as ``train/`` and ``val/``, inside of which all names are alike.
+    """
+    folder = files[0].stored.uri.rpartition("/")[0] if files else ""
+    while folder and not all(file.stored.uri.startswith(f"{folder}/") for file in files):
+        folder = folder.rpartition("/")[0]
+    below = [FoundFile(file.stored, file.stored.uri[len(folder) + 1 :]) for file in files]
+    is_apart = not any(is_named(file.place) for file in files) and len({is_named(file.place) for file in below}) == 2
+    return below if folder and config.format in NAMED_FORMATS and is_apart else files
 
 
 def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:

@@ -20,8 +20,9 @@ from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, SequentialReads, damage_of
-from vorox.data.text.formats import ROW_GROUPS, cut, has_many_records, measure, read_records
+from vorox.data.text.formats import ROW_GROUPS, cut, first_piece, has_many_records, measure, read_records
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.splits import NOTHING, Split, document_filter
 
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
@@ -179,13 +180,13 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
     if config.max_bytes is None:
         return whole, file.size_bytes, False
     left = config.max_bytes - used_bytes
-    pieces = (piece for piece in cut(config, file, 0, None, left) if piece.text_bytes)
     if compression_of(file.uri) is None:
         size = measure(config, file)
         if size <= left:
             return whole, size, size == left
-        first = next(pieces, None)
+        first = first_piece(config, file, None, left)
     else:  # its length is not known, and not worth reading all of it
+        pieces = (piece for piece in cut(config, file, 0, None, left) if piece.text_bytes)
         first = next(pieces, None)
         if first is None:
             return None, 0, False
@@ -298,10 +299,13 @@ def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationCo
 def read_units(
     source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
 ) -> Iterator[Record]:  # fmt: skip
-    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units."""
+    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units.
+
+    What was read of remote files while units were cut is not fetched again.
+    """
     with contextlib.closing(SequentialReads()) as reads:
         for unit in units:
-            yield from reads.during(read_unit(source, unit, split, validation))
+            yield from CUT_RANGES.during(reads.during(read_unit(source, unit, split, validation)))
 
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

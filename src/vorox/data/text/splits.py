@@ -24,6 +24,9 @@ NOTHING: Final = ValidationConfig(split="file", held_out_fraction=0)
 EVERYTHING: Final = ValidationConfig.model_construct(split="file", held_out_fraction=1.0, sources=())
 """The rule of a source that only validates."""
 
+NAMED_FORMATS = frozenset({"bin", "mds", "arrow"})
+"""Formats whose writers name shards, or the folders that they are in, by their split."""
+
 _DOMAIN = b"split/1\0"
 _NAMED = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", re.IGNORECASE)
 

@@ -13,6 +13,7 @@ from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Record, Unit
 from vorox.data.storage import Fetched, StoredFile, open_range, retry_budget, scheme_of
 from vorox.data.text.compression import compression_of
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source, patience, read_unit
 from vorox.data.text.splits import Split
 
@@ -44,7 +45,7 @@ class UnitReader:
         return sum(span.end_byte - span.start_byte for span in unit.spans if self._is_plain(files[span.file_index]))
 
     def fetch(self, unit: Unit) -> Fetched:
-        """Read the bytes of a unit that can be read without decoding.
+        """Read the bytes of a unit that can be read without decoding, unless they were read when it was cut.
 
         Raises:
             DataError: A file cannot be read, or changed since it was listed.
@@ -53,9 +54,13 @@ class UnitReader:
         with retry_budget(patience(self.source.config)):
             for span in unit.spans:
                 file = self.source.stored[span.file_index]
-                if self._is_plain(file):
+                if not self._is_plain(file):
+                    continue
+                piece = CUT_RANGES.range_of(file, span.start_byte, span.end_byte)
+                if piece is None:
                     with open_range(file, span.start_byte, span.end_byte) as reader:
-                        pieces.append((file, span.start_byte, reader.read(span.end_byte - span.start_byte)))
+                        piece = reader.read(span.end_byte - span.start_byte)
+                pieces.append((file, span.start_byte, piece))
         return Fetched(tuple(pieces))
 
     def _is_plain(self, file: StoredFile) -> bool:

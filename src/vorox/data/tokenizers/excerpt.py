@@ -25,6 +25,7 @@ from vorox.data.text.formats import (
     read_records,
     records_are_lines,
 )
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
 from vorox.data.text.splits import document_filter
 
@@ -72,7 +73,7 @@ def excerpt(
     done, total = 0, sum(shares)
     with contextlib.closing(SequentialReads()) as reads:
         for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
-            for text in reads.during(_spread(source, group, size, share)):
+            for text in CUT_RANGES.during(reads.during(_spread(source, group, size, share))):
                 yield text
                 done += len(text.encode("utf-8"))
                 if on_progress is not None:

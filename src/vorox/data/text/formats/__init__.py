@@ -31,6 +31,7 @@ __all__ = [
     "count_lines",
     "count_records",
     "cut",
+    "first_piece",
     "has_many_records",
     "lone_surrogate",
     "measure",
@@ -122,6 +123,17 @@ def cut(
         DataError: The file cannot be read or is not what the source says.
     """
     return _FORMATS[source.format].cut(source, file, start, end, piece_bytes, first_ordinal)
+
+
+def first_piece(source: SourceConfig, file: StoredFile, end: int | None, piece_bytes: int) -> Piece | None:
+    """Return the first piece that has any text, reading little of what lies before its end where that is possible."""
+    if not records_are_lines(source) or compression.compression_of(file.uri) is not None:
+        return next((piece for piece in cut(source, file, 0, end, piece_bytes) if piece.text_bytes), None)
+    stop = high = file.size_bytes if end is None else end
+    if high > piece_bytes:
+        boundary = boundary_before(source, file, piece_bytes, 0)
+        stop = boundary_after(file, piece_bytes, high) if boundary is None else boundary
+    return Piece(0, stop, 0, stop) if stop else None
 
 
 def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:

@@ -21,11 +21,18 @@ from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, damage_of, length_bytes, open_content
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.lines import BYTE_ORDER_MARK
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
+from vorox.data.text.formats.pieces import (
+    Piece,
+    chunks_of,
+    cut_content,
+    ends_in,
+    records_in,
+    remembered,
+    too_large,
+)
 from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
 
-_CHUNK_BYTES = 1 << 20
-_LARGEST_HEADER_BYTES = 1 << 20
+_USUAL_HEADER_BYTES, _LARGEST_HEADER_BYTES = 1 << 16, 1 << 20
 
 
 class RecordEnds:
@@ -114,12 +121,12 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
     Raises:
         DataError: There is no header that can be read.
     """
-    with open_content(file, 0, None, limits) as reader:
-        start = reader.read(_LARGEST_HEADER_BYTES)
+    start, ends = _start_of(file, _USUAL_HEADER_BYTES, delimiter, limits)
+    if not len(ends) and len(start) == _USUAL_HEADER_BYTES:
+        start, ends = _start_of(file, _LARGEST_HEADER_BYTES, delimiter, limits)
     reject_binary(file, start[:SIGNATURE_BYTES])
     if not start:
         return (), 0
-    ends = RecordEnds(delimiter.encode())(start)
     end = int(ends[0]) if len(ends) else len(start)
     problem = ""
     if not len(ends) and len(start) == _LARGEST_HEADER_BYTES:
@@ -135,6 +142,16 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
             hint="the first record has to name the columns",
         )  # fmt: skip
     return columns, end
+
+
+def _start_of(
+    file: StoredFile, size: int, delimiter: str, limits: Limits
+) -> tuple[bytes, npt.NDArray[np.int64] | list[int]]:  # fmt: skip
+    """Return the first bytes of a file, and where records end in them."""
+    end = min(size, file.size_bytes) if compression_of(file.uri) is None else None
+    with open_content(file, 0, end, limits) as reader:
+        start = reader.read(size)
+    return start, RecordEnds(delimiter.encode())(start) if start else []
 
 
 def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
@@ -171,25 +188,8 @@ def cut(
     _column(source, file, source.text_field)
     begin = max(start, data_start)
     key = ("csv", file, delimiter, begin, end, piece_bytes, first_ordinal, limits)
-    yield from remembered(key, lambda: _cut(file, delimiter, begin, end, piece_bytes, first_ordinal, limits))
-
-
-def _cut(
-    file: StoredFile, delimiter: str, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
-) -> Iterator[Piece]:
-    """The pieces in one pass."""
-    is_whole = end == file.size_bytes and compression_of(file.uri) is None
-    with open_content(file, start, None if is_whole else end, limits) as reader:  # of an open end little is read ahead
-        ends = _ends(iter(lambda: reader.read(_CHUNK_BYTES), b""), start, RecordEnds(delimiter.encode()))
-        is_damaged = end is None and damage_of(file, limits) is not None
-        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal, is_damaged=is_damaged)
-
-
-def _ends(chunks: Iterator[bytes], offset: int, find: RecordEnds) -> Iterator[EndsOfChunk]:
-    for chunk in chunks:
-        ends = np.asarray(find(chunk), dtype=np.int64) + offset
-        offset += len(chunk)
-        yield offset, ends
+    find = RecordEnds(delimiter.encode())
+    yield from remembered(key, lambda: cut_content(file, begin, end, piece_bytes, first_ordinal, limits, find))
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -197,7 +197,7 @@ def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     find = RecordEnds(source.delimiter.encode())
     with open_content(file, start, end, Limits.of(source)) as reader:
         total, last = 0, start
-        for _, ends in _ends(iter(lambda: reader.read(_CHUNK_BYTES), b""), start, find):
+        for _, ends in ends_in(reader, start, find):
             total += len(ends)
             last = int(ends[-1]) if len(ends) else last
     return total + (last < end)
@@ -213,7 +213,7 @@ def read_records(
     start = max(span.start_byte, data_start)
     with open_content(file, start, span.end_byte, limits) as reader:
         find = RecordEnds(delimiter)
-        chunks = ((chunk, find(chunk)) for chunk in iter(lambda: reader.read(_CHUNK_BYTES), b""))
+        chunks = ((chunk, find(chunk)) for chunk in chunks_of(reader))
         records = records_in(chunks, start, source.max_record_bytes)
         for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
             if not accept(offset) or (record is not None and not record.strip()):

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import DEFAULT_LIMITS, Limits, damage_of, length_bytes, open_content
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, remembered
+from vorox.data.text.formats.pieces import Piece, cut_content, remembered
 from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -179,35 +180,16 @@ def _cut_text_forward(
 def cut_lines(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
 ) -> Iterator[Piece]:
-    """Runs of whole lines. The lines of a piece are counted when the next one is asked for."""
-    if compression_of(file.uri) is not None:
-        limits = Limits.of(source)
-        key = ("lines", file, start, end, piece_bytes, first_ordinal, limits)
-        yield from remembered(key, lambda: _cut_forward(file, start, end, piece_bytes, first_ordinal, limits))
+    """Yield runs of whole lines, cut in one pass over the content."""
+    limits = Limits.of(source)
+    if end == start:
         return
-    end = file.size_bytes if end is None else end
-    ordinal = first_ordinal
-    for low, high in itertools.pairwise(boundaries(source, file, start, end, piece_bytes)) if end > start else ():
-        yield Piece(low, high, ordinal, high - low)
-        if high < end:
-            ordinal += count_lines(file, low, high)
+    key = ("lines", file, start, end, piece_bytes, first_ordinal, limits)
+    yield from remembered(key, lambda: cut_content(file, start, end, piece_bytes, first_ordinal, limits, _line_ends))
 
 
-def _cut_forward(
-    file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
-) -> Iterator[Piece]:
-    """The pieces of a compressed file in one pass over it."""
-    with open_content(file, start, end, limits) as reader:
-        ends = _line_ends(iter(lambda: reader.read(WINDOW_BYTES), b""), start)
-        is_damaged = end is None and damage_of(file, limits) is not None
-        yield from cut_at_ends(ends, start, piece_bytes, first_ordinal, is_damaged=is_damaged)
-
-
-def _line_ends(chunks: Iterator[bytes], offset: int) -> Iterator[EndsOfChunk]:
-    for chunk in chunks:
-        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + (offset + 1)
-        offset += len(chunk)
-        yield offset, ends.astype(np.int64, copy=False)
+def _line_ends(chunk: bytes) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + 1
 
 
 def count_lines(file: StoredFile, start: int, end: int, limits: Limits = DEFAULT_LIMITS) -> int:

@@ -10,14 +10,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from vorox.data.storage import StoredFile
+from vorox.data.text.compression import compression_of
+from vorox.data.text.content import Limits, damage_of, open_content
+
 _MOST_CUTS_REMEMBERED = 1 << 16
+_CHUNK_BYTES = 1 << 20
 
 EndsOfChunk = tuple[int, npt.NDArray[np.int64]]
 """(where a chunk of the content ends, where records end in it)."""
+
+FindEnds = Callable[[bytes], npt.NDArray[np.int64] | list[int]]
+"""Returns the offsets in a chunk behind which records end; called with chunk after chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,37 @@ def cut_at_ends(
         yield Piece(last, last, last_ordinal, 0)
     elif stop > low:
         yield Piece(low, stop, low_ordinal, stop - low)
+
+
+def cut_content(
+    file: StoredFile,
+    start: int,
+    end: int | None,
+    piece_bytes: int,
+    first_ordinal: int,
+    limits: Limits,
+    find_ends: FindEnds,
+) -> Iterator[Piece]:
+    """Cut a range of a content in one pass, at the ends of records."""
+    if end == file.size_bytes and compression_of(file.uri) is None:
+        end = None  # little is read ahead of an open end, in case that few pieces are wanted
+    with open_content(file, start, end, limits) as reader:
+        is_damaged = end is None and damage_of(file, limits) is not None
+        yield from cut_at_ends(
+            ends_in(reader, start, find_ends), start, piece_bytes, first_ordinal, is_damaged=is_damaged
+        )
+
+
+def ends_in(reader: BinaryIO, start: int, find_ends: FindEnds) -> Iterator[EndsOfChunk]:
+    """Yield where records end in a content that is read from ``start`` on."""
+    for chunk in chunks_of(reader):
+        ends = np.asarray(find_ends(chunk), dtype=np.int64) + start
+        start += len(chunk)
+        yield start, ends
+
+
+def chunks_of(reader: BinaryIO) -> Iterator[bytes]:
+    return iter(lambda: reader.read(_CHUNK_BYTES), b"")
 
 
 _remembered: OrderedDict[Hashable, tuple[Piece, ...]] = OrderedDict()

@@ -18,6 +18,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
 from vorox.data.storage import StoredFile, open_range
+from vorox.data.text.content import open_content
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
 
 _CHUNK_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def end_of_text(source: SourceConfig) -> int:
 def _chunks(source: SourceConfig, file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
     """Whole tokens."""
     size = header(source, file).token_bytes
-    with open_range(file, start, None if end == file.size_bytes else end) as reader:
+    with open_content(file, start, None if end == file.size_bytes else end) as reader:
         rest = b""
         while piece := reader.read(_CHUNK_BYTES):
             piece = rest + piece

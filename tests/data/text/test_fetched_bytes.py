@@ -1,0 +1,117 @@
+"""Bytes that a cached build asks a server for: what was read while units were cut is not fetched again."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers import http_server
+from vorox.core.config import load_config
+from vorox.data.dataset import prepare
+from vorox.data.storage import StoredFile, list_files
+from vorox.data.text import range_cache
+from vorox.data.text.range_cache import CUT_RANGES, RangeCache
+
+PROBED_BYTES = 6 << 20
+"""Read of a source of any size to find the rule of its held-out part, with what readers had asked for ahead."""
+LINES = [f"line {number} " + "some words " * (number % 40) for number in range(20_000)]
+BODIES = {
+    "jsonl": "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode(),
+    "csv": ("text\n" + "".join(f"{line}\n" for line in LINES)).encode(),
+    "txt": "\n".join(LINES).encode(),
+}
+PROBED_FRACTION = 0.25
+"""Of these files of 4 MB: what readers that were closed early had asked for ahead, and the borders of the sample."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    CUT_RANGES.clear()
+    yield
+    CUT_RANGES.clear()
+
+
+def fetched(tmp_path: Path, form: str, ending: str, **settings: Any) -> tuple[float, int]:
+    """Bytes that the server sent as a multiple of those that it has, and requests, of a build of both splits."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    body = gzip.compress(BODIES[form], 1) if ending else BODIES[form]
+    (folder / f"a.{form}{ending}").write_bytes(body)
+    with http_server(folder) as web:
+        config = {
+            "data": {
+                "sources": [{"name": "s", "format": form, "paths": [f"{web.url}/a.{form}{ending}"]}],
+                "sequence_length_tokens": 256,
+                "cache": {"directory": str(tmp_path / "cache"), "unit_bytes": 1 << 20},
+                **settings.get("data", {}),
+            },
+            "tokenizer": settings.get("tokenizer", {"kind": "byte"}),
+            "train": {"num_steps": 1},
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(json.dumps(config), encoding="utf-8")
+        with contextlib.closing(prepare(load_config(file))) as corpus:
+            assert [reader.num_rows > 0 for reader in (*corpus.train, *corpus.validation)] == [True, True]
+        gets = [request for request in web.log.requests if request.method == "GET"]
+    return sum(request.sent_bytes for request in gets) / len(body), len(gets)
+
+
+@pytest.mark.parametrize(("form", "ending"), [("jsonl", ""), ("csv", ""), ("txt", ""), ("jsonl", ".gz")])
+def test_a_build_with_a_held_out_part_fetches_each_byte_once(tmp_path: Path, form: str, ending: str) -> None:
+    factor, requests = fetched(tmp_path, form, ending)
+    assert factor <= 1 + PROBED_FRACTION
+    assert requests < 40
+
+
+def test_so_does_one_that_trains_its_tokenizer(tmp_path: Path) -> None:
+    factor, requests = fetched(tmp_path, "jsonl", "", tokenizer={"kind": "bpe", "vocab_size": 300})
+    assert factor <= 1 + PROBED_FRACTION
+    assert requests < 40
+
+
+def test_files_beyond_the_cache_are_cut_once_and_read_once_for_each_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CUT_RANGES, "_limit_bytes", 1 << 20)
+    factor, _ = fetched(tmp_path, "jsonl", "")
+    assert factor <= 3 + PROBED_BYTES / len(BODIES["jsonl"])
+
+
+def test_the_cache_is_bounded_and_gives_what_it_was_given() -> None:
+    file, other = (StoredFile(f"http://host/{name}", 1000, "stamp", 0, "etag:1") for name in "ab")
+    cache = RangeCache(limit_bytes=30)
+    for start in (0, 10, 20):
+        cache.add(file, start, bytes(range(start, start + 10)))
+    assert cache.range_of(file, 5, 25) == bytes(range(5, 25))
+    assert cache.range_of(file, 25, 31) is None
+    assert cache.range_of(other, 5, 6) is None
+    cache.add(other, 0, b"x" * 10)
+    assert cache.range_of(file, 5, 25) is None, "the oldest chunk went"
+    assert cache.range_of(file, 10, 30) == bytes(range(10, 30))
+    cache.clear()
+    assert cache.range_of(other, 0, 1) is None
+
+
+def test_a_reader_goes_on_at_the_store_where_the_cache_ends(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40
+    (tmp_path / "a.bin").write_bytes(content)
+    with http_server(tmp_path) as web:
+        (file,) = list_files(f"{web.url}/a.bin", ())
+        CUT_RANGES.add(file, 100, content[100:2000])
+        web.log.clear()
+
+        def read(start: int, end: int | None) -> Iterator[bytes]:
+            with range_cache.open_through_cache(file, start, end) as reader:
+                yield reader.read()
+
+        assert next(CUT_RANGES.during(read(150, 1900))) == content[150:1900]
+        assert web.log.requests == []
+        assert next(CUT_RANGES.during(read(150, None))) == content[150:]
+        assert sum(request.sent_bytes for request in web.log.requests) == len(content) - 2000
+        assert next(CUT_RANGES.during(read(0, 5000))) == content[:5000]
