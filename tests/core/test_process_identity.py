@@ -16,7 +16,7 @@ from vorox.core import atomic
 from vorox.core.lock import lock_holder
 from vorox.core.process_identity import ProcessIdentity, this_process
 from vorox.data.cache.leases import Leases, is_expired, lease_path
-from vorox.data.streaming.windows import Window
+from vorox.data.streaming.read_windows import ReadWindow
 from vorox.training.mirror import owner
 
 OWN = this_process()
@@ -90,7 +90,7 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
         window = tmp_path / "windows" / "a.json"
         window.parent.mkdir(exist_ok=True)
         window.write_text(json.dumps(record))
-        assert Window(tmp_path).others() == ([] if is_dead else [(3, 5)])
+        assert ReadWindow(tmp_path).peers() == ([] if is_dead else [(3, 5)])
         assert window.exists() != is_dead
         assert owner._is_dead({**record, "machine": owner._machine()}) == is_dead
         assert not owner._is_dead({**record, "machine": "another"})

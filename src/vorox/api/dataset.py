@@ -10,7 +10,7 @@ from vorox import backends
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import PrepareProgress
 from vorox.data.streaming import RemoteIterableDataset
-from vorox.data.streaming.arguments import Sources, Transforms
+from vorox.data.streaming.dataset_config import Sources, Transforms
 
 if TYPE_CHECKING:
     from vorox.data.streaming.torch_adapter import TorchStream

@@ -25,8 +25,8 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache_location import cache_root
 from vorox.data.listed_sources import list_sources
 from vorox.data.preparation import CacheOpener, PrepareProgress, report_of
-from vorox.data.streaming.preparation import Streams
-from vorox.data.streaming.reader import StreamReader
+from vorox.data.streaming.stream_reader import StreamReader
+from vorox.data.streaming.streams import Streams
 from vorox.data.text.listing import Note
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
@@ -189,6 +189,8 @@ def prepare(
     except BaseException:
         for background in opener.backgrounds:
             background.close()
+        if streams is not None:
+            streams.close()
         raise
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)

@@ -29,8 +29,8 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
-from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
-from vorox.data.streaming.preparation import Streams
+from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
+from vorox.data.streaming.streams import Streams
 from vorox.data.streaming.unit_list import UnitList
 from vorox.data.text.cutting import UnitCutter, first_units, refuse_emptiness
 from vorox.data.text.sources import Source, read_units
@@ -227,22 +227,22 @@ class CacheOpener:
         place = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         mark_used(place.directory)
         self.streams.share_reads(source.stored)
-        work = self.unit_builder(source, recipe)
-        cutter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
-        units = UnitList(place.directory, work, cutter)
+        builder = self.unit_builder(source, recipe)
+        splitter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
+        units = UnitList(place.directory, builder, splitter)
         if not units.units:
-            self._cut_first(cutter, units, place)
-        reader = self.streams.open(place.directory, work, units, bad_record_fraction=source.config.bad_record_fraction)
+            self._split_first(splitter, units, place)
+        reader = self.streams.open(place.directory, builder, units)
         return reader, report_of(reader.manifest, recipe)
 
-    def _cut_first(self, cutter: UnitCutter, units: UnitList, place: CacheLocation) -> None:
-        """Know the first units of a stream, as far as it takes to know that they have any record."""
+    def _split_first(self, splitter: UnitCutter, units: UnitList, place: CacheLocation) -> None:
+        """Split the first units of a stream, until one of them has a record."""
         if not self.options.build:
             raise not_built(place.source, "train", place.directory)
         known, num_units = 0, self.data.growth.first_segment_units
         while not units.is_all:
-            units.cut(num_units)
-            if cutter.has_records(units.units[known:]):
+            units.split(num_units)
+            if splitter.has_records(units.units[known:]):
                 return
             known, num_units = len(units.units), 2 * num_units
         if not units.units:

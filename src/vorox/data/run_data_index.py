@@ -17,10 +17,10 @@ from typing import cast
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
+from vorox.data.cache.disk_budget import is_evictable, resident_units
 from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader, cache_name, reader_of, readers_of
 from vorox.data.plan import Plan
-from vorox.data.streaming.retention import is_marked, resident_units
 
 _MAX_CANDIDATES = 64
 
@@ -106,7 +106,7 @@ def attempt_notes(run_directory: Path, name: str) -> list[object]:
 
 def _has_all_chunks(cache: CacheReader) -> bool:
     """Return whether no chunk has been evicted."""
-    return not is_marked(cache.directory) or len(resident_units(cache.directory)) == len(cache.manifest.units)
+    return not is_evictable(cache.directory) or len(resident_units(cache.directory)) == len(cache.manifest.units)
 
 
 def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceReader, ...], Callable[[], None]]:
@@ -138,7 +138,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
     if not found:
         from vorox.core.run_context import recorded_config
         from vorox.data.cache_location import cache_root
-        from vorox.data.streaming.preparation import DIRECTORY_NAME as STREAMS_NAME
+        from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
 
         root = cache_root(recorded_config(run_directory).data)
         pattern = f"{name}-train-{source.recipe_digest[:12]}-*"

@@ -1,4 +1,4 @@
-"""Streams: the rows of a cache out of a bounded ring, exact or loudly impossible, and no thread left behind."""
+"""Streams: the rows of a cache under a disk budget, exact or loudly impossible, and no thread left behind."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
+from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.streaming.reader import StreamReader
-from vorox.data.streaming.retention import MARKER_NAME, Ring
+from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream
+from vorox.data.streaming.stream_reader import StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
-from vorox.data.streaming.windows import SegmentRule
 
 TOKENIZER = ByteTokenizer()
 PAIRS = [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
 RULE = SegmentRule(1, 2)
 
 
-class CorpusCutter:
+class CorpusSplitter:
     """Gives units that were cut before, and remembers which."""
 
     def __init__(self, units) -> None:
@@ -52,14 +52,14 @@ def work_of(text: Corpus, read_unit=None) -> UnitBuilder:
 
 
 class Opened:
-    """A stream over a corpus, with its ring."""
+    """A stream over a corpus, with its disk budget."""
 
     def __init__(self, directory: Path, text: Corpus, limit_bytes: int = 1 << 30, rule=RULE, **options) -> None:
         self.work = options.pop("work", None) or work_of(text)
-        self.units = UnitList(directory, self.work, options.pop("cutter", None) or CorpusCutter(text.units))
+        self.units = UnitList(directory, self.work, options.pop("splitter", None) or CorpusSplitter(text.units))
         open_directory(directory, self.units, rule.first_units)
-        self.ring = Ring(limit_bytes)
-        self.stream = Stream(directory, self.work, self.units, rule, self.ring, **options)
+        self.budget = DiskBudget(limit_bytes)
+        self.stream = Stream(directory, self.work, self.units, rule, self.budget, **options)
         self.reader = StreamReader(self.stream)
 
     def grown_to(self, units: int) -> StreamReader:
@@ -74,7 +74,8 @@ class Opened:
         return self.reader
 
     def close(self) -> None:
-        self.ring.close()
+        self.budget.close()
+        self.stream.stop()
         self.stream.close()
 
     def __enter__(self) -> Opened:
@@ -140,10 +141,10 @@ def test_a_stream_gives_the_rows_of_a_cache_whatever_the_room(tmp_path, cached):
             watcher.join()
         assert opened.reader.digest == cached.digest
         assert opened.reader.unit_row_starts.tolist() == cached.unit_row_starts.tolist()
-        statistics = opened.stream.statistics
+        stream = opened.stream
     assert 0 < peak <= limit
-    assert statistics.units_built == 8
-    assert statistics.evicted_units > 0 < statistics.units_rebuilt
+    assert stream.units_built == 8
+    assert stream.units_evicted > 0 < stream.units_rebuilt
     assert (tmp_path / "stream" / MARKER_NAME).exists()
 
 
@@ -156,13 +157,13 @@ def test_what_was_removed_comes_back_as_it_was_or_not_at_all(tmp_path, cached):
         path.unlink()
     with Opened(tmp_path, text) as opened:
         assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
-        assert (opened.stream.statistics.units_built, opened.stream.statistics.units_rebuilt) == (0, 8)
+        assert (opened.stream.units_built, opened.stream.units_rebuilt) == (0, 8)
     for path in (tmp_path / "chunks").rglob("*.psc"):
         path.unlink()
     with Opened(tmp_path, text, work=work_of(text, changed.read_unit)) as opened:
         good = opened.reader.unit_row_starts[7] - 1
         assert_same_rows(cached, opened.reader, np.array([good]))
-        with pytest.raises(DataError, match="unit 7 was built again and is not what was recorded"):
+        with pytest.raises(DataError, match="building unit 7 again gives other rows than were recorded"):
             opened.reader.read_rows(np.array([good + 1]))
 
 
@@ -258,10 +259,11 @@ def test_closing_leaves_no_thread_and_ends_those_who_wait(tmp_path):
     waiter = threading.Thread(target=waiting)
     waiter.start()
     assert started.wait(10)
-    opened.ring.close()
+    opened.budget.close()
+    opened.stream.stop()
     waiter.join(10)
     assert not waiter.is_alive()
-    assert [str(error) for error in failed] == ["the stream was closed while a chunk was waited for"]
+    assert [str(error) for error in failed] == ["the build was closed while a unit was waited for"]
     go_on.set()
     opened.close()
     assert set(threading.enumerate()) == before
@@ -275,9 +277,9 @@ def test_two_streams_of_one_directory_share_the_work(tmp_path, cached):
             last = int(np.searchsorted(cached.unit_row_starts, rows.max(), side="right"))
             assert_same_rows(cached, one.grown_to(last), rows)
             assert_same_rows(cached, other.grown_to(last), rows)
-        built = one.stream.statistics.units_built + other.stream.statistics.units_built
+        built = one.stream.units_built + other.stream.units_built
     assert built == 8
-    assert one.stream.statistics.units_rebuilt + other.stream.statistics.units_rebuilt == 0
+    assert one.stream.units_rebuilt + other.stream.units_rebuilt == 0
 
 
 def test_a_damaged_chunk_is_built_again(tmp_path, cached):
@@ -289,41 +291,41 @@ def test_a_damaged_chunk_is_built_again(tmp_path, cached):
         path.write_bytes(raw)
     with Opened(tmp_path, corpus()) as opened:
         assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
-        assert opened.stream.statistics.units_rebuilt > 0
+        assert opened.stream.units_rebuilt > 0
 
 
 def test_the_source_is_cut_as_it_is_read(tmp_path, cached):
     text = corpus()
-    cutter = CorpusCutter(text.units)
-    with Opened(tmp_path, text, cutter=cutter, prefetch_segments=0) as opened:
-        assert (cutter.given, opened.reader.manifest.planned_units, opened.reader.units_final) == ([0], 1, False)
+    splitter = CorpusSplitter(text.units)
+    with Opened(tmp_path, text, splitter=splitter, prefetch_segments=0) as opened:
+        assert (splitter.given, opened.reader.manifest.planned_units, opened.reader.units_final) == ([0], 1, False)
         opened.grown_to(1)
         opened.reader.read_rows(np.array([0]))
         opened.grown_to(3)
-        assert cutter.given == [0, 1, 2]
+        assert splitter.given == [0, 1, 2]
         assert opened.reader.content_digest(0, 3) == cached.content_digest(0, 3)
         opened.grown_to(8)
-        assert cutter.given == list(range(8)), "each once"
+        assert splitter.given == list(range(8)), "each once"
         assert (opened.reader.units_final, opened.reader.num_rows) == (True, cached.num_rows)
         assert opened.reader.digest == cached.digest
         assert opened.reader.units == cached.units
-    cutter.given.clear()
-    with Opened(tmp_path, text, cutter=cutter) as opened:
+    splitter.given.clear()
+    with Opened(tmp_path, text, splitter=splitter) as opened:
         assert opened.reader.units_final
         assert_same_rows(cached, opened.reader, np.arange(cached.num_rows))
-    assert cutter.given == [], "nothing is cut again"
+    assert splitter.given == [], "nothing is cut again"
 
 
 def test_units_that_were_listed_by_one_who_died_do_not_count(tmp_path, cached, monkeypatch):
     text = corpus()
     with Opened(tmp_path, text, prefetch_segments=0) as opened:
         opened.grown_to(1)
-    units = UnitList(tmp_path, work_of(text), CorpusCutter(text.units))
+    units = UnitList(tmp_path, work_of(text), CorpusSplitter(text.units))
     with monkeypatch.context() as patch:
         patch.setattr("vorox.data.streaming.unit_list.planned_entry", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             units.extend(6)
-    assert UnitList(tmp_path, work_of(text), CorpusCutter(text.units)).units == list(text.units[:1])
+    assert UnitList(tmp_path, work_of(text), CorpusSplitter(text.units)).units == list(text.units[:1])
     with Opened(tmp_path, text) as opened:
         assert opened.grown_to(8).digest == cached.digest
 
@@ -334,8 +336,8 @@ def test_text_that_is_cut_otherwise_than_before_is_refused(tmp_path):
         opened.grown_to(3)
     shutil.copytree(tmp_path / "stream", tmp_path / "moved")
     shutil.rmtree(tmp_path / "stream")
-    stale = UnitList(tmp_path / "stream", work_of(text), CorpusCutter(corpus_of_other_units().units))
-    stale.cut(2)
+    stale = UnitList(tmp_path / "stream", work_of(text), CorpusSplitter(corpus_of_other_units().units))
+    stale.split(2)
     shutil.copytree(tmp_path / "moved", tmp_path / "stream")
     with pytest.raises(DataError, match="no longer cut as it was"):
         stale.record()
@@ -349,7 +351,7 @@ def test_a_network_that_fails_while_the_source_is_cut_is_told_and_tried_again(tm
     text = corpus()
     failures = [3, 5]
 
-    class Failing(CorpusCutter):
+    class Failing(CorpusSplitter):
         def after(self, known=()):
             for pair in super().after(known):
                 if failures and pair[0].unit_id == failures[0]:
@@ -358,7 +360,7 @@ def test_a_network_that_fails_while_the_source_is_cut_is_told_and_tried_again(tm
                 yield pair
 
     errors = []
-    with Opened(tmp_path, text, cutter=Failing(text.units), prefetch_segments=0) as opened:
+    with Opened(tmp_path, text, splitter=Failing(text.units), prefetch_segments=0) as opened:
         for units in (3, 5, 5, 8, 8):
             try:
                 opened.grown_to(units)

@@ -141,11 +141,11 @@ class BuildScheduler:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        """End the thread after what it has in hand. Repeatable."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """End the thread after what it has in hand, and wait for it. Repeatable."""
         self.queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_seconds)
 
     def is_stopped(self) -> bool:
         """Whether it was asked to stop."""

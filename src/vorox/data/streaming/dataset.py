@@ -23,7 +23,7 @@ from vorox.data.plan import Plan
 from vorox.data.plan_start import plan_start
 from vorox.data.prefetch import Prefetcher
 from vorox.data.row_source import RowSource
-from vorox.data.streaming.arguments import Sources, Transforms, configuration
+from vorox.data.streaming.dataset_config import Sources, Transforms, dataset_config
 from vorox.data.streaming.sample_reader import BLOCK_SAMPLES, Sample, SampleReader, Share, order_before
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RemoteIterableDataset:
             raise ConfigError(f"there is no rank {rank} of {world_size}", where="rank, world_size")
         if prefetch_samples < 0 or (epochs is not None and epochs < 1):
             raise ConfigError(f"prefetch_samples={prefetch_samples} or epochs={epochs} is too small")
-        self.config = configuration(
+        self.config = dataset_config(
             data, tokenizer=tokenizer, sequence_length_tokens=sequence_length_tokens, weights=weights,
             transforms=transforms, seed=seed, shuffle=shuffle, shuffle_buffer_rows=shuffle_buffer_rows,
             cache_directory=cache_directory, retention_bytes=retention_bytes, unit_bytes=unit_bytes,

@@ -1,8 +1,8 @@
-"""The units of a stream: those that are recorded, and more of them as far as somebody needs them.
+"""The units of a stream: those that are recorded, and more as they are needed.
 
-Something that cuts a source goes in; units come out, recorded before they are seen. Any number of processes share a
-directory: one cuts at a time, the others take up what it records. Invariants: the list only ever grows, what is
-recorded is what cutting the whole source at once would have given, and duplicates among recorded units are known.
+A splitter of the source goes in; units come out, recorded before anybody sees them. Any number of processes share a
+directory: one splits at a time, the others read what it records. Invariants: the list only grows; what is recorded is
+what splitting the whole source at once would have given; duplicates among recorded units are known.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
 from vorox.data.cache import inventory
+from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.manifest import Manifest, planned_entry
 from vorox.data.cache.planning import planning
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.pipeline.first_pass import FirstPass
-from vorox.data.streaming.retention import mark
 
 LOCK_NAME = "CUTTING"
-"""Held while a process cuts the source further."""
+"""Held while a process splits the source further."""
 
 
-class Cutter(Protocol):
-    """Divides a source into units: ``text.cutting.UnitCutter``."""
+class Splitter(Protocol):
+    """Splits a source into units: ``text.cutting.UnitCutter``."""
 
     def after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
-        """The units behind those that are known, each with whether it is the last."""
+        """Yield the units after those that are known, each with whether it is the last."""
         ...
 
     def estimated_bytes(self, first: Sequence[Unit], /) -> int:
-        """Bytes that all units will span, by the first of them."""
+        """Return the bytes that all units will span, estimated from the first of them."""
         ...
 
 
@@ -48,18 +48,18 @@ class UnitList:
 
     Args:
         directory: That of the stream; it need not exist.
-        work: What the units are a function of.
-        cutter: Where more of them come from.
+        builder: What the units are a function of.
+        splitter: Where more of them come from.
 
     Attributes:
         units: The units so far, ``unit_id`` being the index.
         is_all: Whether no more follow.
     """
 
-    def __init__(self, directory: Path, work: UnitBuilder, cutter: Cutter) -> None:
+    def __init__(self, directory: Path, builder: UnitBuilder, splitter: Splitter) -> None:
         self.units: list[Unit] = []
         self.is_all = False
-        self._directory, self._work, self._cutter = directory, work.at(directory), cutter
+        self._directory, self._builder, self._splitter = directory, builder.at(directory), splitter
         self._log = inventory.UnitLog(directory)
         self._pieces: Iterator[tuple[Unit, bool]] | None = None
         self._passes: dict[int, FirstPass] = {}
@@ -69,10 +69,10 @@ class UnitList:
         self.see(Manifest.open(directory))
 
     def see(self, manifest: Manifest) -> None:
-        """Take up what is recorded by now.
+        """Take up the units that are recorded by now.
 
         Raises:
-            DataError: It is not what was cut here.
+            DataError: They are not those that were split here.
         """
         self._manifest = manifest
         planned = manifest.planned_units
@@ -84,18 +84,18 @@ class UnitList:
         if planned > len(self.units):
             self.units += self._log.units[len(self.units) : planned]
             self.is_all = manifest.units_final
-            self._pieces = None  # whoever cuts next goes on behind these
+            self._pieces = None  # the next split starts after these
         elif planned and planned == len(self.units):
             self.is_all = self.is_all or manifest.units_final
 
-    def cut(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
-        """Know so many units, or all; fewer once ``stop`` says so. Nothing is recorded.
+    def split(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
+        """Split until ``num_units`` are known, or all, or ``stop`` returns true. Nothing is recorded.
 
         Raises:
             DataError: The text cannot be read.
         """
         if self._pieces is None:
-            self._pieces = self._cutter.after(self.units)
+            self._pieces = self._splitter.after(self.units)
         try:
             while len(self.units) < num_units and not self.is_all and not stop():
                 found = next(self._pieces, None)
@@ -109,20 +109,20 @@ class UnitList:
             raise
 
     def record(self) -> Manifest:
-        """Make the units that are known those of the directory, or take up those of another process.
+        """Record the known units in the directory, or take up those of another process.
 
         Raises:
             DataError: The directory is of another recipe or source.
         """
-        self._work.find_duplicates(self.units, passes=self._passes)
+        self._builder.find_duplicates(self.units, passes=self._passes)
         with contextlib.ExitStack() as stack:
             if self._is_recorded:
                 manifest = stack.enter_context(self._manifest.exclusive(self._directory))
             else:
-                manifest = stack.enter_context(planning(self._directory, self._work))
+                manifest = stack.enter_context(planning(self._directory, self._builder))
                 self._log.refresh()
                 listed = self._log.units[: manifest.planned_units]
-                inventory.record(self._directory, manifest, self._work.files, listed)
+                inventory.record(self._directory, manifest, self._builder.files, listed)
             self._is_recorded = True
             self.see(manifest)
             fresh = self.units[manifest.planned_units :]
@@ -135,15 +135,15 @@ class UnitList:
     def _entry(self, manifest: Manifest) -> dict[str, object]:
         estimated_bytes = None
         if not self.is_all:
-            estimated_bytes = manifest.estimated_bytes or self._cutter.estimated_bytes(self.units)
-        num_files = len(self._work.files)
-        return planned_entry(len(self.units), self._work.recipe.digest, num_files, estimated_bytes=estimated_bytes)
+            estimated_bytes = manifest.estimated_bytes or self._splitter.estimated_bytes(self.units)
+        num_files = len(self._builder.files)
+        return planned_entry(len(self.units), self._builder.recipe.digest, num_files, estimated_bytes=estimated_bytes)
 
     def extend(self, num_units: int, stop: Callable[[], bool] = _never) -> Manifest | None:
-        """Have so many units recorded, or all; fewer once ``stop`` says so.
+        """Split and record until ``num_units`` are recorded, or all, or ``stop`` returns true.
 
         Returns:
-            The manifest with them; ``None`` if another process is cutting.
+            The manifest with them; ``None`` if another process is splitting.
 
         Raises:
             DataError: The text cannot be read, or is not what it was.
@@ -154,23 +154,23 @@ class UnitList:
             return None
         try:
             self.see(self._manifest.refreshed(self._directory))
-            self.cut(num_units, stop)
+            self.split(num_units, stop)
             return self.record()
         finally:
             lock.release()
 
     def close(self) -> None:
-        """Let go of the text. Repeatable."""
+        """Close the text. Repeatable."""
         self._pieces = None
 
 
 def open_directory(directory: Path, units: UnitList, num_units: int) -> None:
-    """Make or find the directory of a stream, with its recipe, files and so many of its units recorded.
+    """Create or open the directory of a stream: recipe, files and ``num_units`` units recorded.
 
     Raises:
-        DataError: It is of another recipe or source, or holds a cache that is meant to stay; the text cannot be read.
+        DataError: It is of another recipe or source, or holds a cache that is not evictable; the text cannot be read.
     """
     make_directory(directory)
-    mark(directory)
-    units.cut(num_units)
+    mark_evictable(directory)
+    units.split(num_units)
     units.record()

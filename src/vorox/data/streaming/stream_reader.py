@@ -1,13 +1,10 @@
-"""Reading a stream: a cache whose chunks are built again where they were removed.
+"""Reading a stream like any cache: a row whose chunk is not on disk waits until the stream has built it.
 
-It is read like any cache; a row whose chunk is not on disk waits until the stream has made it. Like a ``CacheReader``
-it sees what was recorded by the time it was made, and ``refreshed`` gives one that sees more. Invariant: the rows are
-those of a complete cache of the same recipe.
+Like every ``CacheReader`` it sees what was recorded when it was made, and ``refreshed`` returns one that sees more.
+Invariant: the rows are those of a complete cache of the same recipe.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +24,7 @@ class StreamReader(CacheReader):
     """The rows of a stream, as far as they are recorded."""
 
     def __init__(self, stream: Stream, manifest: Manifest | None = None) -> None:
-        directory: Path = stream.directory
+        directory = stream.directory
         super().__init__(directory, read_recipe(directory), manifest or stream.manifest, _MOST_OPEN_CHUNKS)
         self.stream = stream
         self.mend = stream.discard
@@ -35,18 +32,18 @@ class StreamReader(CacheReader):
 
     @property
     def is_building(self) -> bool:
-        return not self.stream.ring.closed
+        return not self.stream.budget.closed
 
     def refreshed(self, *, awaited_units: int = 0) -> StreamReader:
-        """A reader of what is recorded by now.
+        """Return a reader of what is recorded by now.
 
         Args:
-            awaited_units: The asker waits until all units below this are recorded.
+            awaited_units: The caller waits until all units below this are recorded.
 
         Raises:
             DataError: One of them cannot be built.
         """
-        manifest = self.stream.grown(awaited_units=awaited_units)
+        manifest = self.stream.refresh(awaited_units=awaited_units)
         return self if manifest is self.manifest else StreamReader(self.stream, manifest)
 
     def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
@@ -54,8 +51,8 @@ class StreamReader(CacheReader):
         self.stream.touch(units.tolist())
         return super().read_rows(rows)
 
-    def forget(self, unit: int, /) -> None:
-        """Let go of the chunk files of a unit; called by the stream."""
+    def drop(self, unit: int, /) -> None:
+        """Drop the open chunk files of a unit that has been evicted."""
         for index, chunk in list(self._open_chunks.items()):
             if chunk.header.unit == unit:
                 self._open_chunks.pop(index, None)
@@ -69,4 +66,4 @@ class StreamReader(CacheReader):
             except DataError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self.stream.lost(unit)  # removed between the two lines above
+                self.stream.lost(unit)  # evicted between the two lines above

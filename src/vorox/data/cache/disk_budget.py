@@ -1,9 +1,9 @@
-"""The room that streamed chunks may take on disk, and which of them go when it is used up.
+"""The disk budget of caches whose chunks are evicted and rebuilt: who may write, and which unit makes room.
 
-Streams register, ask for room before they write a chunk, and say of each unit how dispensable it is. Chunk files live
-in directories that carry a file ``CACHE``: everything below ``chunks/`` there can be made again, nothing else is ever
-removed, and from a directory without it nothing at all. Invariants: the chunk files of all streams together never
-exceed the limit, half-written ones included; a unit only ever makes room for a less dispensable one.
+Caches join, reserve room before they write a unit, and rank each of their units by how soon it is needed. Chunk files
+are in directories with a file ``CACHE``: everything below ``chunks/`` there can be rebuilt; nothing else is ever
+removed, and nothing at all from a directory without that file. Invariants: the chunk files of all caches together,
+half-written ones included, never exceed the limit; a unit is evicted only for one that is needed sooner.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ MARKER_NAME = "CACHE"
 _MARKER = b"""The chunk files in here are made again when they are needed: a stream of Vorox removes and rebuilds them.
 What is in manifest/ cannot be made again without reading the whole source; keep it as long as the runs that use it.
 """
-_LOOK_AGAIN_SECONDS = 1.0
-"""Other processes remove chunks as well, and nobody tells."""
+_POLL_SECONDS = 1.0
+"""Other processes evict chunks as well, and do not notify this one."""
 
 _CHUNK = re.compile(r"u(\d{9,})-(\d+)\.psc")
 
 
-class Tenant(Protocol):
-    """A stream, as the ring sees it. Its methods are called while ``Ring.changed`` is held."""
+class Evictable(Protocol):
+    """A cache under a budget. Its methods are called while ``DiskBudget.changed`` is held."""
 
     @property
     def directory(self) -> Path: ...
 
-    def look_around(self) -> None:
+    def poll_peers(self) -> None:
         """Find out what other processes read; called before units are ranked."""
         ...
 
-    def dispensability(self, unit: int, /) -> int:
-        """0 for what is being read or waited for; the higher, the later it is needed."""
+    def eviction_priority(self, unit: int, /) -> int:
+        """0 for what is being read or awaited, which is never evicted; the higher, the later it is needed."""
         ...
 
     def evicted(self, unit: int, /) -> None:
-        """The chunk files of a unit are gone."""
+        """The chunk files of a unit have been removed."""
         ...
 
 
-def mark(directory: Path) -> None:
-    """Say durably that the chunks of a directory may be removed.
+def mark_evictable(directory: Path) -> None:
+    """Record durably that the chunks of a directory may be removed.
 
     Raises:
-        DataError: It already holds chunks that were not put there by a stream.
+        DataError: It already holds chunks of a cache that is not evictable.
     """
-    if is_marked(directory):
+    if is_evictable(directory):
         return
     if resident_units(directory):
         raise DataError(
@@ -64,13 +64,13 @@ def mark(directory: Path) -> None:
     write_file(directory / MARKER_NAME, _MARKER)
 
 
-def is_marked(directory: Path) -> bool:
+def is_evictable(directory: Path) -> bool:
     """Whether the chunks of a directory may be removed."""
     return (directory / MARKER_NAME).exists()
 
 
 def resident_units(directory: Path) -> dict[int, dict[Path, int]]:
-    """The chunk files on disk, half-written ones included, with their sizes, by unit."""
+    """Return the chunk files on disk with their sizes, by unit, half-written ones included."""
     found: dict[int, dict[Path, int]] = {}
     chunks = directory / "chunks"
     with contextlib.suppress(FileNotFoundError):
@@ -85,7 +85,7 @@ def resident_units(directory: Path) -> dict[int, dict[Path, int]]:
 
 
 def remove_chunks(files: Mapping[Path, int]) -> int:
-    """Remove chunk files and say how many bytes they had; half-written ones belong to who writes them."""
+    """Remove chunk files and return their size in bytes; half-written ones belong to their writer and stay."""
     removed_bytes = 0
     for path, size in files.items():
         if path.name.startswith("u"):
@@ -95,51 +95,51 @@ def remove_chunks(files: Mapping[Path, int]) -> int:
     return removed_bytes
 
 
-class Ring:
-    """The room of all streams of a process.
+class DiskBudget:
+    """The disk space that the evictable caches of a process share.
 
     Args:
-        limit_bytes: What the chunk files of all streams may take together.
+        limit_bytes: What the chunk files of all of them may take together.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.changed = threading.Condition()
-        """Guards the ring and all of its streams; notified whenever one of them changes."""
+        """Guards the budget and all of its caches; notified whenever one of them changes."""
         self.closed = False
-        self._tenants: list[Tenant] = []
+        self._caches: list[Evictable] = []
         self._reserved: dict[tuple[Path, int], int] = {}
 
-    def join(self, tenant: Tenant) -> None:
+    def join(self, cache: Evictable) -> None:
         with self.changed:
-            self._tenants.append(tenant)
+            self._caches.append(cache)
 
     def close(self) -> None:
-        """Wake everybody up to find that it is over."""
+        """End every wait for room."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
     @contextlib.contextmanager
-    def room(self, tenant: Tenant, unit: int, size_bytes: int, *, given_up: Callable[[], bool]) -> Generator[bool]:
-        """Room for the chunks of a unit while they are written; waits until enough others may go.
+    def room(self, cache: Evictable, unit: int, size_bytes: int, *, gives_way: Callable[[], bool]) -> Generator[bool]:
+        """Reserve room for the chunks of a unit while they are written; wait until enough others may be evicted.
 
         Args:
-            tenant: Whose they are.
-            unit: Their unit.
-            size_bytes: Their bytes.
-            given_up: Whether something else became more urgent; asked whenever something changes.
+            cache: The cache of the unit.
+            unit: The unit.
+            size_bytes: Size of its chunks.
+            gives_way: Whether something else has become more urgent; polled whenever something changes.
 
         Yields:
-            Whether there is room. If not, it was given up or the ring was closed.
+            Whether there is room. If not, the unit gave way or the budget was closed.
 
         Raises:
-            DataError: They are waited for, and so is everything that is there.
+            DataError: The unit is awaited, and so is everything that is on disk.
         """
         with self.changed:
-            there_is_room = self._make_room(tenant, unit, size_bytes, given_up)
+            there_is_room = self._make_room(cache, unit, size_bytes, gives_way)
             if there_is_room:
-                self._reserved[tenant.directory, unit] = size_bytes
+                self._reserved[cache.directory, unit] = size_bytes
         if not there_is_room:
             yield False
             return
@@ -147,49 +147,49 @@ class Ring:
             yield True
         finally:
             with self.changed:
-                del self._reserved[tenant.directory, unit]
+                del self._reserved[cache.directory, unit]
                 self.changed.notify_all()
 
-    def _make_room(self, tenant: Tenant, unit: int, size_bytes: int, given_up: Callable[[], bool]) -> bool:
+    def _make_room(self, cache: Evictable, unit: int, size_bytes: int, gives_way: Callable[[], bool]) -> bool:
         while not self.closed:
             resident = self._resident()
             used_bytes = sum(self._reserved.values()) + sum(sum(files.values()) for _, _, files in resident)
-            for one in self._tenants:
-                one.look_around()
-            own = tenant.dispensability(unit)
+            for one in self._caches:
+                one.poll_peers()
+            own = cache.eviction_priority(unit)
             ranked = [
-                (owner.dispensability(other), number, owner, other, files)
+                (owner.eviction_priority(other), number, owner, other, files)
                 for number, (owner, other, files) in enumerate(resident)
-                if (owner, other) != (tenant, unit)
+                if (owner, other) != (cache, unit)
             ]
-            for rank, _, owner, other, files in sorted(ranked, key=lambda entry: entry[:2], reverse=True):
-                if used_bytes + size_bytes <= self.limit_bytes or rank <= own:
+            for priority, _, owner, other, files in sorted(ranked, key=lambda entry: entry[:2], reverse=True):
+                if used_bytes + size_bytes <= self.limit_bytes or priority <= own:
                     break
                 used_bytes -= remove_chunks(files)
                 owner.evicted(other)
             if used_bytes + size_bytes <= self.limit_bytes:
                 return True
-            if given_up():
+            if gives_way():
                 return False
             if own == 0:
-                raise self._too_small(tenant, used_bytes + size_bytes)
-            self.changed.wait(_LOOK_AGAIN_SECONDS)
+                raise self._too_small(cache, used_bytes + size_bytes)
+            self.changed.wait(_POLL_SECONDS)
         return False
 
-    def _resident(self) -> list[tuple[Tenant, int, dict[Path, int]]]:
-        """What is on disk, without what is just being written."""
+    def _resident(self) -> list[tuple[Evictable, int, dict[Path, int]]]:
+        """The units on disk, without those that are being written."""
         return [
-            (tenant, unit, files)
-            for tenant in self._tenants
-            if is_marked(tenant.directory)
-            for unit, files in resident_units(tenant.directory).items()
-            if (tenant.directory, unit) not in self._reserved
+            (cache, unit, files)
+            for cache in self._caches
+            if is_evictable(cache.directory)
+            for unit, files in resident_units(cache.directory).items()
+            if (cache.directory, unit) not in self._reserved
         ]
 
-    def _too_small(self, tenant: Tenant, needed_bytes: int) -> DataError:
+    def _too_small(self, cache: Evictable, needed_bytes: int) -> DataError:
         return DataError(
             f"data.streaming.retention_bytes is {self.limit_bytes:,}, and the segments that are read at the same time "
             f"need at least {needed_bytes:,}",
-            where=str(tenant.directory),
+            where=str(cache.directory),
             hint="raise data.streaming.retention_bytes, or lower data.growth.max_segment_units (in a new run)",
         )

@@ -1,7 +1,7 @@
-"""What a person says who has no configuration file: a few arguments, turned into the configuration of a run.
+"""The configuration of a ``RemoteIterableDataset``: its arguments as the configuration of a run.
 
-Everything that a configuration can say has its default and its check there; nothing is decided twice. Invariant: what
-comes out is a valid configuration with ``data.mode: streaming``.
+Defaults and checks are those of the configuration; nothing is decided twice. Invariant: the result is a valid
+configuration with ``data.mode: streaming``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Sources = str | Path | Sequence[str] | Mapping[str, str | Sequence[str] | Mappin
 Transforms = Sequence[str | Mapping[str, Any]]
 
 UNIT_BYTES = 8 << 20
-"""Text of a unit: a first batch within seconds."""
+"""Text of a unit by default: small, for a first batch within seconds."""
 
 _GUESSED_BYTES_PER_TOKEN = 4
 
 
-def configuration(
+def dataset_config(
     data: RunConfig | Sources,
     *,
     tokenizer: str | None,
@@ -40,10 +40,10 @@ def configuration(
     retention_bytes: int | None,
     unit_bytes: int | None,
 ) -> RunConfig:
-    """The configuration that the arguments of ``RemoteIterableDataset`` mean.
+    """Return the configuration for the arguments of ``RemoteIterableDataset``.
 
     Raises:
-        ConfigError: They contradict each other or mean nothing.
+        ConfigError: They contradict each other or are invalid.
     """
     values = data.model_dump(mode="json") if isinstance(data, RunConfig) else _from_locations(data)
     section: dict[str, Any] = values["data"]
@@ -132,7 +132,7 @@ def _set_weights(sources: Sequence[dict[str, Any]], weights: Mapping[str, float 
 
 
 def _set_window(section: dict[str, Any], shuffle_buffer_rows: int) -> None:
-    """Segments of at most about so many rows: rows are permuted within a segment."""
+    """Bound segments to about ``shuffle_buffer_rows``: rows are permuted within a segment."""
     if shuffle_buffer_rows < 1:
         raise ConfigError(f"a shuffle buffer of {shuffle_buffer_rows} rows is impossible", where="shuffle_buffer_rows")
     unit_bytes = int(section["cache"].get("unit_bytes", UNIT_BYTES))

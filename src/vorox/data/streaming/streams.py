@@ -1,7 +1,7 @@
-"""The streams of one corpus: one ring for all of its sources, and which units are read together.
+"""The streams of one corpus: one disk budget for all of its sources, and the segments of units that are read together.
 
-In: directories, the work of their units, the sections ``data.growth`` and ``data.streaming``. Out: readers. Invariant:
-the segments are those that the plan takes up, so that what is kept is what is read next.
+Directories, the builders of their units and the sections ``data.growth`` and ``data.streaming`` go in; readers come
+out. Invariant: the segments are those of the plan, so that what is kept on disk is what is read next.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vorox.core.schema.data import DataConfig
+from vorox.data.cache.disk_budget import DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.storage import StoredFile, shared_reads
-from vorox.data.streaming.reader import StreamReader
-from vorox.data.streaming.retention import Ring
+from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream
+from vorox.data.streaming.stream_reader import StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
-from vorox.data.streaming.windows import SegmentRule
 
 DIRECTORY_NAME = "streams"
-"""Below the root of the caches: chunks there come and go."""
+"""Below the root of the caches: chunks there are evicted and rebuilt."""
 
 _POLL_SECONDS = 0.02
 
@@ -36,7 +36,7 @@ class Streams:
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
-        self.ring = Ring(data.streaming.retention_bytes)
+        self.budget = DiskBudget(data.streaming.retention_bytes)
         self.streams: list[Stream] = []
         self._shared_reads = contextlib.ExitStack()
 
@@ -44,18 +44,18 @@ class Streams:
         """Fetch bytes of these files once for all that cut and build them, as far as memory goes."""
         self._shared_reads.enter_context(shared_reads.registered(files))
 
-    def open(self, directory: Path, work: UnitBuilder, units: UnitList, *, bad_record_fraction: float) -> StreamReader:
-        """The rows of one split of a source, built while they are read.
+    def open(self, directory: Path, builder: UnitBuilder, units: UnitList) -> StreamReader:
+        """Open the rows of one split of a source, which are built while they are read.
 
         Raises:
-            DataError: The directory is of another recipe or source, or holds a cache that is meant to stay; the
-                text cannot be read.
+            DataError: The directory is of another recipe or source, or holds a cache that is not evictable; the text
+                cannot be read.
         """
         growth = self._data.growth
         open_directory(directory, units, growth.first_segment_units)
         stream = Stream(
-            directory, work, units, SegmentRule(growth.first_segment_units, growth.max_segment_units), self.ring,
-            prefetch_segments=self._data.streaming.prefetch_segments, bad_record_fraction=bad_record_fraction,
+            directory, builder, units, SegmentRule(growth.first_segment_units, growth.max_segment_units), self.budget,
+            prefetch_segments=self._data.streaming.prefetch_segments,
         )  # fmt: skip
         self.streams.append(stream)
         return StreamReader(stream)
@@ -63,11 +63,11 @@ class Streams:
     def wait_for_first_segments(
         self, readers: Sequence[StreamReader], on_progress: Callable[[StreamReader, int, int], None]
     ) -> list[StreamReader]:
-        """Readers that see the first segment of every source, built at once if it was not yet.
+        """Wait for the first segment of every source; return readers that see them.
 
         Args:
             readers: One per source.
-            on_progress: Told (reader, bytes of text built, bytes of the first segment).
+            on_progress: Called with (reader, bytes of text built, bytes of the first segment).
 
         Raises:
             DataError: A unit of a first segment cannot be built.
@@ -89,7 +89,7 @@ class Streams:
             time.sleep(_POLL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """How the stages of all streams get on, added up, under the names of the registry of metrics."""
+        """Return the statistics of all build pipelines, added up, under the names of the registry of metrics."""
         total: dict[str, float] = {}
         for stages in (stream.stages for stream in self.streams):
             for name, value in (stages.metrics() if stages is not None else {}).items():
@@ -97,8 +97,10 @@ class Streams:
         return total
 
     def close(self) -> None:
-        """End what is being built. Repeatable."""
-        self.ring.close()
+        """End all builds. Repeatable."""
+        self.budget.close()
+        for stream in self.streams:
+            stream.stop()
         for stream in self.streams:
             stream.close()
         self._shared_reads.close()

@@ -1,0 +1,199 @@
+"""The build queue of a stream: what its readers need next, and the source split into units as far as they need it.
+
+Reads and waits go in; batches of units for the build scheduler come out. A unit that is on disk is settled. Invariant:
+an error goes to the readers that wait for its unit or segment; what nobody waits for is tried again when somebody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.disk_budget import DiskBudget, resident_units
+from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.planning import write_error
+from vorox.data.streaming.prefetch_scheduler import PrefetchScheduler, SegmentRule
+from vorox.data.streaming.read_windows import UnitRange
+from vorox.data.streaming.unit_list import UnitList
+
+_PEER_SECONDS = 0.1
+"""How often to look for what a peer that is splitting the source has recorded."""
+
+
+class StreamQueue(BuildQueue):
+    """The units of a stream that are wanted. It lasts until ``close``.
+
+    Args:
+        directory: The stream's directory.
+        units: The units that are known, and where more come from; for the building thread alone.
+        rule: How units are grouped into segments.
+        budget: The disk budget, whose lock it shares.
+        prefetch_segments: Segments that are built ahead of the one being read.
+
+    Attributes:
+        manifest: What is recorded, as last seen.
+        schedule: What the readers need.
+    """
+
+    def __init__(
+        self, directory: Path, units: UnitList, rule: SegmentRule, budget: DiskBudget, prefetch_segments: int
+    ) -> None:
+        super().__init__(lasting=True, changed=budget.changed)
+        self.manifest = Manifest.open(directory)
+        self._directory, self._units, self._rule, self._budget = directory, units, rule, budget
+        self._ahead = prefetch_segments + 1
+        self.schedule = PrefetchScheduler(self._segments(), prefetch_segments)
+
+    def touch(self, units: Sequence[int]) -> bool:
+        """Record that rows of these units are read; return whether that changes what is needed."""
+        with self.changed:
+            if not self.schedule.touch(units):
+                return False
+            self._clear_awaited()
+            self.changed.notify_all()
+            return True
+
+    def is_settled(self, unit: int) -> bool:
+        """Whether the chunks of a unit are on disk, as far as is known."""
+        with self.changed:
+            return unit in self._settled
+
+    def refresh(self) -> None:
+        """See what has been recorded."""
+        with self.changed:
+            before = self.manifest
+            self.manifest = before.refreshed(self._directory)
+            if (self.manifest.planned_units, self.manifest.units_final) != (before.planned_units, before.units_final):
+                self.schedule.set_segments(self._segments())
+            self._clear_awaited()
+
+    def await_units(self, num_units: int) -> bool:
+        """Request the first segment that lacks one of the units below ``num_units``; return whether one lacks any.
+
+        Raises:
+            DataError: A unit of that segment cannot be built. The next call tries again.
+        """
+        with self.changed:
+            self.refresh()
+            if self._fatal is not None:
+                raise self._fatal
+            missing: list[int] = self.manifest.missing_units(0, num_units).tolist()
+            if not missing and not self.manifest.units_final and self.manifest.planned_units < num_units:
+                missing = [self.manifest.planned_units]
+            if not missing:
+                return False
+            awaited = self.schedule.segment_of(missing[0])
+            first, last = self.schedule.segments[awaited]
+            for unit in sorted(self._errors.keys() & set(range(first, last))):
+                self.changed.notify_all()  # it is tried again
+                raise self._errors.pop(unit)
+            if awaited != self.schedule.awaited:
+                self.schedule.awaited = awaited
+                self._postponed.difference_update(range(first, last))
+                self.changed.notify_all()
+            return True
+
+    def eviction_priority(self, unit: int, peers: Sequence[UnitRange]) -> int:
+        """Return how soon a unit is needed: 0 for now."""
+        return 0 if unit in self._waited else self.schedule.eviction_priority(unit, peers)
+
+    def gives_way(self, unit: int) -> bool:
+        """Whether a unit that there is no room for should be dropped, because another one is awaited."""
+        urgent = self._urgent()
+        return unit not in urgent and (bool(urgent) or self._awaits_split())
+
+    # What the build scheduler asks.
+
+    def next_batch(self, manifest: Manifest, damaged: Collection[int]) -> list[int] | None:
+        del manifest, damaged
+        while True:
+            with self.changed:
+                if self.closed:
+                    return None
+                self.refresh()
+                self._units.see(self.manifest)
+                self._settled = self._find_on_disk()
+                self.changed.notify_all()
+                batch, num_units = self.schedule.next_units(
+                    self._waited, set(self.manifest.units["unit"].tolist()),
+                    self._settled | self._postponed | self._errors.keys(), self._known_units,
+                )  # fmt: skip
+                if batch:
+                    return batch
+                if not num_units:
+                    self.changed.wait()
+                    continue
+            self._split(num_units)
+
+    def preempts(self, batch: Collection[int]) -> bool:
+        with self.changed:
+            urgent = self._urgent()
+            return self.closed or not urgent <= set(batch) or (self._awaits_split() and not urgent)
+
+    def fail(self, unit: int, error: BaseException) -> bool:
+        with self.changed:
+            if unit in self._waited or self.schedule.segment_of(unit) == self.schedule.awaited:
+                self._errors[unit] = error
+            else:
+                self._postponed.add(unit)
+            self.changed.notify_all()
+        return True
+
+    def _split(self, num_units: int) -> None:
+        """Have more units recorded, or wait for the peer that records them."""
+        awaited = self.schedule.awaited
+
+        def stop() -> bool:
+            with self.changed:
+                return self.closed or bool(self._waited) or self.schedule.awaited not in (None, awaited)
+
+        try:
+            is_mine = self._units.extend(num_units, stop) is not None
+        except OSError as error:
+            saved = f"{len(self.manifest.units)} units are recorded"
+            refused = write_error(error, self._directory, saved=saved, needed_bytes=self._budget.limit_bytes)
+            refused.__cause__ = error
+            self.fail(self.manifest.planned_units, refused)
+        except Exception as error:  # of whatever kind: the reader that waits must see it
+            self.fail(self.manifest.planned_units, error)
+        else:
+            if not is_mine:
+                self.wait(_PEER_SECONDS)
+
+    def _find_on_disk(self) -> set[int]:
+        on_disk = resident_units(self._directory)
+        chunks = self.manifest.chunks["unit"]
+        empty = set(self.manifest.units["unit"].tolist()) - set(chunks.tolist())
+        return empty | {unit for unit in on_disk if self._is_whole(unit, on_disk[unit])}
+
+    def _is_whole(self, unit: int, files: Mapping[Path, int]) -> bool:
+        chunks = self.manifest.unit_chunks(unit) if unit >= 0 else []
+        return bool(chunks) and all(chunk_path(self._directory, unit, chunk.part) in files for chunk in chunks)
+
+    def _clear_awaited(self) -> None:
+        """Stop awaiting a segment that is recorded."""
+        awaited = self.schedule.awaited
+        if awaited is None or self.schedule.awaits_more(self._known_units):
+            return
+        if not len(self.manifest.missing_units(*self.schedule.segments[awaited])):
+            self.schedule.clear_awaited()
+
+    def _urgent(self) -> set[int]:
+        """Units that readers wait for."""
+        urgent = set(self._waited)
+        if self.schedule.awaited is not None:
+            urgent.update(self.manifest.missing_units(*self.schedule.segments[self.schedule.awaited]).tolist())
+        return urgent - self._settled - self._errors.keys()
+
+    def _awaits_split(self) -> bool:
+        """Whether a reader waits for units that are not known yet, and could be."""
+        return self.manifest.planned_units not in self._errors and self.schedule.awaits_more(self._known_units)
+
+    def _segments(self) -> list[UnitRange]:
+        return self._rule.ranges(self.manifest.planned_units, is_all=self.manifest.units_final, ahead=self._ahead)
+
+    @property
+    def _known_units(self) -> int | None:
+        """How many units are known, if more follow."""
+        return None if self.manifest.units_final else self.manifest.planned_units
