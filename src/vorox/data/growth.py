@@ -19,7 +19,7 @@ from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.data.growth_policies import GrowthPolicies
 from vorox.data.plan import Plan
-from vorox.data.plan_events import GrowthRule, Segment, StageEvent
+from vorox.data.plan_events import GrowthRule, PlanEvent, Segment, StageEvent
 from vorox.data.plan_state import PlanState
 from vorox.data.records import GrowingReader
 
@@ -124,12 +124,8 @@ class PlanGrower:
         state = self._plan.state
         events = self._policies.next_events(state, state.first_missing()[1], is_required=is_required)
         self._plan.add(events)
-        for event in events if self._tell is not None else ():
-            if isinstance(event, Segment):
-                self._tell("segment", _describe(event))
-            elif isinstance(event, StageEvent):
-                for text in event.messages:
-                    self._tell("mixture", text)
+        if self._tell is not None:
+            _report(events, self._tell)
         return bool(events)
 
     def _refresh_readers(self, state: PlanState) -> None:
@@ -213,6 +209,15 @@ def _num_missing(reader: GrowingReader, unit: int) -> int:
     num_units = len(reader.unit_row_starts) - 1
     missing = len(reader.missing_units(0, min(unit, num_units)))
     return missing if reader.units_final else missing + max(0, unit - num_units)
+
+
+def _report(events: Sequence[PlanEvent], tell: Tell) -> None:
+    for event in events:
+        if isinstance(event, Segment):
+            tell("segment", _describe(event))
+        elif isinstance(event, StageEvent):
+            for text in event.messages:
+                tell("mixture", text)
 
 
 def _describe(segment: Segment) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, field_serializer, model_validator
 from pydantic.dataclasses import dataclass
@@ -158,10 +158,14 @@ class Segment:
     @classmethod
     def _read_single_range(cls, value: Any) -> Any:
         """Read a single range as it is written: ``[start, end]``, with all of the segment's rows."""
-        units = value.get("units") if isinstance(value, Mapping) else None
-        if units and isinstance(units, list) and isinstance(units[0], int):
-            return {**value, "units": [[*units, value.get("num_rows")]]}
-        return value
+        if not isinstance(value, dict):
+            return value
+        body = cast("dict[str, Any]", value)
+        match body.get("units"):
+            case [int(start), end]:
+                return {**body, "units": [[start, end, body.get("num_rows")]]}
+            case _:
+                return body
 
     @field_serializer("ranges")
     def _write_single_range(self, ranges: Sequence[UnitRange]) -> list[Any]:

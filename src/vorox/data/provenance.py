@@ -223,7 +223,8 @@ def when(
     for index, file_index in _files(run_data, uri):
         reader, source = run_data.readers[index], run_data.plan.sources[index].name
         rows = [(row, _cache_row(reader, row)) for row in reader.rows_of_document(file_index, byte, ordinal).tolist()]
-        granularity = dict.fromkeys((cache_row for _, cache_row in rows), "file" if ordinal is None else "record")
+        closest: Granularity = "file" if ordinal is None else "record"
+        granularity = dict.fromkeys([cache_row for _, cache_row in rows], closest)
         if byte is not None and ordinal is None:
             granularity = _rows_with_byte(run_data, cache_of(reader), file_index, byte)
         for row, cache_row in rows:
