@@ -59,7 +59,7 @@ class NoBackgroundBuild:
 
 
 def without_builder(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preparation, "BackgroundBuild", NoBackgroundBuild)
+    patch.setattr(preparation, "build_in_background", NoBackgroundBuild)
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Any) -> None:

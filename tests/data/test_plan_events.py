@@ -1,0 +1,140 @@
+"""Plan events: each kind is read as it is written, and nothing is read that would be written otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from vorox.core.errors import DataError
+from vorox.data.plan_events import (
+    Bucket,
+    Cut,
+    Extension,
+    GrowthRule,
+    HorizonEvent,
+    PlanEvent,
+    PlanSource,
+    PlanStart,
+    Segment,
+    SourceEvent,
+    StageEvent,
+    UnitRange,
+    combined_digest,
+    decode_event,
+    encode_event,
+)
+
+HARD = PlanSource(
+    "web.hard", Fraction(1, 3), "ab", 9, 3, "drop", Bucket("web", "bytes_per_token", None, Fraction(7, 2))
+)
+CODE = PlanSource("code", Fraction(2), "cd", 9)
+EVENTS: list[PlanEvent] = [
+    PlanStart(7, True, 10, (CODE,)),
+    PlanStart(7, False, 10, (CODE, HARD), GrowthRule("strict", 2, 8, "segments")),
+    Segment("code", 5, 1, 3, (UnitRange(0, 4, 17),), "ef"),
+    Segment("code", 5, 1, 1, (UnitRange(0, 1, 2), UnitRange(3, 5, 8)), "ef"),
+    SourceEvent(HARD),
+    StageEvent(20, {"code": Fraction(1, 8)}, 2, "changed", {"code": 14}, ("code: 70.0% -> 20.0%",)),
+    Cut("code", 2),
+    HorizonEvent(30, 100, 5),
+    Extension(30, 50, 100),
+]
+
+
+def name_of(event: PlanEvent) -> str:
+    return event.kind
+
+
+def paths(body: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every field of an event and of the objects in it; shares and counts by source name are values."""
+    for key, value in body.items():
+        yield (*before, key)
+        if isinstance(value, Mapping) and key not in ("weights", "drawn"):
+            yield from paths(value, (*before, key))
+
+
+def changed(body: Mapping[str, Any], path: tuple[str, ...], change: Any) -> dict[str, Any]:
+    """A copy of an event in which ``change`` was called with the object that has a field."""
+    copy = dict(body)
+    if len(path) > 1:
+        copy[path[0]] = changed(body[path[0]], path[1:], change)
+    else:
+        change(copy)
+    return copy
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=name_of)
+def test_events_are_read_as_they_are_written(event: PlanEvent) -> None:
+    assert decode_event(encode_event(event), "here") == event
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=name_of)
+def test_a_field_less_or_more_is_refused(event: PlanEvent) -> None:
+    body = encode_event(event)
+    optional = {"growth", "on_exhausted", "part"}
+    for path in paths(body):
+        more = changed(body, path, lambda fields: fields.update(window=64))
+        with pytest.raises(DataError, match="window"):
+            decode_event(more, "here")
+        if path[-1] not in optional:
+            less = changed(body, path, lambda fields, name=path[-1]: fields.pop(name))
+            with pytest.raises(DataError) as caught:
+                decode_event(less, "plan.jsonl:3")
+            assert caught.value.where == "plan.jsonl:3"
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=name_of)
+def test_a_value_of_another_type_is_refused(event: PlanEvent) -> None:
+    body = encode_event(event)
+    for path in paths(body):
+        for value in (True, "1", 1, 1.0, [], ["1"], {}, None):
+            other = changed(body, path, lambda fields, name=path[-1], value=value: fields.update({name: value}))
+            try:
+                read = decode_event(other, "here")
+            except DataError:
+                continue
+            again = encode_event(read)
+            assert repr(again) == repr({key: other[key] for key in again}), f"{path} = {value!r} is read as another"
+
+
+@pytest.mark.parametrize("weight", ["0.5", "2/4", "1/0", "half", ".5", " 1/2", "1"])
+def test_a_weight_that_is_not_written_so_is_refused(weight: str) -> None:
+    body = encode_event(SourceEvent(CODE))
+    with pytest.raises(DataError, match="source"):
+        decode_event({**body, "source": {**body["source"], "weight": weight}}, "here")
+
+
+@pytest.mark.parametrize(
+    "units", [[], [0], [0, 1, 2], [[0, 1]], [[0, 1, 17, 3]], ["0", "4"], [0, "4"], [[0, 4, "17"]], "04"]
+)
+def test_units_that_are_no_ranges_are_refused(units: Any) -> None:
+    body = encode_event(EVENTS[2])
+    with pytest.raises(DataError):
+        decode_event({**body, "units": units}, "here")
+
+
+def test_a_source_is_used_up_after_its_epochs_unless_it_repeats() -> None:
+    assert CODE.epoch_limit is None
+    assert HARD.epoch_limit == 3
+    assert PlanSource("code", Fraction(1), "cd", 9, 3, "repeat").epoch_limit is None
+
+
+def test_segments_of_one_range_and_of_several() -> None:
+    one, several = EVENTS[2], EVENTS[3]
+    assert isinstance(one, Segment)
+    assert isinstance(several, Segment)
+    assert (one.num_rows, one.end_draw, one.next_epoch) == (17, 5 + 3 * 17, 4)
+    assert (several.num_rows, several.end_draw, several.next_epoch) == (10, 15, 2)
+    assert encode_event(one)["units"] == [0, 4]
+    assert encode_event(several)["units"] == [[0, 1, 2], [3, 5, 8]]
+
+
+def test_the_digest_of_several_ranges_is_of_all_of_them() -> None:
+    assert combined_digest(["aa"]) == "aa"
+    assert len({combined_digest(parts) for parts in (["aa", "bb"], ["bb", "aa"], ["aa"], ["aabb"])}) == 4
+    assert (
+        combined_digest(["aa", "bb"]) == "80c0d5c7137871baa75af2038f350bf60a4d45a131a653d0eb93f3cda3d28609"
+    )  # recorded by runs
