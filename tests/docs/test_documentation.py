@@ -264,14 +264,21 @@ def test_every_python_snippet_of_a_page_runs(page: str, place: Path, monkeypatch
 
 
 def run_with_functions_of_the_page(place: Path) -> None:
-    """Train with the page's own functions, as its first block of settings names them, and look at what they did."""
+    """Train with the page's own functions, as its settings name them, and look at what they did."""
     blocks = [block for block in BLOCKS if block.page == "docs/extending.md"]
-    (place / "mine.py").write_text("\n".join(b.text for b in blocks if b.language == "python"), encoding="utf-8")
-    settings = {**yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))}
-    for section, values in yaml.safe_load(next(b.text for b in blocks if b.language == "yaml")).items():
-        settings[section] = settings.get(section, {}) | values
-    outcome = vorox.train(settings, {"run.name": "extended", "log.every_steps": 1})
-    metrics = vorox.open_run(outcome.run_directory).metrics()
+    texts = [block.text for block in blocks if block.language == "python"]
+    second = next(number for number, text in enumerate(texts) if text.startswith("# shards.py"))
+    (place / "mine.py").write_text("\n".join(texts[:second]), encoding="utf-8")
+    (place / "shards.py").write_text("\n".join(texts[second:]), encoding="utf-8")
+    (place / "urls.txt").write_text("2025-12.notes\n2026-01.notes\n", encoding="utf-8")
+    (place / "2026-01.notes").write_text("\n---\n".join(f"note {number} of the month" * 9 for number in range(60)))
+    settings = yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))
+    for block in (block for block in blocks if block.language == "yaml"):
+        for section, values in yaml.safe_load(block.text).items():
+            settings[section] = settings.get(section, {}) | values
+    outcome = vorox.train(settings, {"run.name": "extended", "log.every_steps": 1, "data.validation.split": "document"})
+    run = vorox.open_run(outcome.run_directory)
+    metrics = run.metrics()
     total, warm_up = 160, 20
     for step in (21, 90, 160):
         share = 0.5 + 0.25 * (1 + math.cos(math.pi * (step - 1 - warm_up) / (total - 1 - warm_up)))
@@ -280,6 +287,8 @@ def run_with_functions_of_the_page(place: Path) -> None:
     assert metrics[160]["eval/custom/recall/hits"] in (0, 1, 2)
     lines = outcome.run_directory.with_suffix(".csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines if not line.endswith(",")] == [str(step) for step in range(1, 161)]
+    assert run.where(7)[0].documents[0].uri.endswith("2026-01.notes")
+    assert vorox.load_model(run).tokenizer.vocab_size == 96
 
 
 @pytest.mark.parametrize(

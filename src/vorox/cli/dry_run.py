@@ -162,7 +162,7 @@ def _look_at_text(config: RunConfig) -> _Text:
 
 
 def _bytes_per_token(config: RunConfig, source: Source) -> float:
-    return _BYTES_PER_TOKEN["tokens" if source.config.has_tokens else config.tokenizer.kind]
+    return _BYTES_PER_TOKEN.get("tokens" if source.config.has_tokens else config.tokenizer.kind, 4.0)
 
 
 def _guessed_vocabulary(config: RunConfig) -> int:
@@ -265,7 +265,7 @@ def _new_tokens(config: RunConfig, text: _Text) -> float:
         for cache in text.caches
         if cache.rows is None and not (config.data.mode == "streaming" and cache.name.endswith(" train"))
     )
-    return new_bytes / _BYTES_PER_TOKEN[config.tokenizer.kind]
+    return new_bytes / _BYTES_PER_TOKEN.get(config.tokenizer.kind, 4.0)
 
 
 def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:

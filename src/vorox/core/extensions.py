@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from vorox.core.errors import ConfigError, VoroxError
 
 _VERSION = "__transform_version__"
+_IMPORT_PATH = re.compile(r"[^:\s]+:[A-Za-z_]\w*")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,7 +43,7 @@ def version(number: int) -> Callable[[Function], Function]:
 
 def is_extension(name: object) -> bool:
     """Whether a setting names a function by import path."""
-    return isinstance(name, str) and ":" in name and "://" not in name
+    return isinstance(name, str) and _IMPORT_PATH.fullmatch(name) is not None
 
 
 def load_function(

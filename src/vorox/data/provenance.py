@@ -25,7 +25,7 @@ from vorox.data.cache.reader import CacheReader, DocumentSpan
 from vorox.data.difficulty_buckets import SourceReader, cache_of
 from vorox.data.run_data_index import RunDataIndex, attempt_notes
 from vorox.data.storage import absolute
-from vorox.data.text.formats import ROW_GROUPS
+from vorox.data.text.formats import has_row_groups
 from vorox.data.tokenizers.loading import load
 
 __all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "RunDataIndex", "rows_at", "when", "where"]
@@ -249,7 +249,7 @@ def _rows_with_byte(run_data: RunDataIndex, cache: CacheReader, file_index: int,
     No row that holds the byte is left out: where it cannot be traced to a token, all rows of its record are returned.
     """
     rows = cache.rows_of_document(file_index, byte).tolist()
-    if cache.recipe.source.get("format") in ROW_GROUPS:
+    if has_row_groups(cache.recipe.source.get("format")):
         return dict.fromkeys(rows, "row group")
     pieces: list[tuple[int, int, DocumentSpan]] = []
     for row in rows:

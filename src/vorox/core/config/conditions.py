@@ -15,6 +15,7 @@ from typing import cast
 from vorox.core.config.fields import find_field
 from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
+from vorox.core.extensions import is_extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ def _is(*values: Json) -> Callable[[Json], bool]:
     return lambda value: value in values
 
 
+def _is_or_function(*values: Json) -> Callable[[Json], bool]:
+    return lambda value: value in values or is_extension(value)
+
+
 def _on_the_hub(paths: Json) -> bool:
     return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
 
@@ -44,8 +49,8 @@ SOURCE_LISTS = ("data.sources", "data.validation.sources")
 """Where sources are listed."""
 
 _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
-    ("paths", "format", _is(*_FILES), _A_FILE_FORMAT),
-    ("fallback", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("paths", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
+    ("fallback", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
     ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
@@ -53,9 +58,9 @@ _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("tokenizer", "format", _is(*_TOKENS), "format bin or mds"),
     ("end_of_text_id", "format", _is(*_TOKENS), "format bin or mds"),
     ("ids_dtype", "format", _is(*_TOKENS), "format bin or mds"),
-    ("hf_config", "format", _is(*_FILES), _A_FILE_FORMAT),
-    ("hf_split", "format", _is(*_FILES), _A_FILE_FORMAT),
-    ("revision", "format", _is(*_FILES), _A_FILE_FORMAT),
+    ("hf_config", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
+    ("hf_split", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
+    ("revision", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
     ("hf_config", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
     ("hf_split", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
     ("revision", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
@@ -132,7 +137,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "tokenizer.path",
         "tokenizer.kind",
-        _is("file", "huggingface", "tiktoken"),
+        _is_or_function("file", "huggingface", "tiktoken"),
         "kind file, huggingface or tiktoken",
     ),
     Condition("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vorox.core.schema.section import Section
+from vorox.core.schema.section import ImportPath, Section
 
 
 class TransformConfig(Section):
@@ -34,17 +34,18 @@ class SourceConfig(Section):
         description="A named source, such as fineweb-edu, c4 or stdlib: fills in format, paths and fields where this "
         "entry does not say them itself.",
     )
-    format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin"] = Field(
+    format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin"] | ImportPath = Field(
         description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; "
         "txt: a file is a document; "
         "jsonl, csv, parquet: a line or row is a document; arrow: folders of datasets.save_to_disk, a row is "
         "a document; mds: folders of mosaicml-streaming, a sample is a document; bin: token shards, a document "
-        "up to each end of text. All but bin may also be .gz or .zst."
+        "up to each end of text. All but bin may also be .gz or .zst. Or a function of your own: f(content) yields the "
+        "texts in the bytes of a file."
     )
     paths: tuple[str, ...] = Field(
         default=(),
         description="Files, folders (searched recursively), globs, or hf://OWNER/NAME for a dataset of the Hugging "
-        "Face Hub. Order is sorted.",
+        "Face Hub. A function of your own, package.module:function, returns a list of them. Order is sorted.",
     )
     fallback: tuple[str, ...] = Field(
         default=(),
@@ -326,11 +327,12 @@ class DataConfig(Section):
 
 
 class TokenizerConfig(Section):
-    kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken", "none"] = Field(
+    kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken", "none"] | ImportPath = Field(
         default="bpe",
         description="bpe: byte-level BPE trained on the sources; byte: 256 bytes; char: the characters that occur; "
         "file: a tokenizer.json; huggingface: a directory or repository with the tokenizer of a model; tiktoken: an "
-        "encoding by name, or a file of ranks; none: token shards whose tokenizer nobody has.",
+        "encoding by name, or a file of ranks; none: token shards whose tokenizer nobody has. Or a function of your "
+        "own: f(path) returns a tokenizers.Tokenizer.",
     )
     vocab_size: int = Field(
         default=4096,
@@ -344,7 +346,8 @@ class TokenizerConfig(Section):
     path: str | None = Field(
         default=None,
         description="For kind file: the tokenizer.json. For huggingface: a directory, or OWNER/NAME on the hub. For "
-        "tiktoken: an encoding such as gpt2 or cl100k_base, a .tiktoken file or a vocab.bpe.",
+        "tiktoken: an encoding such as gpt2 or cl100k_base, a .tiktoken file or a vocab.bpe. For a "
+        "function of your own: its argument.",
     )
     revision: str | None = Field(
         default=None, description="Commit, tag or branch of a repository of the hub. None: the newest."

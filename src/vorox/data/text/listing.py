@@ -6,12 +6,15 @@ Invariant: what is not taken as it was asked for (a fallback in place of the pat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vorox.core.config.path_formats import format_of_path
 from vorox.core.config.source_presets import source_presets
-from vorox.core.errors import DataError
+from vorox.core.errors import DataError, VoroxError
+from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place_in
@@ -108,7 +111,7 @@ def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
         listed = storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
         return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_chosen(file.uri)], []
     found: dict[str, FoundFile] = {}
-    for path in config.paths:
+    for path in _addresses(config, key):
         if names_a_dataset(path):
             dataset = dataset_files(config, path, endings)
             locations, root = dataset.locations, dataset.root
@@ -136,6 +139,29 @@ def _by_split_folders(config: SourceConfig, files: list[FoundFile]) -> list[Foun
     below = [FoundFile(file.stored, file.stored.uri[len(folder) + 1 :]) for file in files]
     is_apart = not any(is_named(file.place) for file in files) and len({is_named(file.place) for file in below}) == 2
     return below if folder and config.format in NAMED_FORMATS and is_apart else files
+
+
+def _addresses(config: SourceConfig, key: str) -> Iterator[str]:
+    """The paths of a source, with those that a function of the user lists in its place."""
+    for number, path in enumerate(config.paths):
+        if not is_extension(path) or Path(path).exists():
+            yield path
+            continue
+        where = f"{key}.paths.{number}"
+        try:
+            listed = [str(address) for address in load_function(path, kind="source", where=where)()]
+        except VoroxError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"the source {path} cannot be listed: {type(error).__name__}: {error}", where=where,
+                hint="it is called without arguments and returns paths and addresses",
+            ) from error  # fmt: skip
+        if not listed:
+            raise DataError(
+                f"the source {path} lists no file", where=where, hint="it returns paths and addresses, such as s3://...",
+            )  # fmt: skip
+        yield from listed
 
 
 def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:

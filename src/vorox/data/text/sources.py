@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, SequentialReads, damage_of
-from vorox.data.text.formats import ROW_GROUPS, cut, first_piece, has_many_records, measure, read_records
+from vorox.data.text.formats import cut, first_piece, has_many_records, has_row_groups, measure, read_records
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.splits import NOTHING, Split, document_filter
@@ -69,6 +70,9 @@ class Source:
         definition = {"format": config.format}
         if config.format == "python_stdlib":
             definition["selection"] = STDLIB_SELECTION
+        if is_extension(config.format):
+            identity = identity_text(config.format, f"{self.key}.format", kind="format")
+            definition["format"], _, definition["function"] = identity.partition(" ")  # not where its file lies
         if config.format in _FIELDS:
             definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
                 "text_field": config.text_field,
@@ -175,7 +179,7 @@ def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
 
 def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
     """How much of the next file ``max_bytes`` leaves: where it ends, its text, and whether nothing may follow it."""
-    in_text = config.format in ROW_GROUPS or compression_of(file.uri) is not None
+    in_text = has_row_groups(config.format) or compression_of(file.uri) is not None
     whole = None if in_text else file.size_bytes
     if config.max_bytes is None:
         return whole, file.size_bytes, False

@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from vorox.core.errors import ConfigError, DataError
+from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.extensions import load_function
 from vorox.core.schema.data import TokenizerConfig
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
@@ -45,6 +46,33 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError("the tokenizer's files are not valid", where=str(file.parent)) from error
     return Tokenizer(text, end_of_text, where=str(file))
+
+
+def load_from_function(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer of a function of the user: a ``tokenizers.Tokenizer``, or the text of a ``tokenizer.json``.
+
+    What it computes is in that text, which is the tokenizer's fingerprint, so a function that changed is noticed.
+
+    Raises:
+        ConfigError: The function cannot be imported, fails, or returns something else.
+    """
+    function = load_function(config.kind, kind="tokenizer", where="tokenizer.kind")
+    try:
+        library = function(config.path)
+    except VoroxError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the tokenizer {config.kind} cannot be made: {type(error).__name__}: {error}", where="tokenizer.kind",
+            hint="it is called with tokenizer.path, which is None unless it is set",
+        ) from error  # fmt: skip
+    text = library if isinstance(library, str) else library.to_str() if hasattr(library, "to_str") else None
+    if text is None:
+        raise ConfigError(
+            f"the tokenizer {config.kind} returned a {type(library).__name__}", where="tokenizer.kind",
+            hint="return a tokenizers.Tokenizer, or the text of a tokenizer.json",
+        )  # fmt: skip
+    return Tokenizer(text, config.end_of_text or END_OF_TEXT, where="tokenizer.kind")
 
 
 def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:

@@ -17,6 +17,7 @@ from typing import Any
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.extensions import is_extension
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
@@ -25,7 +26,7 @@ from vorox.data.text.sources import Source, read_units
 from vorox.data.text.splits import SPLITS
 from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
-from vorox.data.tokenizers.loading import load, train
+from vorox.data.tokenizers.loading import load, load_from_function, train
 from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
 from vorox.data.tokenizers.token_ids import token_ids
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer
@@ -105,6 +106,8 @@ def ready_made(config: TokenizerConfig) -> Tokenizer | None:
         return load_tiktoken(config)
     if config.kind == "none":
         return token_ids(config)
+    if is_extension(config.kind):
+        return load_from_function(config)
     return train(config, ()) if config.kind in {"byte", "file"} else None
 
 

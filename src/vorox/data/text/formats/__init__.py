@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vorox.core.errors import DataError
+from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Record, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text import compression
 from vorox.data.text.content import Limits, damage_of, length_bytes
-from vorox.data.text.formats import arrow, delimited, json_lines, lines, mds, parquet, token_shards
+from vorox.data.text.formats import arrow, custom, delimited, json_lines, lines, mds, parquet, token_shards
 from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
 from vorox.data.text.formats.lines import boundary_after, boundary_before, count_lines, records_are_lines
 from vorox.data.text.formats.pieces import Piece
 
 __all__ = [
-    "ROW_GROUPS",
     "Piece",
     "UnreadableRecord",
     "boundary_after",
@@ -33,6 +33,7 @@ __all__ = [
     "cut",
     "first_piece",
     "has_many_records",
+    "has_row_groups",
     "lone_surrogate",
     "measure",
     "parse_line",
@@ -81,13 +82,21 @@ _FORMATS: dict[str, _Format] = {
 }
 
 
-ROW_GROUPS = frozenset({"parquet", "arrow"})
-"""Formats whose records have no bytes of their own, only those of the row group that they are in."""
+_CUSTOM = _Format((), custom.cut, custom.count, custom.read_records)
+
+
+def has_row_groups(format_name: object) -> bool:
+    """Whether records of a format have no bytes of their own, only those of the row group or file that they are in."""
+    return format_name in ("parquet", "arrow") or is_extension(format_name)
+
+
+def _format(source: SourceConfig) -> _Format:
+    return _CUSTOM if is_extension(source.format) else _FORMATS[source.format]
 
 
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
     """Endings, in lower case, by which a folder is searched."""
-    plain = _FORMATS[source.format].suffixes
+    plain = custom.suffixes(source) if is_extension(source.format) else _format(source).suffixes
     if source.format in {"python_stdlib", "bin"}:
         return plain
     return (*plain, *(name + ending for name in plain for ending in compression.SUFFIXES))
@@ -95,12 +104,12 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
 
 def has_many_records(source: SourceConfig) -> bool:
     """Whether a piece of a file is many records, not one."""
-    return _FORMATS[source.format].count is not None
+    return _format(source).count is not None
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> int:
     """Bytes of text up to a place in the content, about; for a compressed file after one pass over it."""
-    own = _FORMATS[source.format].measure
+    own = _format(source).measure
     if own is not None:
         return own(source, file, end)
     return length_bytes(file, Limits.of(source)) if end is None else end
@@ -122,7 +131,7 @@ def cut(
     Raises:
         DataError: The file cannot be read or is not what the source says.
     """
-    return _FORMATS[source.format].cut(source, file, start, end, piece_bytes, first_ordinal)
+    return _format(source).cut(source, file, start, end, piece_bytes, first_ordinal)
 
 
 def first_piece(source: SourceConfig, file: StoredFile, end: int | None, piece_bytes: int) -> Piece | None:
@@ -138,7 +147,7 @@ def first_piece(source: SourceConfig, file: StoredFile, end: int | None, piece_b
 
 def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Ordinals that a piece uses up."""
-    count = _FORMATS[source.format].count
+    count = _format(source).count
     return 1 if count is None else count(source, file, start, end)
 
 
@@ -150,7 +159,7 @@ def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept:
     """
     if span.start_byte == span.end_byte and source.damaged_files == "keep_readable":
         return iter([_rest_of_file(source, file, span)])
-    return _FORMATS[source.format].read(source, file, span, accept)
+    return _format(source).read(source, file, span, accept)
 
 
 def _rest_of_file(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
@@ -179,7 +188,7 @@ def read_record(
     first_ordinal = arrow.first_row(source, file, byte_offset) if source.format == "arrow" else ordinal
     span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, first_ordinal)
     accept: Accept = _everything
-    if source.format in ROW_GROUPS:
+    if has_row_groups(source.format):
         accept = lambda place: place == ordinal  # noqa: E731
     record = next(iter(read_records(source, file, span, accept)), None)
     if record is None:
