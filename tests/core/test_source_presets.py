@@ -19,7 +19,9 @@ def written(folder: Path, *entries: str) -> str:
 
 
 def test_there_are_the_names_that_are_promised() -> None:
-    assert {"fineweb-edu", "fineweb", "dolma", "c4", "the-stack-smol", "stdlib"} <= set(source_presets())
+    assert {"fineweb-edu", "fineweb", "dolma", "c4", "the-stack", "the-stack-dedup", "the-stack-smol", "stdlib"} <= set(
+        source_presets()
+    )
 
 
 @pytest.mark.parametrize("name", list(source_presets()))
