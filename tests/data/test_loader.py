@@ -320,6 +320,7 @@ def test_a_map_keeps_the_order_of_its_items_and_raises_at_the_item_that_fails() 
         next(results)
     assert max(begun) < 45, "little is begun ahead"
     assert list(map_ordered(halved, [], 4)) == []
+    assert [str(found) for _, found in map_ordered(ValueError, "ab", 2)] == ["a", "b"], "returned, not raised"
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -7,11 +7,12 @@ item that it belongs to. For work that releases the interpreter lock: reading, h
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ class Prefetcher(Generic[Item]):
         self._read, self._num_items, self._on_close = read, num_items, on_close
         self._next_index = self._next_claim = first
         self._depth = depth
-        self._ready: dict[int, Item | BaseException] = {}
+        self._ready: dict[int, Callable[[], Item]] = {}  # each returns its item, or raises what reading it raised
         self._closed = False
         self._changed = threading.Condition()
         self.wait_seconds = 0.0
@@ -120,9 +121,7 @@ class Prefetcher(Generic[Item]):
             result = self._ready.pop(index)
             self._next_index += 1
             self._changed.notify_all()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        return result()
 
     def _work(self) -> None:
         while True:
@@ -132,10 +131,7 @@ class Prefetcher(Generic[Item]):
                     return
                 index = self._next_claim
                 self._next_claim += 1
-            try:
-                result: Item | BaseException = self._read(index)
-            except BaseException as error:  # of whatever kind: the consumer must see it
-                result = error
+            result = _outcome(self._read, index)
             with self._changed:
                 if not self._closed:
                     self._ready[index] = result
@@ -143,6 +139,19 @@ class Prefetcher(Generic[Item]):
 
     def _may_claim(self) -> bool:
         return self._next_claim < min(self._next_index + self._depth, self._num_items())
+
+
+def _outcome(read: Callable[[int], Item], index: int) -> Callable[[], Item]:
+    """Call ``read``; return what returns its item, or raises its error."""
+    try:
+        item = read(index)
+    except BaseException as error:  # of whatever kind: the consumer must see it
+        return functools.partial(_raise, error)
+    return lambda: item
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def map_ordered(

@@ -61,8 +61,7 @@ def _checked(
     """Every chunk with what is wrong with it, in the manifest's order."""
     done, total = 0, int(manifest.chunks["size_bytes"].sum())
     records = map(manifest.chunk, range(len(manifest.chunks)))
-    # In a tuple, for an exception that is returned as it is would be raised.
-    for record, (problem,) in map_ordered(lambda record: (check(record),), records, check_threads(manifest)):
+    for record, problem in map_ordered(check, records, check_threads(manifest)):
         done += record.size_bytes
         if on_progress is not None:
             on_progress(done, total)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO, TypeVar, cast
 
-from vorox.data.storage import StoredFile, open_range, scheme_of
+from vorox.data.storage import StoredFile, open_range, scheme_of, shared_reads
 from vorox.data.storage.contexts import iterated_with
 
 T = TypeVar("T")
@@ -89,6 +89,8 @@ def open_through_cache(
 ) -> Generator[BinaryIO]:
     """Read a part of a stored file as ``open_range`` does; of a remote one, what is in the cache comes from there.
 
+    The files of an open stream have their own cache: see ``storage.shared_reads``.
+
     Args:
         file: The file.
         start_byte: Where the part begins.
@@ -96,7 +98,7 @@ def open_through_cache(
         always: Use ``CUT_RANGES`` also outside of ``during``.
     """
     cache = CUT_RANGES if always else _active.get()
-    if cache is None or scheme_of(file.uri) is None:
+    if cache is None or scheme_of(file.uri) is None or shared_reads.is_registered(file):
         with open_range(file, start_byte, end_byte) as reader:
             yield reader
         return
