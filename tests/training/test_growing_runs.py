@@ -258,7 +258,7 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     begun, grown = -(-2 * rows // 4), -(-2 * plan.segments[0][1].num_rows // 4)
     assert outcome.progress.step == (grown if follow else begun)
     (said,) = events(directory, "dataset_grew")
-    assert f"are {grown:,} steps; the run began with {begun:,}" in said
+    assert f": {grown:,} steps; the run began with {begun:,}" in said
     assert ("is extended" in said) == follow
     assert [known.total_steps for known in plan.state.horizons] == [begun, grown][: 1 + follow]
     report = replayed(directory)
