@@ -29,7 +29,17 @@ from vorox.data.plan_changes import (
     mixture_update_events,
     segment_of,
 )
-from vorox.data.plan_events import Cut, Extension, HorizonEvent, PlanSource, PlanStart, Segment, SourceEvent, StageEvent
+from vorox.data.plan_events import (
+    Cut,
+    Extension,
+    HorizonEvent,
+    PlanSource,
+    PlanStart,
+    Segment,
+    SourceEvent,
+    StageEvent,
+    UnitRange,
+)
 
 Address = tuple[int, int, int, int]
 """Source, pass, first unit of the range, row in the range."""
@@ -558,3 +568,76 @@ def test_growing_rows_number_what_is_built() -> None:
     tokens = reader.tokens(2)
     built.add(1)
     assert reader.refreshed().tokens(5) == tokens
+
+
+def test_a_cut_ends_every_segment_at_its_pass(tmp_path: Path) -> None:
+    reader = FakeRows("code", [5])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    for start_draw, epoch, num_epochs in [(0, 0, 2), (10, 2, 4), (30, 6, 1)]:
+        segment = segment_of(reader, "code", start_draw, epoch, num_epochs, [(0, 1)])
+        assert segment is not None
+        plan.add([segment])
+    for cut, kept in [(9, [(0, 2), (2, 4), (6, 1)]), (6, [(0, 2), (2, 4)]), (4, [(0, 2), (2, 2)]), (1, [(0, 1)])]:
+        plan.add([Cut("code", cut)])
+        assert [(segment.epoch, segment.num_epochs) for segment in plan.segments[0]] == kept
+        assert plan.num_positions == 5 * sum(num_epochs for _, num_epochs in kept)
+
+
+def test_a_row_of_a_later_segment_is_found(tmp_path: Path) -> None:
+    """Segments that lack the row come before and after the one that has it."""
+    reader = FakeRows("code", [3, 4, 5])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    for start_draw, unit in [(0, 0), (3, 1), (7, 2)]:
+        segment = segment_of(reader, "code", start_draw, 0, 1, [(unit, unit + 1)])
+        assert segment is not None
+        plan.add([segment])
+    found = addresses(plan, 12)
+    for row in range(12):
+        unit = int(np.searchsorted(reader.unit_row_starts, row, side="right")) - 1
+        position = found.index((0, 0, unit, row - int(reader.unit_row_starts[unit])))
+        assert plan.positions_of(0, row, reader).tolist() == [position]
+
+
+def test_the_state_has_one_length_for_a_position(tmp_path: Path) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    for position, total_steps in [(0, 10), (20, 12), (20, 14), (0, 8)]:
+        plan.add([HorizonEvent(position, total_steps, 1)])
+        assert plan.state.horizons[-1] == HorizonEvent(position, total_steps, 1)
+        starts = [known.start_position for known in plan.state.horizons]
+        assert starts == sorted(set(starts))
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (HorizonEvent(-10, 5, 0), "makes no sense"),
+        (HorizonEvent(0, 0, 0), "makes no sense"),
+        (HorizonEvent(0, 5, -1), "makes no sense"),
+        (HorizonEvent(5, 5, 0), "within a step"),
+        (StageEvent(-10, {"code": Fraction(1)}), "makes no sense"),
+        (StageEvent(10, {"code": Fraction(0)}), "makes no sense"),
+        (StageEvent(10, {"code": Fraction(-1), "text": Fraction(1)}), "makes no sense"),
+        (Segment("code", 0, 0, 0, (UnitRange(0, 1, 5),), "c"), "makes no sense"),
+        (Segment("code", 0, 0, 1, (), "c"), "makes no sense"),
+        (Segment("code", 0, 0, 1, (UnitRange(0, 1, 5), UnitRange(1, 2, 0)), "c"), "makes no sense"),
+        (Segment("code", 0, 0, 1, (UnitRange(1, 2, 5), UnitRange(0, 1, 5)), "c"), "makes no sense"),
+        (Segment("code", 0, 0, 1, (UnitRange(0, 2, 5), UnitRange(1, 3, 5)), "c"), "makes no sense"),
+        (Segment("code", 0, 0, 1, (UnitRange(2, 2, 5),), "c"), "makes no sense"),
+        (PlanStart(7, True, 10, ()), "second event of kind 'start'"),
+    ],
+)
+def test_impossible_events_are_refused(tmp_path: Path, event: Any, message: str) -> None:
+    start, readers = two()
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    with pytest.raises(DataError, match=message):
+        plan.add([event])
+    plan.add([HorizonEvent(0, 1, 0), Segment("code", 0, 0, 1, (UnitRange(0, 1, 1), UnitRange(1, 2, 1)), "c")])
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_an_impossible_batch_is_refused(tmp_path: Path, batch: int) -> None:
+    start, readers = two()
+    with pytest.raises(ConfigError, match=f"a global batch of {batch} rows"):
+        Plan.create(tmp_path / "plan.jsonl", replace(start, global_batch_sequences=batch), readers)
+    Plan.create(tmp_path / "one.jsonl", replace(start, global_batch_sequences=1), readers)
