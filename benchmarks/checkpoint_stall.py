@@ -25,24 +25,21 @@ from vorox.core.log import RunLog
 from vorox.core.records import DataCursor, Progress
 from vorox.core.schema import CheckpointConfig
 from vorox.training.chain import ReplayChain
-from vorox.training.checkpointer import Checkpointer
-from vorox.training.ledger import Ledger
+from vorox.training.checkpoint_writer import CheckpointWriter
+from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
 
 KINDS = ("no save", "waiting", "background")
 
 
-def open_checkpointer(directory: Path, kind: str) -> tuple[Checkpointer, Ledger]:
+def open_checkpointer(directory: Path, kind: str) -> tuple[CheckpointWriter, PendingSteps]:
     directory.mkdir()
-    checkpointer = Checkpointer(
+    checkpointer = CheckpointWriter(
         directory, CheckpointConfig(asynchronous=kind == "background", keep_last=1), Horizon(1 << 40, 1, 1),
         describe={}, companions={}, eval_losses={}, saved_step=None, log=RunLog(None, echo=lambda text, level: None),
     )  # fmt: skip
-    ledger = Ledger(
-        ReplayChain(directory, progress_at(0)), max_nonfinite_steps=0, nonfinite_in_a_row=0,
-        on_start=lambda step: None, on_step=lambda step, values: None,
-    )  # fmt: skip
-    return checkpointer, ledger
+    pending = PendingSteps(ReplayChain(directory, progress_at(0)), max_nonfinite_steps=0, nonfinite_in_a_row=0)
+    return checkpointer, pending
 
 
 def progress_at(step: int) -> Progress:
@@ -95,7 +92,8 @@ def measure(
 
 
 def one_round(
-    options: argparse.Namespace, step: Callable[[], None], engine: Any, checkpointer: Checkpointer, ledger: Ledger,
+    options: argparse.Namespace, step: Callable[[], None], engine: Any, checkpointer: CheckpointWriter,
+    pending: PendingSteps,
     kind: str, number: int,
 ) -> dict[str, float]:  # fmt: skip
     still, saved_at, committed_at = 0.0, 0.0, [0.0]
@@ -106,7 +104,7 @@ def one_round(
             engine.synchronize()
             saved_at = time.perf_counter()
             checkpointer.save(
-                engine, progress_at(number), ledger, lambda path: committed_at.append(time.perf_counter())
+                engine, progress_at(number), pending, lambda path: committed_at.append(time.perf_counter())
             )
             still = time.perf_counter() - saved_at
     waited_at = time.perf_counter()

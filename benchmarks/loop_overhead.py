@@ -24,12 +24,12 @@ from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import prepare
 from vorox.models.spec import model_spec
-from vorox.run import make_setting
+from vorox.run import make_workload
 from vorox.training import loop
-from vorox.training.beginning import begin
 from vorox.training.display import NoDisplay
-from vorox.training.mirror import mirrored
+from vorox.training.mirror import open_mirror
 from vorox.training.session import open_log, open_session
+from vorox.training.startup import initialize_or_resume
 from vorox.training.stop import StopRequest
 
 
@@ -77,18 +77,17 @@ def compare(folder: Path, name: str, steps: int, rounds: int) -> None:
     seconds: dict[str, list[float]] = {"bare": [], "ours": []}
     dist = DistributedContext()
     with (
-        mirrored(config, "never", dist, print) as mirror,
+        open_mirror(config, "never", dist, print) as mirror,
         RunContext.create(config) as run,
         open_log(run, NoDisplay(), dist) as log,
         StopRequest() as stop,
     ):
-        setting = make_setting(config, dist, log, None)
-        state, plan = begin(setting, run, None)
-        with open_session(setting, run, state, plan, NoDisplay(), stop, mirror) as (parts, progress):
+        setup = initialize_or_resume(make_workload(config, dist, log, None), run, mirror, None)
+        with open_session(setup, NoDisplay(), stop) as parts:
             prepared = list(itertools.islice(parts.batches, 8))
             bare_batches = itertools.cycle(prepared)
             marks = _Marks(parts, steps, lambda: _bare(bare_engine, bare_batches, steps), seconds)
-            loop.train(_with_batches(parts, marks), progress)
+            loop.train(_with_batches(parts, marks), setup.state.progress)
     ratios = [ours / bare for ours, bare in zip(seconds["ours"][1:], seconds["bare"][1:], strict=False)]
     median = statistics.median(ratios)
     low, high = interleave.quantile(ratios, 0.1), interleave.quantile(ratios, 0.9)
@@ -110,6 +109,9 @@ class _Marks:
     def __init__(self, parts, steps: int, bare, seconds: dict[str, list[float]]) -> None:
         self._batches, self._steps, self._bare, self._seconds = parts.batches, steps, bare, seconds
         self._count, self._began = 0, time.perf_counter()
+
+    def __getattr__(self, name: str):
+        return getattr(self._batches, name)
 
     def __iter__(self):
         return self

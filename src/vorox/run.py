@@ -34,12 +34,12 @@ from vorox.models.memory import check_host_memory
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop
-from vorox.training.beginning import begin, join
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import Display, NoDisplay
-from vorox.training.mirror import mirrored
+from vorox.training.mirror import open_mirror
 from vorox.training.session import open_log, open_session
-from vorox.training.setting import Setting
+from vorox.training.setup import Workload
+from vorox.training.startup import attach, initialize_or_resume
 from vorox.training.stop import StopRequest
 from vorox.training.taps import attach_to_run
 from vorox.training.user_functions import report_changed_functions
@@ -106,39 +106,33 @@ def train(
         if minutes is not None:
             config = _fit(config, budget.check_minutes(minutes), display, on_progress)
         with (
-            mirrored(config, resume_from, dist, display.message) as mirror,
+            open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
             run.leaving_nothing_if_refused(),
             open_log(run, display, dist) as log,
             explained_machine_errors(run.directory),
             contextlib.closing(
-                make_setting(config, dist, log, on_progress, tokenizer_directory=run.layout.tokenizer)
-            ) as setting,
+                make_workload(config, dist, log, on_progress, tokenizer_directory=run.layout.tokenizer)
+            ) as workload,
         ):
-            state, plan = (
-                begin(setting, run, _checkpoint(resume_from), named_keys) if dist.is_main else join(setting, run)
-            )
-            attach_to_run(taps, setting.engine, run, log)
-            report_changed_functions(run.directory, state.progress.step, config, log)
-            run.note(
-                environment=dict(setting.engine.environment()), total_steps=state.horizon.total_steps,
-                caches={source.name: str(source.train.directory) for source in setting.corpus.sources},
-                validation_caches=[str(cache.reader.directory) for cache in setting.corpus.validation_caches],
-            )  # fmt: skip
-            with stop.deferred(), open_session(
-                setting, run, state, plan, display, stop, mirror
-            ) as (parts, progress):  # fmt: skip
-                progress = loop.train(parts, progress)
+            if dist.is_main:
+                setup = initialize_or_resume(workload, run, mirror, _checkpoint(resume_from), named_keys)
+            else:
+                setup = attach(workload, run, mirror)
+            attach_to_run(taps, workload.engine, run, log)
+            report_changed_functions(run.directory, setup.state.progress.step, config, log)
+            with stop.deferred(), open_session(setup, display, stop) as parts:
+                progress = loop.train(parts, parts.evaluations.best(setup.state.progress))
                 speed = parts.observer.finish(progress)
             text = f"Finished after {counted(progress.step, 'step')}"
             log.event("finished", text, step=progress.step, chain=progress.chain)
             return Outcome(
-                run.directory, state.progress.step, progress, parts.evaluations.losses, setting.engine.fingerprint(),
-                speed, dist.is_main,
+                run.directory, setup.state.progress.step, progress, parts.evaluations.losses,
+                workload.engine.fingerprint(), speed, dist.is_main,
             )  # fmt: skip
 
 
-def make_setting(
+def make_workload(
     config: RunConfig,
     dist: DistributedContext,
     log: RunLog,
@@ -146,7 +140,7 @@ def make_setting(
     *,
     build: bool = True,
     tokenizer_directory: Path | None = None,
-) -> Setting:
+) -> Workload:
     """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it.
 
     Raises:
@@ -167,7 +161,7 @@ def make_setting(
     engine = backends.load(config.backend).create(config, spec, dist)
     if engine.environment().get("device_kind") == "cpu":
         check_host_memory(spec, config, psutil.virtual_memory().total)
-    return Setting(config, corpus, spec, engine, log, dist)
+    return Workload(config, corpus, spec, engine, log, dist)
 
 
 def _open_run(
@@ -231,8 +225,8 @@ def _fit(config: RunConfig, seconds: float, display: Display, on_progress: Prepa
     """The configuration with the number of steps that a throwaway engine says fit into some seconds from now."""
     began, log = time.perf_counter(), RunLog(None, echo=display.message)
     short = budget.with_num_steps(config, 1)
-    with contextlib.closing(make_setting(short, DistributedContext(), log, on_progress)) as setting:
-        costs = budget.measure_run(setting.config, setting.corpus, setting.engine)
+    with contextlib.closing(make_workload(short, DistributedContext(), log, on_progress)) as workload:
+        costs = budget.measure_run(workload.config, workload.corpus, workload.engine)
     num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
     log.info(f"{counted(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
     return budget.with_num_steps(config, num_steps)

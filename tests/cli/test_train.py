@@ -13,7 +13,7 @@ import pytest
 import tiny_runs
 from vorox.cli import main, quantities
 from vorox.core.run_lookup import run_attempts, run_directories
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -155,7 +155,7 @@ def test_resume_from_a_run_by_name_beginning_and_checkpoint(vorox: Run) -> None:
     checkpoint = step_directories(directory)[8]
     code, out, err = vorox("train", "--resume", str(checkpoint))
     assert code == 0, err
-    assert "Resuming after step 8" in out
+    assert "Resuming from step 8" in out
     assert chain_heads(directory) == whole
 
 

@@ -97,7 +97,7 @@ def test_a_run_validates_on_them_and_replays(
     assert "data.validation.sources" in capsys.readouterr().out
     report = replay(
         outcome.run_directory,
-        lambda config: vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False),
+        lambda config: vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False),
     )
     assert (report.is_exact, report.num_steps) == (True, 12)
 

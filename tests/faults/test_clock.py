@@ -16,7 +16,7 @@ from vorox.core.run_lookup import find_run
 from vorox.data.cache.leases import Leases
 from vorox.experiments.tracking import read_metrics
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import StepView
 
 HOUR = 3600.0

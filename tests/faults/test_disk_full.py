@@ -11,7 +11,7 @@ import pytest
 
 from tiny_runs import configuration
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import latest_valid, step_directories
+from vorox.training.checkpoint_store import latest_valid, step_directories
 
 pytestmark = [
     pytest.mark.torch,

@@ -16,9 +16,9 @@ from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.staged_directory import StagedDirectory, hash_file
 from vorox.data.storage import StoredFile, list_files
-from vorox.training.mirror import bringing_back
-from vorox.training.mirror.bringing_back import bring_back, fetch_checkpoint
+from vorox.training.mirror import restore as bringing_back
 from vorox.training.mirror.contents import RECORD_NAME, Contents, MirroredCheckpoint, record_bytes
+from vorox.training.mirror.restore import fetch_checkpoint, restore
 
 HOSTILE = [
     "../outside", "a/../../outside", "..", "{absolute}/outside", "/", "", ".", "..\\outside", "C:\\outside",
@@ -66,7 +66,7 @@ def test_names_of_the_files_of_a_run(name: str, tmp_path: Path) -> None:
     found = contents(tmp_path / "mirror", name)
     before = everything(tmp_path)
     with pytest.raises(CheckpointError) as refused:
-        bring_back(found, tmp_path / "runs" / "run", lambda text, level="info": None)
+        restore(found, tmp_path / "runs" / "run", lambda text, level="info": None)
     assert refused.value.exit_code == 5
     left = {path for path in everything(tmp_path) - before if Path(path).is_file() and Path(path).name != "LOCK"}
     assert left == set()
@@ -87,7 +87,7 @@ def contents(mirror: Path, name: str) -> Contents:
 def test_a_good_name_arrives_and_a_link_in_its_way_is_refused(tmp_path: Path) -> None:
     found = contents(tmp_path / "mirror", "tokenizer/tokenizer.json")
     directory = tmp_path / "runs" / "run"
-    path = bring_back(found, directory, lambda text, level="info": None)
+    path = restore(found, directory, lambda text, level="info": None)
     assert path is not None
     assert (directory / "tokenizer" / "tokenizer.json").read_bytes() == b"evil"
     outside = tmp_path / "outside"
@@ -96,7 +96,7 @@ def test_a_good_name_arrives_and_a_link_in_its_way_is_refused(tmp_path: Path) ->
     (outside / "tokenizer.json").write_bytes(b"precious")
     path.rename(tmp_path / "away")
     with pytest.raises(ConfigError) as refused:
-        bring_back(found, directory, lambda text, level="info": None)
+        restore(found, directory, lambda text, level="info": None)
     assert refused.value.where == str(directory / "tokenizer")
     assert (outside / "tokenizer.json").read_bytes() == b"precious"
 
@@ -106,7 +106,7 @@ def test_a_dangling_link_where_a_checkpoint_belongs_is_set_aside(tmp_path: Path)
     place = tmp_path / "runs" / "run" / "checkpoints" / "step-00000004"
     place.parent.mkdir(parents=True)
     place.symlink_to(tmp_path / "nowhere")
-    assert bring_back(found, tmp_path / "runs" / "run", lambda text, level="info": None) == place
+    assert restore(found, tmp_path / "runs" / "run", lambda text, level="info": None) == place
     assert (place / "payload").read_bytes() == b"evil"
     assert not place.is_symlink()
     assert not (tmp_path / "nowhere").exists()
@@ -131,9 +131,9 @@ def test_a_disk_that_refuses_is_named_and_no_checkpoint_passed_over(number: int,
             raise OSError(number, os.strerror(number), str(operation.path))
 
     with atomic.observe(refuse), pytest.raises(CheckpointError) as refused:
-        bring_back(found, directory, lambda text, level="info": said.append(text))
+        restore(found, directory, lambda text, level="info": said.append(text))
     assert refused.value.exit_code == 5
     assert str(tmp_path / "runs") in refused.value.where
     assert "same command again" in refused.value.hint
     assert said == []
-    assert bring_back(found, directory, lambda text, level="info": None) is not None
+    assert restore(found, directory, lambda text, level="info": None) is not None

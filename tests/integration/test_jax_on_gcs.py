@@ -28,10 +28,10 @@ from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
 from vorox.data.provenance import RunDataIndex, where
 from vorox.training.chain import read_chain
-from vorox.training.ledger import Ledger, StartedStep
 from vorox.training.mirror import contents_of
+from vorox.training.pending_steps import InFlightStep, PendingSteps
 from vorox.training.replay import replay
-from vorox.training.session import Setting
+from vorox.training.setup import Workload
 
 pytestmark = pytest.mark.jax
 END = 256
@@ -108,20 +108,20 @@ def test_trains_resumes_and_mirrors(
     assert outcome.eval_losses == straight.eval_losses
     line = contents_of(f"gs://runs/mirror/{directory.name}").line()
     assert [entry.step for entry in line] == [8, 6]
-    assert replay(outcome.run_directory, make_setting).is_exact
+    assert replay(outcome.run_directory, make_workload).is_exact
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Ask the run to stop once a step was started."""
-    original = Ledger.follow
+    original = PendingSteps.follow
 
-    def follow(self: Ledger, started: StartedStep) -> None:
+    def follow(self: PendingSteps, started: InFlightStep) -> None:
         if started.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, started)
 
-    monkeypatch.setattr(Ledger, "follow", follow)
+    monkeypatch.setattr(PendingSteps, "follow", follow)
 
 
-def make_setting(config: RunConfig) -> Setting:
-    return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+def make_workload(config: RunConfig) -> Workload:
+    return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)

@@ -29,9 +29,9 @@ from vorox.core.errors import CheckpointError, Preempted
 from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.experiments.tracking import read_metrics
-from vorox.run import make_setting
+from vorox.run import make_workload
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import latest_valid, request_save, step_directories, verify
+from vorox.training.checkpoint_store import latest_valid, request_save, step_directories, verify
 from vorox.training.replay import replay
 
 WAIT_SECONDS = 60.0
@@ -78,7 +78,7 @@ def background() -> None:
 
 def save(run: Run, step: int) -> None:
     run.step()
-    run.checkpointer.save(run.engine, progress_at(step), run.ledger, run.reported.append)
+    run.checkpointer.save(run.engine, progress_at(step), run.pending, run.report)
 
 
 def test_training_goes_on_and_nothing_shows_before_the_commit(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_at_most_one_write_is_under_way(tmp_path: Path) -> None:
 
 def test_the_chain_is_durable_before_the_writer_begins(tmp_path: Path) -> None:
     run, order = Run(tmp_path), list[str]()
-    make_durable = run.ledger.make_durable
+    make_durable = run.pending.make_durable
 
     def noted() -> None:
         make_durable()
         order.append("chain")
 
-    run.ledger.make_durable = noted  # type: ignore[method-assign]
+    run.pending.make_durable = noted  # type: ignore[method-assign]
     with atomic.observe(lambda operation: order.append(operation.kind)):
         run.save(10)
     assert order.index("chain") < order.index("rename")
@@ -315,7 +315,7 @@ def test_on_and_off_leave_the_same_bytes_and_both_replay(tmp_path: Path) -> None
             from vorox.core.distributed_context import DistributedContext
             from vorox.core.log import RunLog
 
-            return make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+            return make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
         report = replay(outcome.run_directory, setting_of, first_step=4)
         assert report.is_exact

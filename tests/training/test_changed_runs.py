@@ -25,9 +25,9 @@ from vorox.data.dataset import prepare
 from vorox.data.plan import Plan
 from vorox.training import resume
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setting import Setting
+from vorox.training.setup import Workload
 
 KEEP = "checkpoint.keep_last=20"
 
@@ -67,8 +67,8 @@ def heads(directory: Path) -> list[str]:
 
 
 def replayed(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
-    def make(config: RunConfig) -> Setting:
-        return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+    def make(config: RunConfig) -> Workload:
+        return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
     return replay(directory, make, first_step=first_step, last_step=last_step)
 

@@ -29,8 +29,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.training.chain import ReplayChain
-from vorox.training.checkpointer import Checkpointer, steps_to_keep
-from vorox.training.checkpointing import (
+from vorox.training.checkpoint_store import (
     latest_valid,
     quarantine,
     read_state,
@@ -39,7 +38,8 @@ from vorox.training.checkpointing import (
     step_directories,
     verify,
 )
-from vorox.training.ledger import Ledger
+from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint, steps_to_keep
+from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
 
 CURSOR = DataCursor("plan", 3, 0, 0, 7)
@@ -64,13 +64,11 @@ class Run:
         self.config = CheckpointConfig.model_validate({"asynchronous": self.asynchronous, **config})
         self.reported: list[Path] = []
         chain = ReplayChain(directory, progress_at(0))
-        self.ledger = Ledger(
-            chain, max_nonfinite_steps=3, nonfinite_in_a_row=0, on_start=lambda step: None, on_step=lambda *_: None
-        )
+        self.pending = PendingSteps(chain, max_nonfinite_steps=3, nonfinite_in_a_row=0)
         self.checkpointer = self.open()
 
-    def open(self, saved_step: int | None = None) -> Checkpointer:
-        return Checkpointer(
+    def open(self, saved_step: int | None = None) -> CheckpointWriter:
+        return CheckpointWriter(
             self.directory, self.config, HORIZON,
             describe={"kind": "test"}, companions={"config.json": b"{}"}, eval_losses=self.losses,
             saved_step=saved_step, log=self, clock=lambda: self.now,  # type: ignore[arg-type]
@@ -90,9 +88,12 @@ class Run:
 
     def commit(self, step: int) -> Path:
         """Save without a step before, and wait for it."""
-        self.checkpointer.save(self.engine, progress_at(step), self.ledger, self.reported.append)
+        self.checkpointer.save(self.engine, progress_at(step), self.pending, self.report)
         self.checkpointer.wait()
         return RunLayout(self.directory).checkpoint(step)
+
+    def report(self, saved: SavedCheckpoint) -> None:
+        self.reported.append(saved.path)
 
     @property
     def steps(self) -> list[int]:

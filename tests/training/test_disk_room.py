@@ -19,7 +19,7 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.models.spec import model_spec
 from vorox.training import disk_room
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.disk_room import checkpoint_room
 
 Usage = namedtuple("Usage", "total used free")

@@ -29,7 +29,7 @@ from vorox.data.plan import Plan
 from vorox.run import Outcome
 from vorox.training.chain import read_chain
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setting import Setting
+from vorox.training.setup import Workload
 
 STRICT = ["data.growth.mode=strict", "data.growth.horizon_steps=2", "train.num_steps=30"]
 ELASTIC = ["data.growth.mode=elastic", "data.growth.horizon_steps=2", "train.num_steps=30"]
@@ -109,10 +109,10 @@ def batches(directory: Path) -> dict[int, str]:
 
 
 def replayed(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
-    def make(config: RunConfig) -> Setting:
+    def make(config: RunConfig) -> Workload:
         kept = directory / "tokenizer"
         log = RunLog(None)
-        return vorox.run.make_setting(config, DistributedContext(), log, None, build=False, tokenizer_directory=kept)
+        return vorox.run.make_workload(config, DistributedContext(), log, None, build=False, tokenizer_directory=kept)
 
     return replay(directory, make, first_step=first_step, last_step=last_step)
 

@@ -17,7 +17,7 @@ from vorox.core.attempts import AttemptRecord, intervals, read_attempts
 from vorox.data.plan import Plan
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart, Segment, UnitRange
 from vorox.experiments.metadata import MetadataCache, MetadataWriter
-from vorox.training.provenance import Projection
+from vorox.training.provenance_recorder import Projection
 
 TOKENS = 10**12
 ROW_TOKENS = 2048

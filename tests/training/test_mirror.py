@@ -36,7 +36,7 @@ from vorox.data.storage import (
     retry_budget,
 )
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.mirror import contents_of, opening, owner
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)

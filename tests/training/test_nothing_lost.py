@@ -20,10 +20,10 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.data.prefetch import Prefetcher
 from vorox.run import Outcome
 from vorox.training import sampling
+from vorox.training.between_steps import validations_without_save
 from vorox.training.chain import read_chain
-from vorox.training.checkpointer import Checkpointer
-from vorox.training.checkpointing import read_state, request_save, step_directories
-from vorox.training.saving import validations_without_save
+from vorox.training.checkpoint_store import read_state, request_save, step_directories
+from vorox.training.checkpoint_writer import CheckpointWriter
 
 SPARSE = ["checkpoint.every_steps=null", "eval.every_steps=5"]
 
@@ -105,7 +105,7 @@ def test_a_failure_between_steps_is_saved_first(
 @pytest.mark.usefixtures("_numpy_engine")
 def test_one_of_several_processes_says_what_it_cannot_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may wait for it in the middle of a collective, so it must not wait for them to write."""
-    monkeypatch.setattr(Checkpointer, "saves_alone", property(lambda _: False))
+    monkeypatch.setattr(CheckpointWriter, "saves_alone", property(lambda _: False))
     fail_once(monkeypatch, NumpyEngine, "eval_step", DataError("a chunk is gone"), call=2)
     with pytest.raises(DataError):
         run(configuration(tmp_path, SPARSE))

@@ -30,7 +30,7 @@ from vorox.core.schema import RunConfig
 from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.spool import Spool
 from vorox.experiments.metadata.tables import TABLES
-from vorox.training import provenance as provenance_module
+from vorox.training import provenance_recorder as provenance_module
 from vorox.training.chain import read_chain
 from vorox.training.metadata_database import existing_target, refresh_database
 from vorox.training.metadata_rows import run_identity
@@ -295,7 +295,7 @@ def test_postgres_stopped_in_mid_run_and_started_again(
 ) -> None:
     """With a crash while it is away: training is unaffected, and every interval is there in the end."""
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
     config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
     directory = lambda: next((tmp_path / "other" / "runs").iterdir())  # noqa: E731
 
@@ -338,7 +338,7 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
     import psycopg
 
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
     monkeypatch.setattr("vorox.experiments.metadata.databases._STATEMENT_MILLISECONDS", 300)
     config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
     other = psycopg.connect(dsn)
@@ -391,7 +391,7 @@ def test_a_deadlock_with_a_second_session_stops_no_run(
     from vorox.experiments.metadata.databases import PostgresDatabase
 
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
     other = psycopg.connect(dsn)
     waiting, granted = threading.Event(), threading.Event()
     upsert = PostgresDatabase.upsert
@@ -444,7 +444,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         from tiny_runs import configuration, run, use_numpy_engine
         from numpy_engine import NumpyEngine
         from pathlib import Path
-        from vorox.training import provenance
+        from vorox.training import provenance_recorder as provenance
         provenance.INTERVAL_SECONDS = 0.01
         use_numpy_engine(pytest.MonkeyPatch())
         directory, original = Path(sys.argv[1]), NumpyEngine.train_step
@@ -490,7 +490,7 @@ def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
 ) -> None:
     import psycopg
 
-    monkeypatch.setattr("vorox.training.provenance.INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.02)
     config = configuration(tmp_path, ["log.metadata=postgres"])
 
     def wipe() -> None:

@@ -34,9 +34,9 @@ from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.plan import Plan
 from vorox.training.chain import bits, link
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setting import Setting
+from vorox.training.setup import Workload
 
 STEPS = 12
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
@@ -58,12 +58,12 @@ def directory(tmp_path: Path) -> Path:
     return directory
 
 
-def make_setting(config: RunConfig) -> Setting:
-    return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+def make_workload(config: RunConfig) -> Workload:
+    return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
 
 def again(directory: Path, first_step: int = 0, last_step: int | None = None) -> ReplayReport:
-    return replay(directory, make_setting, first_step=first_step, last_step=last_step)
+    return replay(directory, make_workload, first_step=first_step, last_step=last_step)
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -110,7 +110,7 @@ def test_changes_nothing_and_needs_no_lock(directory: Path, tmp_path: Path) -> N
     with FileLock(directory / "LOCK"):
         before = files(tmp_path)
         done: list[tuple[int, int]] = []
-        assert replay(directory, make_setting, first_step=8, on_step=lambda *step: done.append(step)).is_exact
+        assert replay(directory, make_workload, first_step=8, on_step=lambda *step: done.append(step)).is_exact
         assert files(tmp_path) == before
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
@@ -252,8 +252,8 @@ def test_another_seed_is_refused(directory: Path) -> None:
 
 
 def test_another_seed_of_the_weights_alone_is_named(directory: Path) -> None:
-    def other_weights(config: RunConfig) -> Setting:
-        setting = make_setting(config)
+    def other_weights(config: RunConfig) -> Workload:
+        setting = make_workload(config)
         return dataclasses.replace(setting, engine=NumpyEngine(setting.spec.vocab_size, seed=99, width=4))
 
     report = replay(directory, other_weights)
@@ -311,7 +311,7 @@ def test_one_mantissa_bit_with_every_hash_recomputed_is_named(directory: Path) -
     named = []
     for index in in_use[:: len(in_use) // 30].tolist():
         flip_bit(checkpoint, index, 12)
-        engine = make_setting(recorded_config(directory)).engine
+        engine = make_workload(recorded_config(directory)).engine
         engine.load(checkpoint)
         commit_anew(checkpoint, lambda metadata, engine=engine: metadata.update(fingerprint=engine.fingerprint()))
         difference = again(directory, 8).difference

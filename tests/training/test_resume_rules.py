@@ -15,7 +15,7 @@ from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
 

@@ -14,7 +14,7 @@ from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError
 from vorox.core.run_layout import RunLayout
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import NoDisplay
 
 
@@ -59,7 +59,7 @@ def test_a_corrupt_newest_checkpoint_costs_some_steps_and_is_said(
     assert "step-00000008" in said[0]
     assert "falling back to the one before" in said[0]
     assert f"warning: {said[0]}" in messages
-    assert events(directory, "resumed")[-1] == "Resuming after step 4"
+    assert events(directory, "resumed")[-1] == "Resuming from step 4"
     assert (directory / "checkpoints" / "step-00000008.corrupt-1" / "REASON.txt").exists()
 
 

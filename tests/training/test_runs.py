@@ -19,7 +19,7 @@ from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
 from vorox.models.flops import flops_per_token
 from vorox.models.spec import model_spec
-from vorox.training.checkpointing import latest_valid, request_save, step_directories
+from vorox.training.checkpoint_store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.history import read_history
 

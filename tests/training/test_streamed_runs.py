@@ -20,7 +20,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import prepare
 from vorox.data.streaming import RemoteIterableDataset
-from vorox.run import Outcome, make_setting
+from vorox.run import Outcome, make_workload
 from vorox.training.chain import read_chain
 from vorox.training.replay import replay
 
@@ -104,7 +104,7 @@ def test_streamed_is_cached_within_its_room(tmp_path: Path, cached: dict[str, An
     assert 0 < most[0] <= LIMIT_BYTES
     (stream,) = (tmp_path / "cache" / "streams").iterdir()
     assert (stream / "CACHE").exists()
-    report = replay(outcome.run_directory, lambda config: make_setting(config, _dist(), _log(), None, build=False))
+    report = replay(outcome.run_directory, lambda config: make_workload(config, _dist(), _log(), None, build=False))
     assert report.is_exact
     assert report.num_steps == STEPS
 
@@ -175,15 +175,16 @@ def test_a_run_goes_on_streamed_where_it_was_cached_and_back(
 def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path) -> None:
     from vorox.core.records import DataShard
     from vorox.data.loader import first_cursor
-    from vorox.training import feed
+    from vorox.training.dataloading import training_batches
+    from vorox.training.run_plan import update_plan
     from vorox.training.schedule import Horizon
 
     config = configured(tmp_path, GROWTH)
     with contextlib.closing(prepare(config)) as corpus:
-        plan, events = feed.open_plan(tmp_path / "plan.jsonl", config, corpus, Horizon(12, 3, 64))
+        plan, events = update_plan(None, tmp_path / "plan.jsonl", config, corpus, Horizon(12, 3, 64))
         plan.add(events)
         cursor = first_cursor(plan, config.run.seed)
-        with feed.training_batches(config, corpus, plan, DataShard(), cursor, total_steps=12) as batches:
+        with training_batches(config, corpus, plan, DataShard(), cursor, total_steps=12) as batches:
             expected = np.concatenate([next(batches).tokens_ABT.reshape(-1, 16) for _ in range(12)])
     samples = iter(RemoteIterableDataset(config, retention_bytes=LIMIT_BYTES))
     found = np.stack([next(samples)["input_ids"] for _ in range(len(expected))])

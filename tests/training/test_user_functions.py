@@ -182,13 +182,13 @@ def test_a_function_that_changed_is_reported_by_resume_and_replay(tmp_path: Path
     assert "schedule.name (mine.py:falling)" in text
     assert "eval.functions.0 (mine.py:next_letter)" in text
 
-    def make_setting(config: Any) -> Any:
+    def make_workload(config: Any) -> Any:
         from vorox.core.distributed_context import DistributedContext
         from vorox.core.log import RunLog
 
-        return vorox.run.make_setting(config, DistributedContext(), RunLog(None), None, build=False)
+        return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
-    report = replay(directory, make_setting, last_step=12)
+    report = replay(directory, make_workload, last_step=12)
     assert report.difference is not None  # the learning rates are other ones now
     assert "schedule.name (mine.py:falling)" in str(report)
 

@@ -27,7 +27,7 @@ from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
 from vorox.run import train
 from vorox.training import weights_source
-from vorox.training.starting_weights import start_from_weights
+from vorox.training.init_from import init_from_weights
 from vorox.training.weights_source import WeightsDescription, check_weights, load_config_with_weights
 
 BYTE = tokenizers.train(TokenizerConfig(kind="byte"), [])
@@ -218,7 +218,7 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="model_type"):
             load_config_with_weights("quickstart", ["train.from_weights=hf://owner/model"])
         engine: Any = WeightsTaker()
-        started = start_from_weights(config, SPEC, engine)
+        started = init_from_weights(config, SPEC, engine)
         assert started == {"from_weights": f"hf://owner/model@{first}", "fingerprint": "taken"}
         assert {name: array.shape for name, array in engine.weights.items()} == {
             part.name: part.shape for part in SPEC.parameters

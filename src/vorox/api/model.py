@@ -20,7 +20,7 @@ from vorox.core.run_lookup import find_run, is_run
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.models.spec import ModelSpec
-from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.evaluate import Evaluation
 from vorox.training.language_model import LanguageModel
 

@@ -21,8 +21,8 @@ from vorox.data.provenance import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
 from vorox.data.tokenizers.store import kept_by_run
 from vorox.experiments.tracking import read_metrics
-from vorox.training import feed
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
+from vorox.training.dataloading import validation_set
 from vorox.training.resume import config_in_force
 
 __all__ = ["Occurrence", "RowOrigin", "Run", "open_run"]
@@ -140,7 +140,7 @@ class Run:
         """
         kept = kept_by_run(RunLayout(self.directory).tokenizer, self.config.tokenizer)
         corpus = prepare(self.config, build=False, tokenizer=kept)
-        batches = feed.validation_set(self.config, corpus)
+        batches = validation_set(self.config, corpus)
         if batches is None:
             corpus.close()
             raise ConfigError(

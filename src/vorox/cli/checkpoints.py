@@ -178,7 +178,7 @@ def save(
     from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints
-    from vorox.training.checkpointing import request_save
+    from vorox.training.checkpoint_store import request_save
 
     directory = find_run(root, run)
     layout = RunLayout(directory)

@@ -30,7 +30,7 @@ def disk_lines(
         DoesNotFitError: Less is free than is needed.
     """
     from vorox.core.errors import DoesNotFitError
-    from vorox.training.checkpointing import step_directories
+    from vorox.training.checkpoint_store import step_directories
     from vorox.training.disk_room import checkpoint_room, free_bytes, too_little_room
 
     steps = step_directories(directory)

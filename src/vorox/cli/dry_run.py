@@ -71,7 +71,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     from vorox.data.cache_location import cache_root
     from vorox.models.spec import model_spec
     from vorox.run import is_fresh
-    from vorox.training.beginning import check_resume
+    from vorox.training.startup import check_resume
     from vorox.training.weights_source import check_weights
 
     yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
@@ -111,7 +111,7 @@ def _run_line(config: RunConfig, resume_from: str | Path) -> str:
     from vorox.core.lock import lock_holder
     from vorox.core.run_context import expected_directory
     from vorox.core.run_layout import RunLayout
-    from vorox.training.checkpointing import step_directories
+    from vorox.training.checkpoint_store import step_directories
 
     directory, exists = expected_directory(config, resume_from)
     if not exists:

@@ -101,7 +101,7 @@ def _xz_bits_per_byte(config: RunConfig) -> float | None:
 
 
 def _checkpoint_steps(directory: Path) -> dict[int, Path]:
-    from vorox.training.checkpointing import step_directories
+    from vorox.training.checkpoint_store import step_directories
 
     return step_directories(directory)
 

@@ -39,7 +39,7 @@ def parity(
     from vorox.core.errors import ConfigError
     from vorox.data.estimate import estimate
     from vorox.training.parity import Tolerances, compare
-    from vorox.training.rehearsal import first_batches
+    from vorox.training.preview_batches import preview_batches
     from vorox.training.schedule import Schedule, horizon
 
     sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
@@ -58,7 +58,7 @@ def parity(
     tolerances = Tolerances()
     if not as_json:
         typer.echo(f"{FIRST}: {_facts(first)}\n{SECOND}: {_facts(second)}\n\n{_row(TITLES)}")
-    with first_batches(config, corpus, first.data_shard, steps) as batches:
+    with preview_batches(config, corpus, first.data_shard, steps) as batches:
         found = compare(
             first, second, batches, steps, lr=schedule.lr, weight_decay=schedule.weight_decay,
             on_step=None if as_json else lambda step: _print_step(step, steps, tolerances),

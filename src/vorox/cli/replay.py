@@ -14,7 +14,7 @@ from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.training.setting import Setting
+    from vorox.training.setup import Workload
 
 
 def replay(
@@ -48,7 +48,7 @@ def replay(
     try:
         report = replaying.replay(
             directory,
-            functools.partial(_make_setting, directory),
+            functools.partial(_make_workload, directory),
             first_step=first_step,
             last_step=last_step,
             on_step=lambda done, total: display.step("replaying", done, total),
@@ -66,14 +66,14 @@ def replay(
         typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
 
 
-def _make_setting(run_directory: Path, config: RunConfig) -> Setting:
+def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
     from vorox import backends
     from vorox.core.log import RunLog
     from vorox.core.run_layout import RunLayout
-    from vorox.run import make_setting
+    from vorox.run import make_workload
 
     kept, dist = RunLayout(run_directory).tokenizer, backends.load(config.backend).connect(config)
-    return make_setting(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
+    return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
 
 
 def _difference_error(report: object, where: str) -> Exception:

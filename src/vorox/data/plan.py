@@ -65,9 +65,21 @@ class Plan:
         Raises:
             DataError: There is none, it is damaged, or it holds an event that this version does not know.
         """
+        plan = cls.find(path)
+        if plan is None:
+            raise DataError("there is no plan here", where=str(path), hint="a run's first start writes it")
+        return plan
+
+    @classmethod
+    def find(cls, path: Path) -> Plan | None:
+        """Read a plan; ``None`` if there is none, or a crash left no complete event of it.
+
+        Raises:
+            DataError: It is damaged, or holds an event that this version does not know.
+        """
         bodies, end = HashChainedLog(path).read_after(LogPosition())
         if not bodies:
-            raise DataError("there is no plan here", where=str(path), hint="a run's first start writes it")
+            return None
         start = decode_event(bodies[0], f"{path}:1")
         if not isinstance(start, PlanStart):
             raise DataError(f"the plan begins with an event of kind {start.kind!r}", where=f"{path}:1")
@@ -77,24 +89,37 @@ class Plan:
     def open_or_create(cls, path: Path, start: PlanStart, readers: Readers) -> Plan:
         """Open the plan of a run, whatever an earlier crash left at ``path``, or begin it.
 
-        Sources and weights of an existing plan stay as they are; ``mixture_update_events`` changes them.
-
         Raises:
             ConfigError: The plan was begun with other settings.
         """
-        if not HashChainedLog(path).read()[0]:
+        plan = cls.find(path)
+        if plan is None:
             return cls.create(path, start, readers)
-        plan = cls.open(path)
-        recorded, wanted = encode_event(plan.start), encode_event(start)
+        plan.check_start(start, readers)
+        return plan
+
+    def check_start(self, start: PlanStart, readers: Readers) -> None:
+        """Compare this plan with the start that a configuration asks for, and with its caches.
+
+        Sources and weights of an existing plan stay as they are; ``mixture_update_events`` changes them.
+
+        Args:
+            start: What a new plan would start with.
+            readers: The caches of its sources, in its order.
+
+        Raises:
+            ConfigError: The plan was begun with other settings.
+            DataError: A cache is no longer what the plan was made for.
+        """
+        recorded, wanted = encode_event(self.start), encode_event(start)
         for key in sorted({*wanted, *recorded} - {"sources"}):
             if recorded.get(key) != wanted.get(key):
                 raise ConfigError(
                     f"the run's plan has {key} = {recorded.get(key)}, the configuration says {wanted.get(key)}",
-                    where=str(path), hint="resume with the configuration that began the run, or start another run",
+                    where=str(self.path), hint="resume with the configuration that began the run, or start another run",
                 )  # fmt: skip
         by_name = dict(zip([source.name for source in start.sources], readers, strict=True))
-        plan.check([by_name.get(source.name) for source in plan.sources])
-        return plan
+        self.check([by_name.get(source.name) for source in self.sources])
 
     @property
     def state(self) -> PlanState:

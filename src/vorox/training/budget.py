@@ -17,8 +17,8 @@ from vorox.core.errors import ConfigError
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.dataset import Corpus
-from vorox.training import feed
-from vorox.training.rehearsal import first_batches
+from vorox.training.dataloading import num_validation_rows, validation_set
+from vorox.training.preview_batches import preview_batches
 
 WARMUP_SECONDS = 0.5
 MIN_TIMED_STEPS = 2
@@ -94,12 +94,12 @@ def measure(
 
 def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
     """Costs of a run on real batches, under a plan that is thrown away as well."""
-    validation = feed.validation_set(config, corpus)
+    validation = validation_set(config, corpus)
     held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
     num_batches = 0
     if held_out:
-        num_batches = -(-feed.num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
-    with first_batches(config, corpus, engine.data_shard, MAX_STEPS) as batches:
+        num_batches = -(-num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
+    with preview_batches(config, corpus, engine.data_shard, MAX_STEPS) as batches:
         return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
 
 

@@ -15,7 +15,7 @@ from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
 from vorox.models.memory import planned_memory
 from vorox.models.spec import ModelSpec
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 
 _DESCRIPTION_BYTES = 16 << 10
 _BYTES_PER_ARRAY = 256

@@ -32,7 +32,7 @@ from vorox.models.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_f
 from vorox.models.names import from_huggingface, huggingface_entries, require_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
-from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 FORMAT = "vorox-export/1"

@@ -16,12 +16,12 @@ from vorox.core.engine import Engine
 from vorox.core.errors import VoroxError
 from vorox.core.json_lines import finite_json
 from vorox.core.log import RunLog
-from vorox.core.records import NonfiniteOrigin, StepValues
+from vorox.core.records import NonfiniteOrigin
 from vorox.core.run_layout import RunLayout
 from vorox.data.provenance import RunDataIndex, where
 
 if TYPE_CHECKING:
-    from vorox.training.ledger import StartedStep
+    from vorox.training.pending_steps import InFlightStep, SettledStep
 
 _FORMAT = "vorox-nonfinite/1"
 _MAX_RECORDS = 32
@@ -41,22 +41,17 @@ class Forensics:
         self._run_directory, self._engine, self._log, self._writes = run_directory, engine, log, writes
         self._num_records = 0
 
-    def record(self, step: StartedStep, values: StepValues, in_a_row: int, *, is_last: bool) -> str:
-        """Record a step, if it is the first of its series or ends the run.
-
-        Args:
-            step: The step.
-            values: What it measured.
-            in_a_row: Steps up to this one that were not finite.
-            is_last: Whether the run ends because of it.
+    def record(self, settled: SettledStep) -> str:
+        """Record a non-finite step, if it is the first of its series or ends the run.
 
         Returns:
             The record's path; empty if there is none.
         """
-        if not self._writes or not (is_last or (in_a_row == 1 and self._num_records < _MAX_RECORDS)):
+        in_a_row, values, step, number = settled.nonfinite_in_a_row, settled.values, settled.step, settled.number
+        is_first = in_a_row == 1 and self._num_records < _MAX_RECORDS
+        if not self._writes or not (settled.ends_run or is_first):
             return ""
         self._num_records += 1
-        number = step.progress.step
         origin, unknown = self._locate(step)
         record: dict[str, Any] = {
             "format": _FORMAT,
@@ -85,7 +80,7 @@ class Forensics:
         self._log.event("nonfinite_record", text, level="warning", step=number, path=str(path))
         return str(path)
 
-    def _locate(self, step: StartedStep) -> tuple[NonfiniteOrigin | None, str]:
+    def _locate(self, step: InFlightStep) -> tuple[NonfiniteOrigin | None, str]:
         if self._engine is None or step.batch is None:
             return None, "the batch is spread over several processes"
         try:

@@ -20,7 +20,7 @@ from vorox.data.difficulty_buckets import cache_of
 from vorox.data.provenance import RowOrigin, RunDataIndex, rows_at
 from vorox.experiments.metadata import MetadataCache
 from vorox.training.metadata_rows import inventory_rows, run_identity, sample_rows
-from vorox.training.provenance import Projection, metadata_target
+from vorox.training.provenance_recorder import Projection, metadata_target
 
 _WINDOW_POSITIONS = 4096
 

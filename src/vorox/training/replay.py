@@ -25,13 +25,16 @@ from vorox.core.staged_directory import read_manifest
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_event
-from vorox.training import feed, resume
-from vorox.training.agreement import batch_digest
+from vorox.data.plan_start import plan_start
+from vorox.training import resume
 from vorox.training.chain import ChainEntry, RecordedChain, examine_chain, number
-from vorox.training.checkpointing import Checkpoint, latest_valid, read_state, step_directories
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, read_state, step_directories
+from vorox.training.dataloading import training_batches
+from vorox.training.init_from import init_from_weights
+from vorox.training.run_plan import plan_readers
 from vorox.training.schedule import Horizon, Schedule, horizon
-from vorox.training.setting import Setting
-from vorox.training.starting_weights import start_from_weights
+from vorox.training.setup import Workload
+from vorox.training.step_sync import batch_digest
 from vorox.training.taps import recorded_taps
 from vorox.training.user_functions import changed_functions
 
@@ -92,7 +95,7 @@ class ReplayReport:
 
 def replay(
     run_directory: Path,
-    make_setting: Callable[[RunConfig], Setting],
+    make_workload: Callable[[RunConfig], Workload],
     *,
     first_step: int = 0,
     last_step: int | None = None,
@@ -102,7 +105,7 @@ def replay(
 
     Args:
         run_directory: The run. It may be running; nothing is written into it.
-        make_setting: Opens corpus, model and engine of a configuration, without building any cache.
+        make_workload: Opens corpus, model and engine of a configuration, without building any cache.
         first_step: State to start from, in finished steps.
         last_step: State to end with; ``None`` is the last one recorded.
         on_step: Told after every step.
@@ -124,12 +127,12 @@ def replay(
             hint="restore the run's config.yaml from a copy, or start from a later state",
         )
     with (
-        contextlib.closing(make_setting(config)) as setting,
+        contextlib.closing(make_workload(config)) as workload,
         tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch,
     ):
-        plan = _copy_of_plan(run_directory, Path(scratch), setting)
-        progress = _start(setting, plan, checkpoint)
-        return _compare(run_directory, setting, plan, progress, last_step, recorded, on_step or _silent)
+        plan = _copy_of_plan(run_directory, Path(scratch), workload)
+        progress = _start(workload, plan, checkpoint)
+        return _compare(run_directory, workload, plan, progress, last_step, recorded, on_step or _silent)
 
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
@@ -187,7 +190,7 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
         )
 
 
-def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
+def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Plan:
     """The run's plan, checked against configuration and caches; a copy, because a live run may extend its own."""
     original = RunLayout(run_directory).plan
     if not original.exists():
@@ -195,34 +198,34 @@ def _copy_of_plan(run_directory: Path, scratch: Path, setting: Setting) -> Plan:
     copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
     plan = Plan.open(copy)
-    recorded, wanted = encode_event(plan.start), encode_event(feed.plan_start(setting.config, setting.corpus, plan))
+    recorded, wanted = encode_event(plan.start), encode_event(plan_start(workload.config, workload.corpus, plan))
     for key in sorted({*recorded, *wanted} - {"sources"}):
         if recorded.get(key) != wanted.get(key):
             raise ConfigError(
                 f"the run's plan has {key} = {recorded.get(key)}, the configuration says {wanted.get(key)}",
                 where=str(original), hint="restore the run's config.yaml from a copy",
             )  # fmt: skip
-    plan.check(feed.plan_readers(plan, setting.corpus))
+    plan.check(plan_readers(plan, workload.corpus))
     return plan
 
 
-def _start(setting: Setting, plan: Plan, checkpoint: Checkpoint | None) -> Progress:
+def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Progress:
     """The state to start from, with the engine in it."""
     if checkpoint is None:
-        start_from_weights(setting.config, setting.spec, setting.engine)
-        return Progress(0, 0, first_cursor(plan, setting.config.run.seed))
-    resume.load(setting.engine, checkpoint, setting.spec.to_json())
+        init_from_weights(workload.config, workload.spec, workload.engine)
+        return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
+    resume.load(workload.engine, checkpoint, workload.spec.to_json())
     progress = read_state(checkpoint.path).progress
-    resume.check_plan(plan, progress.cursor)
+    resume.check_plan(plan, plan.path, progress.cursor)
     return progress
 
 
-def _schedules(run_directory: Path, setting: Setting, plan: Plan) -> Callable[[int], Schedule]:
+def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[[int], Schedule]:
     """The schedule of every step (from 1), under the length of the run that is recorded for it.
 
     Plans of earlier versions lack the warm-up, or all of it: what a checkpoint of the same configuration says is taken.
     """
-    config = setting.config
+    config = workload.config
 
     @functools.cache
     def unrecorded() -> Horizon:
@@ -262,15 +265,15 @@ def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
 
 def _compare(
     run_directory: Path,
-    setting: Setting,
+    workload: Workload,
     plan: Plan,
     progress: Progress,
     last_step: int,
     chain: RecordedChain,
     on_step: OnStep,
 ) -> ReplayReport:
-    config, engine, recorded = setting.config, setting.engine, chain.entries
-    manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, setting, plan)
+    config, engine, recorded = workload.config, workload.engine, chain.entries
+    manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, workload, plan)
     environments = [metadata["environment"] for metadata in manifests.values()]
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
     changes += changed_functions(next(iter(manifests.values()), {}), config)
@@ -288,13 +291,13 @@ def _compare(
         exact = step - start - (difference is not None)
         return ReplayReport(start, last_step, exact, num_states, difference, tuple(changes))
 
-    with feed.training_batches(config, setting.corpus, plan, engine.data_shard, progress.cursor) as batches:
+    with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
         for step in range(start + 1, last_step + 1):
             batch = next(batches)
             schedule = schedule_of(step)
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
             values = engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch()
-            digest = batch_digest(setting.distributed, engine.data_shard, batch)
+            digest = batch_digest(workload.distributed, engine.data_shard, batch)
             entry = ChainEntry.of(head, step, digest, values)
             difference = first_difference(recorded[step], entry)
             if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:

@@ -14,7 +14,7 @@ from vorox.core import atomic, staged_directory
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import refuse_links
-from vorox.training.checkpointing import REASON_NAME, set_aside_as_corrupt
+from vorox.training.checkpoint_store import REASON_NAME, set_aside_as_corrupt
 from vorox.training.history import read_history
 
 

@@ -35,7 +35,7 @@ from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
-from vorox.training.checkpointing import (
+from vorox.training.checkpoint_store import (
     Checkpoint,
     RunState,
     latest_valid,
@@ -267,17 +267,22 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
     ]
 
 
-def check_plan(plan: Plan, cursor: DataCursor) -> None:
-    """The plan on disk must begin with the very events that the checkpoint was made under.
+def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> None:
+    """Check that the plan on disk begins with the very events that a checkpoint was made under.
+
+    Args:
+        plan: The plan; ``None`` if there is none.
+        path: Its file.
+        cursor: The checkpoint's.
 
     Raises:
-        CheckpointError: It was changed, cut or replaced.
+        CheckpointError: The plan was changed, cut, replaced or removed.
     """
-    if plan.digest_at(cursor.plan_events) != cursor.plan_digest or plan.start.seed != cursor.seed:
+    if plan is None or (plan.digest_at(cursor.plan_events), plan.start.seed) != (cursor.plan_digest, cursor.seed):
         raise CheckpointError(
             f"the checkpoint was made under another data plan ({cursor.plan_digest[:16]} "
             f"after {cursor.plan_events} events, seed {cursor.seed})",
-            where=str(plan.path),
+            where=str(path),
             hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
         )
 

@@ -1,29 +1,36 @@
-"""What a run is made of while it runs: one value that the loop and the saving between its steps share."""
+"""A run in its loop: one value that the loop and what happens between its steps share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vorox.core.engine import Engine
-from vorox.core.records import Batch
-from vorox.training.agreement import Agreement
-from vorox.training.checkpointer import Checkpointer
+from vorox.data.loader import BatchStream
+from vorox.training.checkpoint_writer import CheckpointWriter
 from vorox.training.evaluate import Evaluations
-from vorox.training.ledger import Ledger
+from vorox.training.forensics import Forensics
 from vorox.training.observer import Observer
+from vorox.training.pending_steps import PendingSteps
+from vorox.training.provenance_recorder import ProvenanceRecorder
+from vorox.training.sampling import PromptSampler
 from vorox.training.schedule import Schedule
+from vorox.training.setup import TrainingSetup
+from vorox.training.step_sync import StepSync
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run is made of while it runs."""
+    """What the loop works with."""
 
+    setup: TrainingSetup
     engine: Engine
-    batches: Iterator[Batch]
+    batches: BatchStream
     schedule: Schedule
-    ledger: Ledger
-    checkpointer: Checkpointer
+    sync: StepSync
+    pending: PendingSteps
+    checkpoints: CheckpointWriter
     evaluations: Evaluations
+    sampler: PromptSampler
     observer: Observer
-    agreement: Agreement
+    provenance: ProvenanceRecorder
+    forensics: Forensics

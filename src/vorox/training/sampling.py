@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.spec import ModelSpec
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -88,6 +90,32 @@ def complete(
     """Continue texts: pairs of prompt and completion. An empty text continues the end of another one."""
     completions = generate(engine, encode_prompts(tokenizer, prompts), settings)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions, strict=True)]
+
+
+class PromptSampler:
+    """Continues the prompts that a run's configuration names.
+
+    Raises:
+        ConfigError: A prompt cannot be continued.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+        self._tokenizer, self._prompts = tokenizer, config.eval.prompts
+        self._settings = SamplingSettings(
+            max_new_tokens=config.eval.sample_tokens,
+            temperature=config.eval.sample_temperature,
+            top_k=config.eval.sample_top_k,
+            seed=config.run.seed,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text_id=tokenizer.end_of_text_id,
+            max_positions_tokens=spec.max_positions_tokens,
+        )
+        for prompt, ids in zip(self._prompts, encode_prompts(tokenizer, self._prompts), strict=True):
+            check_prompt(ids, self._settings, where=f"eval.prompts: {prompt!r}")
+
+    def complete(self, engine: Engine) -> list[tuple[str, str]]:
+        """Return pairs of prompt and completion."""
+        return complete(engine, self._tokenizer, self._prompts, self._settings)
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:

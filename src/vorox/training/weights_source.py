@@ -36,7 +36,7 @@ from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
-from vorox.training.checkpointing import step_directories
+from vorox.training.checkpoint_store import step_directories
 
 _KEY = "train.from_weights"
 _HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")

@@ -18,7 +18,7 @@ from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER
 from vorox.models.spec import ModelSpec
 from vorox.training.chain import read_chain
-from vorox.training.checkpointing import latest_valid, step_directories
+from vorox.training.checkpoint_store import latest_valid, step_directories
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 

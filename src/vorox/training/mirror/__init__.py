@@ -1,18 +1,18 @@
 """The mirror of a run: its checkpoints and its record, copied to a store in the background and brought back from it."""
 
-from vorox.training.mirror.bringing_back import bring_back, download
 from vorox.training.mirror.contents import Contents, MirroredCheckpoint, contents_of
-from vorox.training.mirror.opening import Mirrored, mirror_of, mirrored, remove_mirror, resume_from_store
+from vorox.training.mirror.opening import Mirror, mirror_of, open_mirror, remove_mirror, resume_from_store
+from vorox.training.mirror.restore import download, restore
 
 __all__ = [
     "Contents",
-    "Mirrored",
+    "Mirror",
     "MirroredCheckpoint",
-    "bring_back",
     "contents_of",
     "download",
     "mirror_of",
-    "mirrored",
+    "open_mirror",
     "remove_mirror",
+    "restore",
     "resume_from_store",
 ]

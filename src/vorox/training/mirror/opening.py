@@ -1,6 +1,6 @@
 """Opening a run that has a mirror: where it lies, whether the store is ahead, and the copying while it runs.
 
-``mirrored`` goes around the opening of the run directory. Before: the mirror is taken over (or the run is refused),
+``open_mirror`` goes around the opening of the run directory. Before: the mirror is taken over (or the run is refused),
 and what this machine lacks is brought back. Inside: ``following`` copies checkpoints in the background. After: the
 record of how the run ended goes up, and the mirror is let go. Without ``checkpoint.mirror`` all of it is nothing.
 """
@@ -25,8 +25,7 @@ from vorox.core.run_lookup import is_run, same_run_directories
 from vorox.core.same_run import latest_run
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, absolute, check_writable, list_objects, remove_object
-from vorox.training.checkpointer import steps_to_keep
-from vorox.training.mirror.bringing_back import bring_back
+from vorox.training.checkpoint_writer import steps_to_keep
 from vorox.training.mirror.contents import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -36,6 +35,7 @@ from vorox.training.mirror.contents import (
     read_object,
 )
 from vorox.training.mirror.owner import Ownership, claim
+from vorox.training.mirror.restore import restore
 from vorox.training.mirror.uploader import Uploader
 
 CLOSE_SECONDS = 20.0
@@ -45,7 +45,7 @@ ResumeFrom = Literal["auto", "never"] | Path
 
 
 @dataclass(slots=True)
-class Mirrored:
+class Mirror:
     """A run and its mirror, if it has one.
 
     Attributes:
@@ -115,9 +115,9 @@ class Mirrored:
 
 
 @contextlib.contextmanager
-def mirrored(
+def open_mirror(
     config: RunConfig, resume_from: ResumeFrom, distributed: DistributedContext, tell: Echo
-) -> Generator[Mirrored]:
+) -> Generator[Mirror]:
     """Take over the mirror of a run and bring back what this machine lacks.
 
     Args:
@@ -132,7 +132,7 @@ def mirrored(
     """
     place = config.checkpoint.mirror
     if place is None or not distributed.is_main:
-        yield Mirrored(resume_from, config)
+        yield Mirror(resume_from, config)
         return
     with _as_ours(place):
         check_writable(place)
@@ -140,11 +140,11 @@ def mirrored(
         directory = _directory(config, resume_from, place)
         uri = f"{place}/{directory.name}"
         ownership, found = claim(uri, tell)
-    run = Mirrored(resume_from, config, uri, ownership, found)
+    run = Mirror(resume_from, config, uri, ownership, found)
     try:
         if resume_from == "auto":
             with _as_ours(place):
-                bring_back(found, directory, tell)
+                restore(found, directory, tell)
         if not isinstance(resume_from, Path):
             tell(f"{'Going on' if is_run(directory) else 'Writing'} in {directory}, mirrored to {uri}", "info")
             atomic.make_directory(directory)
@@ -206,7 +206,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
 
     Raises:
         ConfigError: There is no mirrored run, or what is here is another line of work.
-        CheckpointError, DataError: As ``bring_back``.
+        CheckpointError, DataError: As ``restore``.
     """
     uri = absolute(uri)
     folder, _, name = uri.rpartition("/")
@@ -220,7 +220,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
             hint="name the folder below checkpoint.mirror that has the run's id",
         )  # fmt: skip
     directory = Path(root or _recorded(line[0]).run.directory) / run_uri.rpartition("/")[2]
-    path = bring_back(found, directory, tell, step=None if match is None else int(match["step"]))
+    path = restore(found, directory, tell, step=None if match is None else int(match["step"]))
     return directory if match is None or path is None else path
 
 

@@ -52,7 +52,7 @@ def test_a_run_of_one_engine_goes_on_in_the_other(first: str, second: str, tmp_p
 def test_the_run_is_recorded_resumed_and_replayed(tmp_path: Path) -> None:
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.log import RunLog
-    from vorox.run import make_setting
+    from vorox.run import make_workload
     from vorox.training.replay import replay
 
     begun = train(config_of(tmp_path, "torch", "run.name=begun")).run_directory
@@ -61,7 +61,7 @@ def test_the_run_is_recorded_resumed_and_replayed(tmp_path: Path) -> None:
     assert f"Weights of {begun}" in (run / "log.txt").read_text()
     first = read_history(run / "evaluations.jsonl")
     assert first[6]["loss"] < 4.0
-    report = replay(run, lambda one: make_setting(one, DistributedContext(), RunLog(None), None, build=False))
+    report = replay(run, lambda one: make_workload(one, DistributedContext(), RunLog(None), None, build=False))
     assert report.is_exact
     assert report.num_steps == 12
 

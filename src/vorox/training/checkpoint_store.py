@@ -1,7 +1,7 @@
-"""Checkpoints on disk: what one holds, which one is read, and what becomes of a corrupt one.
+"""Checkpoints on disk: reading, verifying and choosing them, and setting corrupt ones aside.
 
 ``checkpoints/step-00001000`` holds what the engine wrote, ``state.json`` (progress, horizon) and, where transformers
-knows the architecture, what makes the directory a Hugging Face model. ``training.checkpointer`` writes it: whole or
+knows the architecture, what makes the directory a Hugging Face model. ``checkpoint_writer`` writes it: whole or
 not at all, with a hash of every byte. "Latest" is the highest step that verifies, never a clock or a pointer file. A
 corrupt one is renamed, never deleted, and the one before it is taken, loudly. A disk that does not deliver a file says
 nothing about it: that ends the command, and nothing is renamed. A checkpoint that is a symbolic link is read, but

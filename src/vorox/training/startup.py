@@ -1,8 +1,8 @@
-"""Where a run stands when a process begins: fresh, or exactly where it stopped, with the plan of its data.
+"""Start-up: initialise a new run, or restore one from its newest valid checkpoint.
 
-Nothing of the run changes before configuration, environment and plan have been compared with what is recorded. Of
-several processes, the main one decides and writes, and tells the others where to begin (``join``); each puts its own
-engine there.
+In: a run's workload and its open directory. Out: a ``TrainingSetup`` whose engine holds the state that the loop starts
+from. Configuration, environment and plan are compared with what is recorded before anything of the run changes. The
+main rank decides and writes (``initialize_or_resume``); the others follow it (``attach``) and load their own engines.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ from vorox.data.dataset import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanEvent
-from vorox.training import feed, resume
+from vorox.training import resume, run_plan
 from vorox.training.chain import abandon_steps, check_chain, examine_chain
-from vorox.training.checkpointing import Checkpoint, RunState, step_directories
+from vorox.training.checkpoint_store import Checkpoint, RunState, step_directories
+from vorox.training.init_from import init_from_weights
+from vorox.training.mirror import Mirror
 from vorox.training.schedule import Horizon, horizon
-from vorox.training.setting import Setting
-from vorox.training.starting_weights import start_from_weights
+from vorox.training.setup import TrainingSetup, Workload
 from vorox.training.weights_source import check_tokenizer
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
-"""Topics of what the main process tells the others."""
+"""Topics that the main rank broadcasts."""
 _LENGTH_KEYS = (
     "train.num_steps", "train.num_tokens", "train.num_epochs", "train.epoch_dataset_fraction", "schedule.warmup"
 )  # fmt: skip
 
 
-def begin(
-    setting: Setting, run: RunContext, checkpoint: Path | None, named_keys: Collection[str] = ()
-) -> tuple[RunState, Plan]:
-    """Where the run stands, with the engine standing there too, and the plan of its data; in the main process.
+def initialize_or_resume(
+    workload: Workload, run: RunContext, mirror: Mirror, checkpoint: Path | None, named_keys: Collection[str] = ()
+) -> TrainingSetup:
+    """Put the engine into the state that the run starts from, and bring plan and records up to date; on the main rank.
 
     Args:
-        setting: What the run is made from.
+        workload: Configuration, corpus, model and engine.
         run: The open run; its recorded configuration is replaced once everything agrees.
+        mirror: Its copy in a store.
         checkpoint: Start from this one instead of the newest.
         named_keys: Settings and sections that were given with the command.
 
@@ -54,52 +56,67 @@ def begin(
         CheckpointError: No checkpoint is valid, or it is of another model or plan.
         DataError: The caches are no longer what the plan was made for.
     """
-    directory, config, corpus, log = run.directory, setting.config, setting.corpus, setting.log
+    directory, config, log = run.directory, workload.config, workload.log
     recorded = recorded_config(directory)
     found = resume.choose(directory, log, checkpoint)
     if found is not None:
         recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
     changes = resume.check_config(recorded, config)
-    setting.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
-    state, length, position = None, _length(setting), 0
+    workload.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
+    plan = Plan.find(run.layout.plan)
+    state, length = None, _length(workload)
     if found is not None:
-        state = resume.restore(setting.engine, found, spec=setting.spec.to_json(), log=log)
-        position = state.progress.cursor.position
-        if run.layout.plan.exists():  # nothing is appended to a plan that is another run's
-            resume.check_plan(Plan.open(run.layout.plan), state.progress.cursor)
+        state = resume.restore(workload.engine, found, spec=workload.spec.to_json(), log=log)
+        resume.check_plan(plan, run.layout.plan, state.progress.cursor)
         if not _has_other_length(directory, config, state.progress.step):
-            length = _as_begun(setting, state.horizon, length)  # fixed then, whatever the caches hold by now
+            length = _as_begun(workload, state.horizon, length)  # fixed then, whatever the caches hold by now
         _check_length(directory, length.total_steps, state.progress.step)
-    reached = _reached(directory, state, log) * config.train.global_batch_sequences
-    plan, events = feed.open_plan(
-        run.layout.plan, config, corpus, length, position=position, reached=reached, tell=tell_plan(log)
-    )
+    plan, events = run_plan.update_plan(
+        plan, run.layout.plan, config, workload.corpus, length,
+        position=0 if state is None else state.progress.cursor.position,
+        reached=_last_recorded_step(directory, state, log) * config.train.global_batch_sequences,
+        tell=plan_reporter(log),
+    )  # fmt: skip
     if state is None:
-        check_tokenizer(config, corpus.tokenizer)
-        started = start_from_weights(config, setting.spec, setting.engine)
-        if started is not None:
-            run.note(**started)
-            log.event("started_from", f"Weights of {started['from_weights']}", **started)
+        _initialize_weights(workload, run)
     else:
-        resume.check_plan(plan, state.progress.cursor)
-        log.event("resumed", f"Resuming after step {state.progress.step:,}", step=state.progress.step)
+        log.event("resumed", f"Resuming from step {state.progress.step:,}", step=state.progress.step)
     if state is None or not _is_finished(state, length):
-        _commit(setting, run, plan, events, 0 if state is None else state.progress.step, recorded)
+        _commit(workload, run, plan, events, 0 if state is None else state.progress.step, recorded)
     elif changes:
         text = f"The run is finished: nothing is trained, and {_listed(changes)} is not recorded"
         log.event("config_kept", text, level="warning")
-    _tell_notes(setting, run, length)
+    _report_warnings(workload, run, length)
     if state is None:
         state = RunState(Progress(0, 0, first_cursor(plan, config.run.seed)), length)
     state = replace(state, horizon=length)
-    setting.distributed.broadcast(_STATE, state.to_json())
-    return state, plan
+    workload.distributed.broadcast(_STATE, state.to_json())
+    _record_attempt(workload, run, length)
+    return TrainingSetup(workload, run, mirror, plan, state)
+
+
+def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup:
+    """Put the engine of another rank into the state that the main rank starts from.
+
+    Raises:
+        VoroxError: Whatever stopped the main rank.
+    """
+    path = workload.distributed.broadcast(_CHECKPOINT)
+    if path is None:
+        init_from_weights(workload.config, workload.spec, workload.engine)
+    else:
+        manifest = read_manifest(Path(path))
+        resume.load(workload.engine, Checkpoint(Path(path), manifest["metadata"]), workload.spec.to_json())
+    state = RunState.from_json(workload.distributed.broadcast(_STATE))
+    plan = Plan.open(run.layout.plan)
+    resume.check_plan(plan, run.layout.plan, state.progress.cursor)
+    return TrainingSetup(workload, run, mirror, plan, state)
 
 
 def check_resume(
     config: RunConfig, directory: Path, checkpoint: Path | None, named_keys: Collection[str], total_steps: int | None
 ) -> None:
-    """Refuse what ``begin`` would refuse of a resume, as far as records tell; nothing is loaded or written.
+    """Refuse what ``initialize_or_resume`` would refuse, as far as records tell; nothing is loaded or written.
 
     Raises:
         ConfigError: It asks for another run or for fewer steps than are done, or ``config.yaml`` was edited.
@@ -117,17 +134,17 @@ def check_resume(
 
 
 def _commit(
-    setting: Setting, run: RunContext, plan: Plan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
+    workload: Workload, run: RunContext, plan: Plan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
 ) -> None:
     """Write down what this attempt changes about the run, once nothing can refuse it any more.
 
     What is recorded of later steps goes first, so that no kill leaves it beside a plan that it was not done under.
     """
-    config, log = setting.config, setting.log
+    config, log = workload.config, workload.log
     resume.abandon_after(run.directory, step, log)
     abandon_steps(run.directory, step)
     plan.add(events)
-    feed.tell_events(events, tell_plan(log))
+    run_plan.report_events(events, plan_reporter(log))
     resume.record_config_change(run.directory, recorded, config, step)
     changes = differences(recorded, config)
     if changes:
@@ -137,44 +154,44 @@ def _commit(
         run.record_config()
 
 
-def _tell_notes(setting: Setting, run: RunContext, length: Horizon) -> None:
-    """What a person should know of the length and the sources before the first step."""
-    cached = length.cache_warning(num_cached_rows(setting.corpus), setting.config.train.global_batch_sequences)
+def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> None:
+    """Report what a person should know about the length and the sources before the first step."""
+    cached = length.cache_warning(num_cached_rows(workload.corpus), workload.config.train.global_batch_sequences)
     for warning in filter(None, (length.warning, cached)):
-        setting.log.event("long_warmup", warning, level="warning")
-    tokens = feed.dataset_size(setting.config, setting.corpus).tokens
+        workload.log.event("long_warmup", warning, level="warning")
+    tokens = run_plan.dataset_size(workload.config, workload.corpus).tokens
     for kind, text in (("large_step", length.step_warning(tokens)), ("repetition", length.repetition_warning(tokens))):
         if text is not None:
-            setting.log.event(kind, text, level="warning")
-    held_out = setting.corpus.held_out
-    setting.log.event("held_out", f"Validates on {held_out}", held_out=held_out)
-    notes = setting.corpus.notes
+            workload.log.event(kind, text, level="warning")
+    held_out = workload.corpus.held_out
+    workload.log.event("held_out", f"Validates on {held_out}", held_out=held_out)
+    notes = workload.corpus.notes
     for note in notes:
-        setting.log.event(f"source_{note.kind}", note.text, level="warning")
+        workload.log.event(f"source_{note.kind}", note.text, level="warning")
     if notes:
         run.note(sources=[note.text for note in notes])
 
 
+def _initialize_weights(workload: Workload, run: RunContext) -> None:
+    """Load the weights that a new run starts from, if its configuration names any."""
+    check_tokenizer(workload.config, workload.corpus.tokenizer)
+    source = init_from_weights(workload.config, workload.spec, workload.engine)
+    if source is not None:
+        run.note(**source)
+        workload.log.event("started_from", f"Weights of {source['from_weights']}", **source)
+
+
+def _record_attempt(workload: Workload, run: RunContext, length: Horizon) -> None:
+    """Record the environment, length and caches of this attempt in ``run.json``."""
+    run.note(
+        environment=dict(workload.engine.environment()), total_steps=length.total_steps,
+        caches={source.name: str(source.train.directory) for source in workload.corpus.sources},
+        validation_caches=[str(cache.reader.directory) for cache in workload.corpus.validation_caches],
+    )  # fmt: skip
+
+
 def _listed(changes: Sequence[Difference]) -> str:
     return "; ".join(map(str, changes))
-
-
-def join(setting: Setting, run: RunContext) -> tuple[RunState, Plan]:
-    """The same in every other process: what ``begin`` of the main one says.
-
-    Raises:
-        VoroxError: Whatever stopped the main process.
-    """
-    path = setting.distributed.broadcast(_CHECKPOINT)
-    if path is None:
-        start_from_weights(setting.config, setting.spec, setting.engine)
-    else:
-        manifest = read_manifest(Path(path))
-        resume.load(setting.engine, Checkpoint(Path(path), manifest["metadata"]), setting.spec.to_json())
-    state = RunState.from_json(setting.distributed.broadcast(_STATE))
-    plan = Plan.open(run.layout.plan)
-    resume.check_plan(plan, state.progress.cursor)
-    return state, plan
 
 
 def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
@@ -183,22 +200,22 @@ def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
     return any(change.key.startswith(_LENGTH_KEYS) for change in differences(before, config))
 
 
-def _length(setting: Setting) -> Horizon:
+def _length(workload: Workload) -> Horizon:
     """The length that the configuration asks for, by what is known of the full dataset now."""
-    size = feed.dataset_size(setting.config, setting.corpus)
-    length = horizon(setting.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
+    size = run_plan.dataset_size(workload.config, workload.corpus)
+    length = horizon(workload.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     if size.is_exact:
         return replace(length, dataset_tokens=size.tokens)
-    setting.log.event(
+    workload.log.event(
         "dataset_estimate", f"The full dataset has {size}", tokens=size.tokens, rows=size.rows,
         error_fraction=size.error_fraction,
     )  # fmt: skip
     return replace(length, dataset_tokens=size.tokens, dataset_error_fraction=size.error_fraction)
 
 
-def _as_begun(setting: Setting, begun: Horizon, now: Horizon) -> Horizon:
+def _as_begun(workload: Workload, begun: Horizon, now: Horizon) -> Horizon:
     """The recorded length of a run; longer if its caches grew and it is to follow them."""
-    train = setting.config.train
+    train = workload.config.train
     if train.num_epochs is None or now.total_steps == begun.total_steps:
         return begun
     known = counted(now.dataset_tokens, "token") if now.dataset_tokens is not None else "another number of rows"
@@ -208,7 +225,7 @@ def _as_begun(setting: Setting, begun: Horizon, now: Horizon) -> Horizon:
     )
     follows = train.follow_growth and now.total_steps > begun.total_steps
     what = "and is extended to them" if follows else "and keeps them (train.follow_growth=true would extend it)"
-    setting.log.event("dataset_grew", f"{text} {what}", total_steps=now.total_steps, level="warning")
+    workload.log.event("dataset_grew", f"{text} {what}", total_steps=now.total_steps, level="warning")
     return replace(begun, total_steps=now.total_steps) if follows else begun
 
 
@@ -229,8 +246,8 @@ def _is_finished(state: RunState, length: Horizon) -> bool:
     return state.progress.step >= length.total_steps == state.horizon.total_steps
 
 
-def _reached(directory: Path, state: RunState | None, log: RunLog) -> int:
-    """The furthest step that is recorded; steps up to the checkpoint whose record is lost are said.
+def _last_recorded_step(directory: Path, state: RunState | None, log: RunLog) -> int:
+    """Return the last step that is recorded; report steps up to the checkpoint whose record is lost.
 
     Raises:
         DataError: The chain is of another history than the checkpoint.
@@ -249,8 +266,8 @@ def _reached(directory: Path, state: RunState | None, log: RunLog) -> int:
     return chain.last_step
 
 
-def tell_plan(log: RunLog) -> Callable[[str, str], None]:
-    """What the plan says of itself, into the log; a changed mixture is never said quietly."""
+def plan_reporter(log: RunLog) -> Callable[[str, str], None]:
+    """Return what reports changes of the plan to the log: new segments as information, all others as warnings."""
     return lambda kind, text: log.event(kind, text, level="info" if kind == "segment" else "warning")
 
 

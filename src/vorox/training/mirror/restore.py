@@ -22,7 +22,7 @@ from vorox.core.log import Echo
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import is_run, refuse_links
 from vorox.data.storage import StoredFile, list_objects, open_range
-from vorox.training.checkpointing import Checkpoint, latest_valid, set_aside, verify
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, set_aside, verify
 from vorox.training.history import last_record
 from vorox.training.mirror.contents import (
     RECORD_NAME,
@@ -36,7 +36,7 @@ from vorox.training.mirror.contents import (
 _PIECE_BYTES = 8 << 20
 
 
-def bring_back(found: Contents, directory: Path, tell: Echo, *, step: int | None = None) -> Path | None:
+def restore(found: Contents, directory: Path, tell: Echo, *, step: int | None = None) -> Path | None:
     """Bring the newest whole checkpoint of a mirrored run to this machine, with the files of the run.
 
     Args:

@@ -1,4 +1,4 @@
-"""Writing the checkpoints of one running process: when one is due, how it is committed, which ones go.
+"""Write the checkpoints of one running process: when one is due, how it is committed, which ones go.
 
 The loop stands still while the engine copies its state (``Engine.snapshot``). One background thread then writes,
 hashes and commits it (``core.staged_directory``), reads it back, and lets old ones go, while training goes on; with
@@ -34,7 +34,7 @@ from vorox.core.records import Progress
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpointing import (
+from vorox.training.checkpoint_store import (
     STATE_NAME,
     RunState,
     read_state,
@@ -42,7 +42,7 @@ from vorox.training.checkpointing import (
     step_directories,
     verify,
 )
-from vorox.training.ledger import Ledger
+from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
 
 _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
@@ -50,8 +50,26 @@ _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
 
 _REPAIR = "check the disk or the network share, then run the same command again"
 
-Report = Callable[[Path], None]
-"""Told of a checkpoint once it is committed, from whichever thread wrote it."""
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that was committed.
+
+    Attributes:
+        path: Where it is.
+        progress: What it holds.
+        seconds: From the start of the save to the commit.
+        removed: Older checkpoints that the retention removed after it.
+    """
+
+    path: Path
+    progress: Progress
+    seconds: float
+    removed: tuple[Path, ...]
+
+
+Publish = Callable[[SavedCheckpoint], None]
+"""Hands a committed checkpoint on, in the thread that wrote it."""
 
 Request = tuple[int, int]
 """One request of a checkpoint: inode and time of its file, which a later request replaces."""
@@ -66,14 +84,14 @@ class _Moment:
     eval_losses: Mapping[int, float]
     request: Request | None
     taken_at: float
-    report: Report
+    publish: Publish
 
     @property
     def step(self) -> int:
         return self.state.progress.step
 
 
-class Checkpointer:
+class CheckpointWriter:
     """Writes and retains the checkpoints of one running process. Leaving it as a context waits for the last write.
 
     Args:
@@ -85,8 +103,6 @@ class Checkpointer:
         eval_losses: Validation losses by step, filled by the loop; decides about the best.
         saved_step: Step of the checkpoint that the process started from.
         log: Told about every event.
-        on_committed: Told of every checkpoint once it stands, from whichever thread.
-        on_removed: Told of every checkpoint that has gone.
         distributed: The main process of a run decides and commits; the others write what only they have.
         clock: Seconds that only rise.
     """
@@ -102,15 +118,12 @@ class Checkpointer:
         eval_losses: Mapping[int, float],
         saved_step: int | None,
         log: RunLog,
-        on_committed: Callable[[Path], None] = lambda _: None,
-        on_removed: Callable[[Path], None] = lambda _: None,
         distributed: DistributedContext | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_directory, self._config, self._horizon = run_directory, config, horizon
         self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
         self._log, self._clock = log, clock
-        self._on_committed, self._on_removed = on_committed, on_removed
         self._control = RunLayout(run_directory).save_request
         self._taken_step = self._saved_step = saved_step
         self._saved_at = self._committed_at = clock()
@@ -152,7 +165,7 @@ class Checkpointer:
         )
 
     def save(
-        self, engine: Engine, progress: Progress, ledger: Ledger, report: Report, *, is_last: bool = False
+        self, engine: Engine, progress: Progress, pending: PendingSteps, publish: Publish, *, is_last: bool = False
     ) -> None:
         """Take a checkpoint of this very moment and commit it, in the background if so configured; old ones go.
 
@@ -162,32 +175,32 @@ class Checkpointer:
         Args:
             engine: Stands after step ``progress.step``.
             progress: With the head of the replay chain.
-            ledger: Settled up to this step; made durable first.
-            report: Told when it is committed. Not called if nothing is taken.
+            pending: Drained up to this step; made durable first.
+            publish: Called when it is committed. Not called if nothing is taken.
             is_last: Whether there is no later moment to save at: the run ends here.
 
         Raises:
             CheckpointError: This one or the one under way could not be written; every older one is as it was.
         """
         self.wait()
-        if progress.step == self._taken_step or self._postpones(progress, ledger, is_last):
+        if progress.step == self._taken_step or self._postpones(progress, pending, is_last):
             return
         taken_at = self._clock()
         snapshot = engine.snapshot(detached=self._writer is not None)
         try:
-            ledger.make_durable()
+            pending.make_durable()
         except OSError as error:
             raise self._failure(snapshot, progress.step, error) from error
-        state = RunState(progress, self._horizon, ledger.nonfinite_in_a_row)
-        moment = _Moment(snapshot, state, dict(self._eval_losses), self._request(), taken_at, report)
+        state = RunState(progress, self._horizon, pending.nonfinite_in_a_row)
+        moment = _Moment(snapshot, state, dict(self._eval_losses), self._request(), taken_at, publish)
         self._taken_step, self._answering = progress.step, moment.request
         if self._writer is None:
             self._write(moment)
         else:
             self._under_way = self._writer.submit(self._write, moment)
 
-    def _postpones(self, progress: Progress, ledger: Ledger, is_last: bool) -> bool:
-        skipped, done = ledger.nonfinite_in_a_row, progress.step - (self._taken_step or 0)
+    def _postpones(self, progress: Progress, pending: PendingSteps, is_last: bool) -> bool:
+        skipped, done = pending.nonfinite_in_a_row, progress.step - (self._taken_step or 0)
         is_last = is_last or progress.step >= self._horizon.total_steps
         postpones = skipped > 0 and (not is_last or done <= skipped)
         if postpones and not self._is_postponed:
@@ -224,7 +237,7 @@ class Checkpointer:
         if under_way is not None:
             under_way.result()
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(
@@ -271,9 +284,8 @@ class Checkpointer:
             self._commit(moment, path)
             self._saved_step, self._saved_at, self._committed_at = moment.step, moment.taken_at, self._clock()
             self._answer(moment.request)
-            self._on_committed(path)
-            self._retain(path, moment)
-            moment.report(path)
+            removed = self._retain(path, moment)
+            moment.publish(SavedCheckpoint(path, moment.state.progress, self._clock() - moment.taken_at, removed))
         except OSError as error:
             self._taken_step = self._saved_step
             raise self._failure(moment.snapshot, moment.step, error) from error
@@ -341,23 +353,25 @@ class Checkpointer:
         if request is not None and request == self._request():
             self._control.unlink(missing_ok=True)
 
-    def _retain(self, newest: Path, moment: _Moment) -> None:
+    def _retain(self, newest: Path, moment: _Moment) -> tuple[Path, ...]:
+        """Remove what the retention does not keep, once the newest has been read back; return what is gone."""
         directories = step_directories(self._run_directory)
         keep = steps_to_keep(sorted(directories), self._config, moment.eval_losses)
         if moment.state.nonfinite_in_a_row:  # the last one after a finite step stays
             finite = (step for step in sorted(directories, reverse=True) if not _nonfinite_in_a_row(directories[step]))
             keep.update([step for step in [next(finite, None)] if step is not None])
         leaving = [path for step, path in directories.items() if step not in keep]
-        if not leaving:
-            return
-        verify(newest)  # nothing goes before its successor has been read back
+        if leaving:
+            verify(newest)
+        removed: list[Path] = []
         for path in leaving:
             try:
                 atomic.remove_directory(path)
-                self._on_removed(path)
+                removed.append(path)
             except OSError as error:
                 message = f"{path.name} should go but cannot be removed: {error.strerror}"
                 self._log.event("checkpoint_kept", message, level="warning")
+        return tuple(removed)
 
     def _failure(self, snapshot: EngineSnapshot, step: int, error: OSError) -> CheckpointError:
         path = RunLayout(self._run_directory).checkpoint(step)

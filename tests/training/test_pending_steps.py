@@ -1,8 +1,9 @@
-"""The ledger: one step late, nothing skipped, and the right steps counted as failures."""
+"""Pending steps: settled one step late, nothing skipped, and the right steps counted as failures."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from vorox.core.errors import NumericalError
 from vorox.core.records import Batch, DataCursor, Progress, StepValues
 from vorox.training.chain import ReplayChain, read_chain
-from vorox.training.ledger import Ledger, StartedStep
+from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 
 START = Progress(0, 0, DataCursor("d", 1, 0, 0, 7))
 
@@ -28,17 +29,13 @@ class Result:
 
 
 class Steps:
-    """A ledger and a way to feed it."""
+    """Pending steps and a way to submit them."""
 
     def __init__(self, directory: Path, *, allowed: int = 2, in_a_row: int = 0) -> None:
         self.fetched: list[int] = []
         self.settled: list[int] = []
-        self.ledger = Ledger(
-            ReplayChain(directory, START),
-            max_nonfinite_steps=allowed,
-            nonfinite_in_a_row=in_a_row,
-            on_start=lambda step: None,
-            on_step=lambda step, values: self.settled.append(step.progress.step),
+        self.pending = PendingSteps(
+            ReplayChain(directory, START), max_nonfinite_steps=allowed, nonfinite_in_a_row=in_a_row
         )
         self.progress = START
 
@@ -50,7 +47,17 @@ class Steps:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = Result(step + 1, StepValues(loss, grad_norm, finite, extra), self.fetched)
         self.progress = self.progress.after(batch)
-        self.ledger.follow(StartedStep(self.progress, batch.digest(), result, 0.1, 0.0, 4))
+        self._take(self.pending.submit(InFlightStep(self.progress, batch.digest(), result, 0.1, 0.0, 4)))
+
+    def drain(self) -> Progress:
+        self._take(self.pending.drain())
+        return replace(self.progress, chain=self.pending.head)
+
+    def _take(self, settled: SettledStep | None) -> None:
+        if settled is not None:
+            self.settled.append(settled.number)
+            if settled.ends_run:
+                raise settled.error("")
 
 
 def test_settles_one_step_late_and_catches_up(tmp_path: Path) -> None:
@@ -59,11 +66,11 @@ def test_settles_one_step_late_and_catches_up(tmp_path: Path) -> None:
     assert steps.fetched == []
     steps.take(2.0)
     assert steps.fetched == steps.settled == [1]
-    progress = steps.ledger.settle(steps.progress)
+    progress = steps.drain()
     assert steps.fetched == [1, 2]
-    assert steps.ledger.settle(progress) == progress
+    assert steps.drain() == progress
     assert steps.fetched == [1, 2], "nothing is fetched twice"
-    steps.ledger.make_durable()
+    steps.pending.make_durable()
     assert progress.chain == read_chain(tmp_path)[2].chain
 
 
@@ -71,29 +78,29 @@ def test_counts_in_a_row_and_across_a_resume(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     for loss in (math.nan, math.inf, 1.0, math.nan, math.nan, math.nan):
         steps.take(loss)
-    assert steps.ledger.nonfinite_in_a_row == 2
+    assert steps.pending.nonfinite_in_a_row == 2
     with pytest.raises(NumericalError, match="3 times in a row") as stopped:
-        steps.ledger.settle(steps.progress)
+        steps.drain()
     assert stopped.value.where == "step 6"
     (tmp_path / "resumed").mkdir()
     resumed = Steps(tmp_path / "resumed", in_a_row=2)
     resumed.take(1.0, grad_norm=math.inf)
     with pytest.raises(NumericalError):
-        resumed.ledger.settle(resumed.progress)
+        resumed.drain()
 
 
 def test_a_loss_scale_that_comes_down_is_no_failure(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     for exponent in range(10, 0, -1):
         steps.take(3.0, grad_norm=math.inf, loss_scale=2.0**exponent)
-    steps.ledger.settle(steps.progress)
-    assert steps.ledger.nonfinite_in_a_row == 0
+    steps.drain()
+    assert steps.pending.nonfinite_in_a_row == 0
     for _ in range(3):  # it cannot go lower, or the loss itself is broken
         steps.take(3.0, grad_norm=math.inf, loss_scale=1.0)
     with pytest.raises(NumericalError):
-        steps.ledger.settle(steps.progress)
+        steps.drain()
     (tmp_path / "other").mkdir()
     broken = Steps(tmp_path / "other", allowed=0)
     broken.take(math.nan, loss_scale=1024.0)
     with pytest.raises(NumericalError):
-        broken.ledger.settle(broken.progress)
+        broken.drain()

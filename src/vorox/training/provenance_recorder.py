@@ -1,9 +1,9 @@
-"""What a running process leaves behind so that its data can be asked about later.
+"""Record which steps this attempt did, so that their data can be queried later.
 
 In: steps as they are started, checkpoints as they are committed, steps that were skipped. Out: the attempt's record in
-``attempts.bin``, from which ``vorox data when`` tells what is kept and what was rolled back; and, in the background, a
-metadata database that says the same in SQL. A step costs one store into memory; the database is read by no run, and
-whether it can be had changes nothing.
+``attempts.bin``, from which ``vorox data when`` reads what is kept and what was rolled back; and, in the background,
+the same in SQL in a metadata database. A step costs one store into memory. No run reads the database or
+depends on it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ INTERVAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Told by the observer; decides nothing. Only the main process of a run writes anything."""
+class ProvenanceRecorder:
+    """Records what the loop did: attempts and skipped steps. Only the main rank of a run writes anything."""
 
     attempt: AttemptRecord | None
     run_id: str
@@ -93,7 +93,7 @@ def open_provenance(
     plan: Plan,
     readers: Sequence[SourceReader | None],
     log: RunLog,
-) -> Generator[Provenance]:
+) -> Generator[ProvenanceRecorder]:
     """Begin the record of this attempt, which goes on from ``progress``, and the writer of its metadata.
 
     Raises:
@@ -102,7 +102,7 @@ def open_provenance(
     target = metadata_target(run.directory, config)
     projection = Projection(run.directory, plan, tuple(readers))
     if not run.is_main:
-        yield Provenance(None, projection.run_id, plan.start.global_batch_sequences, None)
+        yield ProvenanceRecorder(None, projection.run_id, plan.start.global_batch_sequences, None)
         return
     with AttemptRecord(run.directory, run.attempt, progress.step, progress.cursor.position) as attempt:
         writer: MetadataWriter | None = None
@@ -116,7 +116,7 @@ def open_provenance(
                 interval_seconds=INTERVAL_SECONDS,
             )
         try:
-            yield Provenance(attempt, projection.run_id, plan.start.global_batch_sequences, writer)
+            yield ProvenanceRecorder(attempt, projection.run_id, plan.start.global_batch_sequences, writer)
         finally:
             if writer is not None:
                 writer.close()

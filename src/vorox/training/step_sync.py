@@ -1,8 +1,8 @@
-"""What the processes of a run do alike after every step: save, stop, and the digest of all rows that were trained on.
+"""Synchronise the ranks after every step: whether to save or stop, and the digest of all rows that were trained on.
 
-In: what each process knows for itself: the rows that it read, a signal that it got, in the first process the clock and
-a file that asks for a checkpoint. Out: the same ``Orders`` in all of them, so that none saves or stops alone. One
-process agrees with itself, without a word. The talk happens while the devices work on the step.
+In: what each rank knows by itself: the rows that it read, a signal that it got, and on the main rank the clock and a
+request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none saves or stops alone. A single
+process decides without communication. The exchange runs while the devices compute the step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vorox.training.stop import Stop, StopRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What every process does after a step.
+class StepDecision:
+    """What every rank does after a step.
 
     Attributes:
         batch_digest: Of the rows of all processes, in slot order: what the replay chain records of the data.
@@ -33,8 +33,8 @@ class Orders:
     save: bool
 
 
-class Agreement:
-    """The talk of one process with the others.
+class StepSync:
+    """Synchronises one rank with the others after every step.
 
     Args:
         dist: Who this process is.
@@ -58,14 +58,14 @@ class Agreement:
         self._dist, self._shard, self._asked, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.process_count == 1 else _AgreedStop()
 
-    def after(self, progress: Progress, batch: Batch) -> Orders:
+    def after(self, progress: Progress, batch: Batch) -> StepDecision:
         """What to do now that a step has been started; ``progress`` stands after it.
 
         Raises:
             NumericalError: The processes have computed different numbers.
         """
         if self._dist.process_count == 1:
-            return Orders(batch.digest(), self._due(progress))
+            return StepDecision(batch.digest(), self._due(progress))
 
         def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
             _check_together([one["chain"] for one in told], progress)
@@ -75,7 +75,7 @@ class Agreement:
         said = {"stop": self._asked.requested, "chain": self._chain.head, **rows_of(batch, self._shard)}
         decided = self._dist.agree("step", said, decide)
         self.stop.requested = self.stop.requested or decided["stop"]
-        return Orders(decided["batch_digest"], decided["save"])
+        return StepDecision(decided["batch_digest"], decided["save"])
 
 
 class _AgreedStop:

@@ -1,8 +1,8 @@
-"""Where a run's weights come from when it does not draw them: a run, a checkpoint, a transformers model, a store.
+"""Initialise weights from a run, a checkpoint, a transformers model or a store (``train.from_weights``).
 
-In: ``train.from_weights`` and a fresh engine. Out: the engine with those weights, and what is to be recorded of them.
-Files speak canonical or Hugging Face names, so it does not matter which engine wrote them; a model of other dimensions
-is refused with the differences before anything is replaced.
+In: a configuration and a fresh engine. Out: the engine with those weights, and their origin for the run's record.
+Files use canonical or Hugging Face names, so either engine reads what the other wrote. A model of other dimensions is
+refused, with the differences, before anything is replaced.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
 from vorox.models.names import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
-from vorox.training.checkpointing import Checkpoint, latest_valid, verify
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.mirror import download
 from vorox.training.weights_source import download_weights, find_weights, require_equal_models
 
 
-def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
+def init_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
     """Give a fresh engine the weights that the configuration names, if it names any.
 
     Returns:
@@ -44,10 +44,10 @@ def start_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> di
     if config.train.from_weights is None:
         return None
     with _here(config) as place:
-        return _start_from(place, config, spec, engine)
+        return _init_from(place, config, spec, engine)
 
 
-def _start_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any]:
+def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any]:
     found = _checkpoint(place)
     if found is None:
         if config.train.from_optimizer:

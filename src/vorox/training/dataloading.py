@@ -1,0 +1,88 @@
+"""The batches of a run: the stream of training batches and the validation set.
+
+In: a configuration, its corpus and the run's plan. Out: iterators over batches. ``train`` and ``replay`` both open
+their batches here, so what is replayed is what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from vorox.core.records import Batch, DataCursor, DataShard
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import Corpus
+from vorox.data.growth import PlanGrower, Tell, await_planned
+from vorox.data.loader import BatchStream, open_batches, validation_batches
+from vorox.data.plan import Plan
+from vorox.training.run_plan import plan_readers
+
+
+def _never() -> bool:
+    return False
+
+
+def training_batches(
+    config: RunConfig,
+    corpus: Corpus,
+    plan: Plan,
+    shard: DataShard,
+    cursor: DataCursor,
+    *,
+    total_steps: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    tell: Tell | None = None,
+    decides: bool = True,
+) -> BatchStream:
+    """The batches of a run from ``cursor`` on; over growing caches, for ``total_steps`` if that is given.
+
+    Args:
+        config: The run.
+        corpus: Its caches.
+        plan: Its plan.
+        shard: The part of every batch that this process reads.
+        cursor: Where to begin.
+        total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
+        stop: Asked while a step waits for rows.
+        tell: Told of everything that is taken up.
+        decides: Whether this process decides what is taken up; the others of a run follow the plan that it writes.
+    """
+    loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
+    grower = None
+    if plan.start.growth is not None:
+        readers = await_planned(plan, readers, stop=stop or _never, tell=tell)
+    if plan.start.growth is not None and total_steps is not None:
+        grower = PlanGrower(
+            plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=decides
+        )
+    return open_batches(
+        plan,
+        readers,
+        shard=shard,
+        cursor=cursor,
+        global_batch_sequences=batch,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        document_mask=config.data.document_mask,
+        num_threads=loader.num_threads,
+        prefetch_batches=loader.prefetch_batches,
+        grower=grower,
+        stop=stop,
+    )
+
+
+def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[Batch]] | None:
+    """Opens the fixed validation batches from the first; ``None`` if nothing is held out."""
+    if not corpus.validation:
+        return None
+    num_rows = num_validation_rows(config, corpus)
+    return lambda: validation_batches(
+        corpus.validation,
+        num_sequences=num_rows,
+        micro_batch_sequences=config.train.micro_batch_sequences,
+        document_mask=config.data.document_mask,
+    )
+
+
+def num_validation_rows(config: RunConfig, corpus: Corpus) -> int:
+    """Rows of the validation set."""
+    all_rows = sum(reader.num_rows for reader in corpus.validation)
+    return all_rows if config.eval.num_sequences is None else min(config.eval.num_sequences, all_rows)
