@@ -16,9 +16,9 @@ from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.staged_directory import StagedDirectory, hash_file
 from vorox.data.storage import StoredFile, list_files
-from vorox.training.mirror import restore as bringing_back
+from vorox.training.mirror import restore
 from vorox.training.mirror.contents import RECORD_NAME, Contents, MirroredCheckpoint, record_bytes
-from vorox.training.mirror.restore import fetch_checkpoint, restore
+from vorox.training.mirror.restore import fetch_checkpoint, restore_run
 
 HOSTILE = [
     "../outside", "a/../../outside", "..", "{absolute}/outside", "/", "", ".", "..\\outside", "C:\\outside",
@@ -66,7 +66,7 @@ def test_names_of_the_files_of_a_run(name: str, tmp_path: Path) -> None:
     found = contents(tmp_path / "mirror", name)
     before = everything(tmp_path)
     with pytest.raises(CheckpointError) as refused:
-        restore(found, tmp_path / "runs" / "run", lambda text, level="info": None)
+        restore_run(found, tmp_path / "runs" / "run", lambda text, level="info": None)
     assert refused.value.exit_code == 5
     left = {path for path in everything(tmp_path) - before if Path(path).is_file() and Path(path).name != "LOCK"}
     assert left == set()
@@ -87,7 +87,7 @@ def contents(mirror: Path, name: str) -> Contents:
 def test_a_good_name_arrives_and_a_link_in_its_way_is_refused(tmp_path: Path) -> None:
     found = contents(tmp_path / "mirror", "tokenizer/tokenizer.json")
     directory = tmp_path / "runs" / "run"
-    path = restore(found, directory, lambda text, level="info": None)
+    path = restore_run(found, directory, lambda text, level="info": None)
     assert path is not None
     assert (directory / "tokenizer" / "tokenizer.json").read_bytes() == b"evil"
     outside = tmp_path / "outside"
@@ -96,7 +96,7 @@ def test_a_good_name_arrives_and_a_link_in_its_way_is_refused(tmp_path: Path) ->
     (outside / "tokenizer.json").write_bytes(b"precious")
     path.rename(tmp_path / "away")
     with pytest.raises(ConfigError) as refused:
-        restore(found, directory, lambda text, level="info": None)
+        restore_run(found, directory, lambda text, level="info": None)
     assert refused.value.where == str(directory / "tokenizer")
     assert (outside / "tokenizer.json").read_bytes() == b"precious"
 
@@ -106,7 +106,7 @@ def test_a_dangling_link_where_a_checkpoint_belongs_is_set_aside(tmp_path: Path)
     place = tmp_path / "runs" / "run" / "checkpoints" / "step-00000004"
     place.parent.mkdir(parents=True)
     place.symlink_to(tmp_path / "nowhere")
-    assert restore(found, tmp_path / "runs" / "run", lambda text, level="info": None) == place
+    assert restore_run(found, tmp_path / "runs" / "run", lambda text, level="info": None) == place
     assert (place / "payload").read_bytes() == b"evil"
     assert not place.is_symlink()
     assert not (tmp_path / "nowhere").exists()
@@ -114,7 +114,7 @@ def test_a_dangling_link_where_a_checkpoint_belongs_is_set_aside(tmp_path: Path)
 
 def test_every_name_is_checked_by_one_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The test can fail: without the check, the file arrives outside."""
-    monkeypatch.setattr(bringing_back, "_inside", lambda folder, name: folder / name)
+    monkeypatch.setattr(restore, "_inside", lambda folder, name: folder / name)
     fetch_checkpoint(checkpoint_files(tmp_path / "mirror", "../outside"), tmp_path / "run" / "staged")
     assert (tmp_path / "run" / "outside").read_bytes() == b"evil"
 
@@ -131,9 +131,9 @@ def test_a_disk_that_refuses_is_named_and_no_checkpoint_passed_over(number: int,
             raise OSError(number, os.strerror(number), str(operation.path))
 
     with atomic.observe(refuse), pytest.raises(CheckpointError) as refused:
-        restore(found, directory, lambda text, level="info": said.append(text))
+        restore_run(found, directory, lambda text, level="info": said.append(text))
     assert refused.value.exit_code == 5
     assert str(tmp_path / "runs") in refused.value.where
     assert "same command again" in refused.value.hint
     assert said == []
-    assert restore(found, directory, lambda text, level="info": None) is not None
+    assert restore_run(found, directory, lambda text, level="info": None) is not None

@@ -29,7 +29,7 @@ from vorox.data.bin_shards import write_shard
 from vorox.data.provenance import RunDataIndex, where
 from vorox.training.chain import read_chain
 from vorox.training.mirror import contents_of
-from vorox.training.pending_steps import InFlightStep, PendingSteps
+from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 from vorox.training.replay import replay
 from vorox.training.setup import Workload
 
@@ -113,14 +113,14 @@ def test_trains_resumes_and_mirrors(
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Ask the run to stop once a step was started."""
-    original = PendingSteps.follow
+    original = PendingSteps.submit
 
-    def follow(self: PendingSteps, started: InFlightStep) -> None:
+    def submit(self: PendingSteps, started: InFlightStep) -> SettledStep | None:
         if started.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        original(self, started)
+        return original(self, started)
 
-    monkeypatch.setattr(PendingSteps, "follow", follow)
+    monkeypatch.setattr(PendingSteps, "submit", submit)
 
 
 def make_workload(config: RunConfig) -> Workload:

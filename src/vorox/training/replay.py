@@ -276,7 +276,7 @@ def _compare(
     manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, workload, plan)
     environments = [metadata["environment"] for metadata in manifests.values()]
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
-    changes += changed_functions(next(iter(manifests.values()), {}), config)
+    changes += changed_functions(next(iter(manifests.values()), dict[str, Any]()), config)
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
     changes += [f"the run had a tap, which replay does not attach: {tap}" for tap in taps]
     head, num_states = progress.chain, 0

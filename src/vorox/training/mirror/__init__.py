@@ -2,7 +2,7 @@
 
 from vorox.training.mirror.contents import Contents, MirroredCheckpoint, contents_of
 from vorox.training.mirror.opening import Mirror, mirror_of, open_mirror, remove_mirror, resume_from_store
-from vorox.training.mirror.restore import download, restore
+from vorox.training.mirror.restore import download, restore_run
 
 __all__ = [
     "Contents",
@@ -13,6 +13,6 @@ __all__ = [
     "mirror_of",
     "open_mirror",
     "remove_mirror",
-    "restore",
+    "restore_run",
     "resume_from_store",
 ]

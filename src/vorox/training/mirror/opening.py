@@ -35,7 +35,7 @@ from vorox.training.mirror.contents import (
     read_object,
 )
 from vorox.training.mirror.owner import Ownership, claim
-from vorox.training.mirror.restore import restore
+from vorox.training.mirror.restore import restore_run
 from vorox.training.mirror.uploader import Uploader
 
 CLOSE_SECONDS = 20.0
@@ -144,7 +144,7 @@ def open_mirror(
     try:
         if resume_from == "auto":
             with _as_ours(place):
-                restore(found, directory, tell)
+                restore_run(found, directory, tell)
         if not isinstance(resume_from, Path):
             tell(f"{'Going on' if is_run(directory) else 'Writing'} in {directory}, mirrored to {uri}", "info")
             atomic.make_directory(directory)
@@ -206,7 +206,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
 
     Raises:
         ConfigError: There is no mirrored run, or what is here is another line of work.
-        CheckpointError, DataError: As ``restore``.
+        CheckpointError, DataError: As ``restore_run``.
     """
     uri = absolute(uri)
     folder, _, name = uri.rpartition("/")
@@ -220,7 +220,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
             hint="name the folder below checkpoint.mirror that has the run's id",
         )  # fmt: skip
     directory = Path(root or _recorded(line[0]).run.directory) / run_uri.rpartition("/")[2]
-    path = restore(found, directory, tell, step=None if match is None else int(match["step"]))
+    path = restore_run(found, directory, tell, step=None if match is None else int(match["step"]))
     return directory if match is None or path is None else path
 
 

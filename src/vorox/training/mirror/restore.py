@@ -36,7 +36,7 @@ from vorox.training.mirror.contents import (
 _PIECE_BYTES = 8 << 20
 
 
-def restore(found: Contents, directory: Path, tell: Echo, *, step: int | None = None) -> Path | None:
+def restore_run(found: Contents, directory: Path, tell: Echo, *, step: int | None = None) -> Path | None:
     """Bring the newest whole checkpoint of a mirrored run to this machine, with the files of the run.
 
     Args:
