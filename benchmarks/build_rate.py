@@ -205,11 +205,11 @@ def run_build(root: Path, contender: Contender) -> dict[str, float]:
 
 def run_tokenizer(root: Path, contender: Contender) -> dict[str, float]:
     """Nothing but ``encode_batch`` over strings that are there."""
-    from vorox.data.groups import groups_within
+    from vorox.data.groups import batch_by_size
     from vorox.data.tokenizers.loading import load
 
     texts = read_texts(root, contender)
-    batches = list(groups_within(((text, len(text)) for text in texts), BATCH_CHARACTERS))
+    batches = list(batch_by_size(((text, len(text)) for text in texts), BATCH_CHARACTERS))
     tokenizer = load(root / "tokenizer")
     tokenizer = tokenizer.with_fast_path() if contender.path == "fast" else tokenizer
     before, began = cpu_seconds(), time.perf_counter()

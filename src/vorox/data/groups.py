@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def groups_within(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+def batch_by_size(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
     """Cut (item, size) in order into groups of at most ``limit`` in all; a larger item is a group of its own."""
     group: list[T] = []
     total = 0

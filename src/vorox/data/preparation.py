@@ -32,7 +32,7 @@ from vorox.data.documents import Unit
 from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.streams import Streams
 from vorox.data.streaming.unit_list import UnitList
-from vorox.data.text.cutting import UnitCutter, first_units, refuse_emptiness
+from vorox.data.text.cutting import UnitSplitter, first_units, refuse_emptiness
 from vorox.data.text.sources import Source, read_units
 from vorox.data.text.splits import Split
 from vorox.data.text.unit_reader import UnitReader
@@ -228,14 +228,14 @@ class CacheOpener:
         mark_used(place.directory)
         self.streams.share_reads(source.stored)
         builder = self.unit_builder(source, recipe)
-        splitter = UnitCutter(source, "train", source.holdout, self.data.cache.unit_bytes)
+        splitter = UnitSplitter(source, "train", source.holdout, self.data.cache.unit_bytes)
         units = UnitList(place.directory, builder, splitter)
         if not units.units:
             self._split_first(splitter, units, place)
         reader = self.streams.open(place.directory, builder, units)
         return reader, report_of(reader.manifest, recipe)
 
-    def _split_first(self, splitter: UnitCutter, units: UnitList, place: CacheLocation) -> None:
+    def _split_first(self, splitter: UnitSplitter, units: UnitList, place: CacheLocation) -> None:
         """Split the first units of a stream, until one of them has a record."""
         if not self.options.build:
             raise not_built(place.source, "train", place.directory)

@@ -25,7 +25,7 @@ from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, list_source, read_unit
-from vorox.data.tokenizers.excerpt import excerpt
+from vorox.data.tokenizers.training_sample import training_sample
 
 END = 60_000
 
@@ -160,7 +160,7 @@ def test_a_tokenizer_sees_all_of_the_training_text_and_nothing_else(tmp_path: Pa
 
     def seen(budget: int) -> list[str]:
         return list(
-            excerpt([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
+            training_sample([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
         )
 
     assert sorted(seen(1 << 30)) == sorted(train)

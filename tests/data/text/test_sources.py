@@ -22,7 +22,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, list_files, list_source, read_unit
-from vorox.data.tokenizers.excerpt import allocate, excerpt
+from vorox.data.tokenizers.training_sample import allocate, training_sample
 
 
 def source(paths: Path | list[Path], form: str = "txt", **options: Any) -> SourceConfig:
@@ -261,7 +261,7 @@ class TestExcerpt:
     def texts(self, folder: Path, form: str, validation: ValidationConfig, budget: int) -> list[str]:
         listed = list_source(source(folder, form))
         return list(
-            excerpt([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
+            training_sample([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
         )
 
     @pytest.mark.parametrize("split", ["file", "document", "tail"])

@@ -8,7 +8,7 @@ other, such as the three lengths of a run: the latest layer that gives one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +16,7 @@ from vorox.core.config.fields import find_field
 from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
+from vorox.core.schema.data import SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
+    ("damaged_files", "format", _is("txt", "jsonl", "csv"), "gzip and zstd files of format txt, jsonl or csv"),
     ("tokens_field", "format", _is("mds"), "format mds"),
     ("tokenizer", "format", _is(*_TOKENS), "format bin or mds"),
     ("end_of_text_id", "format", _is(*_TOKENS), "format bin or mds"),
@@ -66,6 +68,15 @@ _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("revision", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
 )
 """(key, switch, when it holds, remedy) within one source."""
+
+
+def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, remedy) of every setting of a source that its other settings make meaningless."""
+    for key, switch, holds, remedy in _OF_A_SOURCE:
+        is_default = getattr(source, key) == type(source).model_fields[key].get_default(call_default_factory=True)
+        if not is_default and not holds(getattr(source, switch)):
+            yield key, remedy
+
 
 CONDITIONS: tuple[Condition, ...] = (
     Condition(

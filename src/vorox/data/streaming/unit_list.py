@@ -28,7 +28,7 @@ LOCK_NAME = "CUTTING"
 
 
 class Splitter(Protocol):
-    """Splits a source into units: ``text.cutting.UnitCutter``."""
+    """Splits a source into units: ``text.cutting.UnitSplitter``."""
 
     def after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
         """Yield the units after those that are known, each with whether it is the last."""

@@ -96,7 +96,8 @@ class DecompressedStream:
         most_read_bytes: int = MOST_READ_BYTES,
     ) -> None:
         self._most_read_bytes = most_read_bytes
-        self._kind, self._reader, self._check_member = kind, reader, check_member
+        self._kind: Compression = kind
+        self._reader, self._check_member = reader, check_member
         self._decoder: Any = None  # of the current member or frame
         self._head: bytes | None = None  # of its content, until it is checked
         self._pending = b""

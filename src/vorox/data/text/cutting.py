@@ -16,7 +16,7 @@ from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Unit, UnitSpan
-from vorox.data.groups import groups_within
+from vorox.data.groups import batch_by_size
 from vorox.data.storage import retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, compressed_bytes
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class UnitCutter:
+class UnitSplitter:
     """Divides a split of a source into units of about ``unit_bytes`` of its text.
 
     Files larger than a unit are cut at record boundaries. Records are only ever counted, nothing is parsed: where
@@ -53,7 +53,7 @@ class UnitCutter:
             return
         pieces = _Noted(self.pieces(known[-1].spans[-1] if known else None))
         unit_id = len(known)
-        for group in groups_within(pieces, self.group_bytes):
+        for group in batch_by_size(pieces, self.group_bytes):
             yield Unit(unit_id, tuple(group)), pieces.has_ended
             unit_id += 1
 
@@ -175,7 +175,7 @@ def first_units(
     """The units of the first ``limit_bytes`` of a split, and whether that is all of it; little more is read."""
     if split == "validation" and validation.held_out_fraction == 0:
         return (), True
-    cutter = UnitCutter(source, split, validation, unit_bytes)
+    cutter = UnitSplitter(source, split, validation, unit_bytes)
     pieces: list[tuple[UnitSpan, int]] = []
     is_all, size_bytes = True, 0
     for piece in cutter.pieces():
@@ -186,7 +186,7 @@ def first_units(
         size_bytes += piece[1]
     if not pieces:
         refuse_emptiness(source)
-    groups = groups_within(pieces, cutter.group_bytes)
+    groups = batch_by_size(pieces, cutter.group_bytes)
     return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(groups)), is_all
 
 

@@ -16,7 +16,7 @@ from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import Unit
-from vorox.data.text.cutting import UnitCutter
+from vorox.data.text.cutting import UnitSplitter
 from vorox.data.text.formats import has_many_records
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, read_units
@@ -105,7 +105,7 @@ def _has_records(
         return any(file_split(rule, place) == split for place in source.places)
     probe_bytes = min(_PROBE_BYTES, unit_bytes) if has_many_records(source.config) else unit_bytes
     looked_at = 0
-    for span, size_bytes in UnitCutter(source, split, rule, probe_bytes).pieces():
+    for span, size_bytes in UnitSplitter(source, split, rule, probe_bytes).pieces():
         if any(True for _ in read_units(source, [Unit(0, (span,))], split, rule)):
             return True
         looked_at += size_bytes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vorox.core.atomic import canonical_json
+from vorox.core.config.conditions import source_conflicts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig
@@ -253,26 +254,15 @@ def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:
 
 
 def _check(config: SourceConfig, key: str) -> None:
-    if config.format == "python_stdlib" and config.paths:
+    for name, remedy in source_conflicts(config):
         raise ConfigError(
-            "format python_stdlib takes its files from this Python and has no paths", where=f"{key}.paths",
-            hint="leave paths away, or say format: txt to read other folders",
+            f"{name} {getattr(config, name)!r} means {remedy}",
+            where=f"{key}.{name}", hint="leave it out",
         )  # fmt: skip
     if config.format != "python_stdlib" and not config.paths:
         raise ConfigError(
             f"format {config.format} needs at least one path", where=f"{key}.paths",
             hint="give files, folders or globs",
-        )  # fmt: skip
-    if config.format not in _FIELDS and config.text_field != "text":
-        raise ConfigError(
-            f"format {config.format} has no fields, so text_field {config.text_field!r} would be ignored",
-            where=f"{key}.text_field", hint=f"leave it away, or say format: {', '.join(sorted(_FIELDS))}",
-        )  # fmt: skip
-    if config.format not in {"txt", "jsonl", "csv"} and config.damaged_files != "stop":
-        raise ConfigError(
-            f"damaged_files {config.damaged_files!r} means gzip and zstd files of format txt, jsonl or csv; of format "
-            f"{config.format} nothing can be read once a part of it is broken",
-            where=f"{key}.damaged_files", hint="leave it away",
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from vorox.core.errors import DataError
-from vorox.data.groups import groups_within
+from vorox.data.groups import batch_by_size
 from vorox.data.records import TokenArray
 
 TokenType = type[np.uint16] | type[np.uint32]
@@ -150,7 +150,7 @@ def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Enco
         pieces = [list(_pieces(text)) if separable else [text] for text in texts]
         arrays: list[TokenArray] = []
         # Of bounded size: an encoding takes some 150 bytes per token until its ids are copied out.
-        for batch in groups_within(((piece, len(piece)) for group in pieces for piece in group), _BATCH_CHARACTERS):
+        for batch in batch_by_size(((piece, len(piece)) for group in pieces for piece in group), _BATCH_CHARACTERS):
             try:
                 encodings = library.encode_batch_fast(batch, add_special_tokens=False)
             except TypeError:

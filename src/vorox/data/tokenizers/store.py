@@ -24,12 +24,12 @@ from vorox.data.documents import Document
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, read_units
 from vorox.data.text.splits import SPLITS
-from vorox.data.tokenizers.excerpt import excerpt
 from vorox.data.tokenizers.huggingface import load_huggingface
 from vorox.data.tokenizers.loading import load, load_from_function, train
 from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
 from vorox.data.tokenizers.token_ids import token_ids
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer
+from vorox.data.tokenizers.training_sample import training_sample
 
 IDENTITY_NAME = "IDENTITY.json"
 TrainingProgress = Callable[[int, int], None]
@@ -175,7 +175,7 @@ def _train(
     if config.kind == "char":
         texts = _everything(sources, data, on_progress)
     else:
-        texts = excerpt(
+        texts = training_sample(
             sources, weights,
             unit_bytes=data.cache.unit_bytes, budget_bytes=config.train_bytes, on_progress=on_progress,
         )  # fmt: skip

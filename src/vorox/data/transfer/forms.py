@@ -21,7 +21,7 @@ from vorox.core.atomic import Buffer
 from vorox.core.errors import DataError
 from vorox.core.staged_directory import HashingWriter, StagedDirectory
 from vorox.data.bin_shards import MOST_TOKENS, long_header
-from vorox.data.groups import groups_within
+from vorox.data.groups import batch_by_size
 from vorox.data.records import TokenArray
 
 Form = Literal["bin", "mds", "npy"]
@@ -92,7 +92,7 @@ class _Sha256Writer:
 
 def _shards(documents: Iterable[TokenArray], shard_tokens: int) -> Iterator[list[TokenArray]]:
     """Runs of documents of so many tokens at most, in order; a longer document is a run of its own."""
-    return groups_within(((document, len(document)) for document in documents), shard_tokens)
+    return batch_by_size(((document, len(document)) for document in documents), shard_tokens)
 
 
 def write_bin(documents: Iterable[TokenArray], to: Destination) -> list[WrittenFile]:

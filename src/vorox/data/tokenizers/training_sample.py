@@ -55,7 +55,7 @@ def allocate(budget: int, weights: Sequence[Fraction], available: Sequence[int])
     return shares
 
 
-def excerpt(
+def training_sample(
     sources: Sequence[Source],
     weights: Sequence[Fraction],
     *,
