@@ -71,8 +71,8 @@ def load_function(
             hint=f"did you mean {' or '.join(near)}?" if near else
             f"{builtin}your own as my_package.my_module:function or path/to/file.py:function",
         )  # fmt: skip
+    is_file = module_name.endswith(".py")
     try:
-        is_file = module_name.endswith(".py")
         module = _module_of_file(Path(module_name)) if is_file else importlib.import_module(module_name)
         function = getattr(module, function_name)
     except VoroxError:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backends.torch_engine.small_models import GPT2, LR, batch_of, make, random_rows
 from vorox.backends.torch_engine import muon
-from vorox.backends.torch_engine.parameters import ORTHOGONAL
+from vorox.models.optimizer_groups import ORTHOGONAL
 
 pytestmark = pytest.mark.torch
 

@@ -19,10 +19,8 @@ import numpy.typing as npt
 from vorox.backends.jax_engine.processes import whole
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.models.optimizer_groups import optimizer_group
 from vorox.models.spec import ModelSpec, ParameterSpec
-
-DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
-"""Groups: AdamW with and without weight decay, and the matrices that Muon updates."""
 
 Tree = dict[str, jax.Array]
 
@@ -65,11 +63,7 @@ class Layout:
 
     def group(self, leaf: str, *, muon: bool, decay_embeddings: bool) -> str:
         """What the optimizer does with a leaf."""
-        parameter = self.leaves[leaf][0]
-        if muon and parameter.kind == "matrix":
-            return ORTHOGONAL
-        decayed = parameter.decay and (decay_embeddings or parameter.kind != "embedding")
-        return DECAYED if decayed else PLAIN
+        return optimizer_group(self.leaves[leaf][0], muon=muon, decay_embeddings=decay_embeddings)
 
     def pack(self, weights: Iterable[NamedArray]) -> dict[str, npt.NDArray[np.float32]]:
         """Canonical arrays to leaves.

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vorox.backends.jax_engine.layout import DECAYED, ORTHOGONAL, Layout, Tree
+from vorox.backends.jax_engine.layout import Layout, Tree
 from vorox.core.schema import OptimizerConfig
+from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL
 
 Array = jax.Array
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.parameters import ORTHOGONAL, ParameterStore
+from vorox.backends.torch_engine.parameters import ParameterStore
+from vorox.models.optimizer_groups import ORTHOGONAL
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5

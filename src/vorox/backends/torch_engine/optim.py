@@ -16,9 +16,10 @@ from torch import Tensor
 
 from vorox.backends.torch_engine import muon
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.parameters import DECAYED, ORTHOGONAL, PLAIN, ParameterStore
+from vorox.backends.torch_engine.parameters import ParameterStore
 from vorox.core.schema import RunConfig
 from vorox.core.schema.runtime import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
+from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN
 
 GROWTH_INTERVAL_STEPS = 2000
 """fp16: after so many finite steps in a row the loss scale doubles; a step that is not finite halves it."""

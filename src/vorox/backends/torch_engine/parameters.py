@@ -16,13 +16,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, optimizer_group
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 ALIGNMENT_ELEMENTS = 16
 """Parameters start at multiples of 64 bytes, the width of a cache line and of the widest vectors."""
-
-DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
-"""Groups: AdamW with and without weight decay, and the matrices that Muon updates."""
 
 _FUSED = {
     "attention.query": "attention.qkv",
@@ -61,7 +59,7 @@ class ParameterStore:
         shapes: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0}
         for fused_name, parts in _fused_parts(spec).items():
-            group = _group(parts[0], muon=muon, decay_embeddings=decay_embeddings)
+            group = optimizer_group(parts[0], muon=muon, decay_embeddings=decay_embeddings)
             start = sizes[group]
             shapes[fused_name] = (group, start, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
             for part in parts:
@@ -108,10 +106,3 @@ def module_name(name: str, *, gated: bool) -> str:
         if stem.endswith("." + part) and (gated or not part.startswith("mlp")):
             return f"{stem.removesuffix(part)}{fused}.{kind}"
     return name
-
-
-def _group(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> str:
-    if muon and parameter.kind == "matrix":
-        return ORTHOGONAL
-    exempt = parameter.kind == "embedding" and not decay_embeddings
-    return DECAYED if parameter.decay and not exempt else PLAIN

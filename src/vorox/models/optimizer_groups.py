@@ -1,0 +1,20 @@
+"""Optimizer groups: which parameters get weight decay, and which are updated by Muon. One rule for both engines."""
+
+from __future__ import annotations
+
+from vorox.models.spec import ParameterSpec
+
+DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
+"""AdamW with and without weight decay, and the matrices that Muon updates."""
+
+
+def optimizer_group(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> str:
+    """Return the group of a parameter.
+
+    Norms and biases are never decayed (``ParameterSpec.decay``), embeddings only if ``optimizer.decay_embeddings`` is
+    set. Muon updates the matrices of the blocks, embeddings and head excluded (``ParameterSpec.kind``).
+    """
+    if muon and parameter.kind == "matrix":
+        return ORTHOGONAL
+    exempt = parameter.kind == "embedding" and not decay_embeddings
+    return DECAYED if parameter.decay and not exempt else PLAIN
