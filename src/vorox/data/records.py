@@ -1,7 +1,7 @@
-"""What passes from the caches to the loader: blocks of packed rows, and the shape of who reads them.
+"""The interface between caches and the loader: blocks of packed rows, and the protocols of their readers.
 
 A *row* is ``row_tokens`` stored token ids (sequence length plus one): its segments one after the other, then padding.
-A *segment* is a fragment of one document. The reader fills blocks, verified; the loader turns them into batches.
+A *segment* is a fragment of one document. Readers return verified blocks; the loader turns them into batches.
 
 Shape legend: N rows of the block, C stored tokens of a row.
 """
@@ -21,14 +21,14 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows in the order in which they were asked for.
+    """Rows in the order in which they were requested.
 
     Row ``i`` has the segments ``row_ptr[i]:row_ptr[i + 1]`` of the flat segment arrays, in row order and without gaps;
-    whatever is left of the row after them is padding.
+    the rest of the row is padding.
 
     Attributes:
         tokens_NC: Stored token ids, uint16 or uint32, ``[N, row_tokens]``.
-        row_ptr: Where each row's segments start, int64 ``[N + 1]``.
+        row_ptr: Index of each row's first segment, int64 ``[N + 1]``.
         segment_lengths: Tokens of each segment, int32, at least 1.
         segment_document_offsets: Token offset of each segment in its document, int32: 0 where a document starts.
     """
@@ -84,7 +84,7 @@ class RowReader(Protocol):
 
 
 class GrowingReader(RowReader, Protocol):
-    """A cache that may still be being built. It sees what was committed when it was made."""
+    """A cache that may still be growing. It sees what was committed when it was opened."""
 
     @property
     def is_building(self) -> bool:
@@ -101,9 +101,9 @@ class GrowingReader(RowReader, Protocol):
         ...
 
     def refreshed(self, *, awaited_units: int = 0) -> GrowingReader:
-        """A reader of what is committed by now.
+        """Return a reader of what is committed by now.
 
         Args:
-            awaited_units: The asker waits for all units below this one; for caches that are built on demand.
+            awaited_units: The caller waits for all units below this one; for caches that are built on demand.
         """
         ...

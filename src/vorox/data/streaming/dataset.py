@@ -33,27 +33,27 @@ _STATE_VERSION = 1
 
 
 class RemoteIterableDataset:
-    """Iterate to read. Files and threads are opened by an iterator and closed with it; the dataset can be pickled.
+    """An iterable dataset over streamed text. An iterator opens files and threads and closes them; it can be pickled.
 
     Args:
-        data: A run's configuration; or where the text is: a location, several, or a mapping of source names to
+        data: A run's configuration; or the location of the text: one, several, or a mapping of source names to
             locations or to settings as under ``data.sources``.
         tokenizer: A ``tokenizer.json``, or ``byte``. None: that of the configuration.
         sequence_length_tokens: Positions of a sample. None: those of the configuration, or 1,024.
         weights: Share of each source by name, exact. None: those of the configuration, or equal ones.
         transforms: Functions that filter or change documents, as under ``data.transforms``.
-        seed: Decides the order. None: that of the configuration.
+        seed: Seed of the order. None: that of the configuration.
         shuffle: Whether rows are permuted. None: as the configuration says, or yes.
         shuffle_buffer_rows: About how many rows are permuted together, in whole units. None: ``data.growth``.
         prefetch_samples: Samples kept ready by a thread; 0 makes each when it is asked for.
-        metadata: Whether samples say where they come from.
-        epochs: End before a source would be passed over so often and once more. None: never end.
-        rank: Which share of the samples to give.
-        world_size: Of how many.
-        cache_directory: Where chunks and the record of units lie. None: as the configuration says.
-        retention_bytes: What chunks may take on disk. None: as the configuration says.
-        unit_bytes: Text that is built as a whole. None: as the configuration says, or 8 MiB.
-        on_progress: Told what is prepared.
+        metadata: Whether samples name their documents.
+        epochs: Passes over a source after which the samples end. None: never end.
+        rank: Rank of this process; it reads every ``world_size``-th sample.
+        world_size: Number of ranks.
+        cache_directory: Directory of chunks and of the record of units. None: as the configuration says.
+        retention_bytes: Disk budget of the chunks. None: as the configuration says.
+        unit_bytes: Text of a unit. None: as the configuration says, or 8 MiB.
+        on_progress: Called with what is being prepared.
 
     Raises:
         ConfigError: The arguments contradict each other.
@@ -97,7 +97,7 @@ class RemoteIterableDataset:
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Sample]:
-        """Samples from the state that was loaded last on, or from the first."""
+        """Yield samples from the loaded state on, or from the first."""
         self._position = start = self._start
         for position, sample in self.samples(start, Share(self.rank, self.world_size)):
             self._position = position - self.rank + self.world_size
@@ -125,9 +125,9 @@ class RemoteIterableDataset:
                 yield from block
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iterator stands: all that it takes to go on from there, at any number of ranks.
+        """Return the position of the latest iterator: all it takes to resume there, at any number of ranks.
 
-        Every rank must have taken as many samples as the others.
+        Every rank must have read as many samples as the others.
         """
         if self._position == self._start or self._plan is None:
             return self.start_state
@@ -135,14 +135,14 @@ class RemoteIterableDataset:
 
     @property
     def start_state(self) -> dict[str, Any]:
-        """The state that the next iterator begins from."""
+        """The state that the next iterator starts from."""
         return {"v": _STATE_VERSION, "position": self._start, "seed": self.config.run.seed, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterator go on from a state.
+        """Resume the next iterator from a state.
 
         Raises:
-            DataError: It is not the state of such a dataset, or of one of another seed.
+            DataError: It is not the state of such a dataset, or has another seed.
         """
         known = isinstance(state.get("position"), int) and isinstance(state.get("order"), str)
         if state.get("v") != _STATE_VERSION or not known:
@@ -156,18 +156,18 @@ class RemoteIterableDataset:
         self._order = str(state["order"])
 
     def as_torch(self, *, batch_size: int = 1) -> TorchStream:
-        """The same as a ``torch.utils.data.IterableDataset`` of tensors.
+        """Return this dataset as a ``torch.utils.data.IterableDataset`` of tensors.
 
         Args:
-            batch_size: That of the ``DataLoader``: workers take turns of so many samples, so that batches come in one
-                order with any number of workers. 1 for a loader without batching, whose items are samples.
+            batch_size: That of the ``DataLoader``: workers take turns of so many samples, so batches come in one order
+                for any number of workers. 1 for a loader without batching, whose items are samples.
         """
         from vorox.data.streaming.torch_adapter import TorchStream
 
         return TorchStream(self, batch_size=batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is open: another process opens its own."""
+        """Drop what is open: another process opens its own."""
         return {**self.__dict__, "_plan": None, "_on_progress": None}
 
     def _check_order(self, source: RowSource) -> None:

@@ -1,8 +1,8 @@
 """``RemoteIterableDataset`` as a ``torch.utils.data.IterableDataset``. The only module of data/ that imports torch.
 
-Samples become dictionaries of int64 tensors, which the default collation stacks; ``metadata``, asked for, is a JSON
-text. The workers of a ``DataLoader`` take turns, so that its items come in one order whatever their number. Invariant:
-the items of a loader are those that the dataset itself gives, in that order.
+Samples become dictionaries of int64 tensors, which the default collate function stacks; ``metadata`` becomes JSON text.
+The workers of a ``DataLoader`` take turns, so its items come in one order for any number of workers. Invariant: the
+items of a loader are those of the dataset itself, in that order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ else:
 
 
 class TorchStream(_Base):
-    """Made by ``RemoteIterableDataset.as_torch``.
+    """A ``RemoteIterableDataset`` for a ``DataLoader``; made by ``as_torch``.
 
-    It goes on from the state that the dataset has loaded. Inside a worker, ``state_dict`` is that of the worker, as a
-    stateful loader collects them; ``state_after`` is the state of all of them together, which any number of workers
-    can go on from.
+    It resumes from the state that the dataset has loaded. Inside a worker, ``state_dict`` is that of the worker, for
+    loaders that collect them; ``state_after`` is the state of all workers together, which any number of workers can
+    resume from.
 
     Args:
-        dataset: What to read.
-        batch_size: Samples that a worker takes at a time.
+        dataset: The dataset to read.
+        batch_size: Samples that a worker reads per turn.
     """
 
     def __init__(self, dataset: SampleStream, *, batch_size: int = 1) -> None:
@@ -49,7 +49,7 @@ class TorchStream(_Base):
         if self._taken and self._workers != workers:
             raise ConfigError(
                 f"the state is that of one of {self._workers} workers, there are {workers}", where="DataLoader",
-                hint="keep their number, or go on from state_after, which fits any number",
+                hint="keep their number, or resume from state_after, which fits any number",
             )  # fmt: skip
         self._workers = workers
         dataset = self.dataset
@@ -61,16 +61,16 @@ class TorchStream(_Base):
         self._taken = 0
 
     def state_after(self, num_samples: int) -> dict[str, Any]:
-        """The state for ``RemoteIterableDataset.load_state_dict`` when so many samples were taken from the loader."""
+        """Return the state of the dataset after ``num_samples`` samples of the loader."""
         start = self.dataset.start_state
         return {**start, "position": start["position"] + num_samples * self.dataset.world_size, "order": ""}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process stands: the one worker that it is, or the whole without workers."""
+        """Return the state of this process: of its one worker, or of everything without workers."""
         return {"v": _STATE_VERSION, "taken": self._taken, "workers": self._workers, "start": self.dataset.start_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterator go on from a state of ``state_dict``.
+        """Resume the next iterator from a state of ``state_dict``.
 
         Raises:
             DataError: It is not such a state.
