@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-TRAINING = ("vorox.cli.train", "vorox.cli.progress", "vorox.cli.last_screen", "vorox.run", "vorox.training.replay")
+TRAINING = ("vorox.cli.train", "vorox.cli.progress", "vorox.cli.summary", "vorox.run", "vorox.training.replay")
 ENGINES = {"torch": "vorox.backends.torch_engine.engine", "jax": "vorox.backends.jax_engine.engine"}
 _LONGEST_REQUEST_BYTES = 1 << 16
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tiny_runs
-from vorox.cli import main, quantities
+from vorox.cli import humanize, main
 from vorox.core.run_lookup import run_attempts, run_directories
 from vorox.training.checkpoint_store import step_directories
 
@@ -287,7 +287,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(vorox: Run, prepare
     expected = {"embedding": 257 * 16, "norm": 3 * 16, "matrix": 4 * 16 * 16 + 3 * 64 * 16}
     for kind, number in {**expected, "all": sum(expected.values())}.items():
         assert any(line.split()[:2] == [kind, f"{number:,}"] for line in out.splitlines()), kind
-    assert quantities.count(6 * (257 * 16 + expected["matrix"]) + 12 * 16 * 16) in out
+    assert humanize.count(6 * (257 * 16 + expected["matrix"]) + 12 * 16 * 16) in out
     assert "memory" in lines
 
 

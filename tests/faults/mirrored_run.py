@@ -29,7 +29,7 @@ def main() -> None:
         if batch.step in {4, 8}:
             (name,) = [path.name for path in Path(config.run.directory).iterdir()]
             place = f"{config.checkpoint.mirror}/{name}"
-            wait_until(lambda: batch.step in {entry.step for entry in contents_of(place).line()}, 120)
+            wait_until(lambda: batch.step in {entry.step for entry in contents_of(place).lineage()}, 120)
         return original(self, batch, **kwargs)
 
     patch.setattr(NumpyEngine, "train_step", train_step)

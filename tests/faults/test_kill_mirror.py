@@ -80,7 +80,7 @@ def test_killed_in_the_middle_of_an_upload(
         process = None
         (name,) = [path.name for path in (tmp_path / "first" / "runs").iterdir()]
         shutil.rmtree(tmp_path / "first")
-        whole = [entry.step for entry in contents_of(f"{mirror}/{name}").line()]
+        whole = [entry.step for entry in contents_of(f"{mirror}/{name}").lineage()]
         assert max(whole) == goes_on_from
         second = start(tmp_path / "second", text, mirror)
         assert second.wait(300) == 0

@@ -106,7 +106,7 @@ def test_trains_resumes_and_mirrors(
     assert read_chain(outcome.run_directory) == expected
     assert outcome.fingerprint == straight.fingerprint
     assert outcome.eval_losses == straight.eval_losses
-    line = contents_of(f"gs://runs/mirror/{directory.name}").line()
+    line = contents_of(f"gs://runs/mirror/{directory.name}").lineage()
     assert [entry.step for entry in line] == [8, 6]
     assert replay(outcome.run_directory, make_workload).is_exact
 

@@ -83,7 +83,7 @@ def only_run(config: RunConfig) -> Path:
 
 
 def mirrored_steps(mirror: str, config: RunConfig) -> list[int]:
-    return [entry.step for entry in contents_of(f"{mirror}/{only_run(config).name}").line()]
+    return [entry.step for entry in contents_of(f"{mirror}/{only_run(config).name}").lineage()]
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_a_finished_run_is_in_the_mirror_and_another_machine_goes_on(
     monkeypatch.undo()
     use_numpy_engine(monkeypatch)
     held = contents_of(f"{mirror}/{only_run(first).name}")
-    assert [entry.claim for entry in held.line()] == [1, 1]
+    assert [entry.fencing_token for entry in held.lineage()] == [1, 1]
     shutil.rmtree(tmp_path / "first")
 
     second = on_machine(tmp_path / "second", mirror)
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_loudly(
     first = on_machine(tmp_path / "first", mirror)
     run(first)
     name = only_run(first).name
-    newest, older = contents_of(f"{mirror}/{name}").line()
+    newest, older = contents_of(f"{mirror}/{name}").lineage()
     arrays = max(newest.files.values(), key=lambda file: (not file.uri.endswith(".json"), file.size_bytes))
     flip(arrays.uri)
     said: list[str] = []
@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_loudly(
     assert chain_of(outcome.run_directory) == straight
     assert any("damaged" in text and newest.name in text for text in said)
     assert any(f"Brought step {older.step}" in text for text in said)
-    for entry in contents_of(f"{mirror}/{name}").line():  # and a record that is damaged, or gone
+    for entry in contents_of(f"{mirror}/{name}").lineage():  # and a record that is damaged, or gone
         record = entry.record
         assert record is not None
         flip(record["chain.jsonl"].uri) if entry.step == 12 else remove_object(record["plan.jsonl"].uri)
@@ -255,13 +255,13 @@ def test_an_upload_that_was_cut_is_no_checkpoint(
     first = on_machine(tmp_path / "first", mirror)
     run(first)
     folder = f"{mirror}/{only_run(first).name}"
-    newest = contents_of(folder).line()[0]
+    newest = contents_of(folder).lineage()[0]
     remove_object(newest.files[MANIFEST_NAME].uri)
     shutil.rmtree(tmp_path / "first")
     second = on_machine(tmp_path / "second", mirror)
     assert chain_of(run(second).run_directory) == straight
     held = contents_of(folder)
-    assert [(entry.step, entry.claim) for entry in held.checkpoints] == [(8, 1), (12, 2)]
+    assert [(entry.step, entry.fencing_token) for entry in held.checkpoints] == [(8, 1), (12, 2)]
 
 
 def test_a_second_process_is_refused_and_a_silent_one_is_succeeded(
@@ -295,7 +295,7 @@ def test_an_owner_that_lost_the_mirror_goes_on_and_cannot_touch_it(
     def take_over() -> None:
         wait_until(lambda: mirrored_steps(mirror, config) == [4], 60)
         monkeypatch.setattr(owner, "_is_dead", lambda holder: True)
-        ownership, found = owner.claim(f"{mirror}/{only_run(config).name}", lambda *_: None)
+        ownership, found = owner.acquire(f"{mirror}/{only_run(config).name}", lambda *_: None)
         taken.append((ownership, {entry.name: dict(entry.files) for entry in found.checkpoints}))
 
     at_step(monkeypatch, 6, take_over)
@@ -306,9 +306,11 @@ def test_an_owner_that_lost_the_mirror_goes_on_and_cannot_touch_it(
     ownership.release(5)
     assert not ownership.lost
     after = contents_of(f"{mirror}/{only_run(config).name}")
-    assert ownership.claim == 2
+    assert ownership.fencing_token == 2
     assert {entry.name: dict(entry.files) for entry in after.checkpoints if entry.name in before} == before
-    assert [(entry.step, entry.claim) for entry in after.line()] == [(4, 1)], "nothing that it wrote since counts"
+    assert [(entry.step, entry.fencing_token) for entry in after.lineage()] == [(4, 1)], (
+        "nothing that it wrote since counts"
+    )
     assert len(events(outcome.run_directory, "mirror_lost")) == 1
 
 
@@ -317,19 +319,19 @@ def test_a_silent_owner_is_succeeded_when_the_lease_is_over(mirror: str, monkeyp
     monkeypatch.setattr(owner, "LEASE_SECONDS", 3000.0)
     monkeypatch.setattr(owner, "_POLL_SECONDS", 1000.0)
     monkeypatch.setattr(owner, "_is_dead", lambda holder: False)
-    first, _ = owner.claim(f"{mirror}/run", lambda *_: None)
+    first, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
     slept: list[float] = []
     said: list[str] = []
-    second, _ = owner.claim(f"{mirror}/run", lambda text, level="info": said.append(text), sleep=slept.append)
+    second, _ = owner.acquire(f"{mirror}/run", lambda text, level="info": said.append(text), sleep=slept.append)
     assert 2000 < sum(slept) <= 3000
     assert "was in use by process" in said[0]
-    assert (first.claim, second.claim) == (1, 2)
+    assert (first.fencing_token, second.fencing_token) == (1, 2)
     first.confirm()
     second.confirm()
     assert (first.lost, second.lost) == (True, False)
     second.release(5)
-    third, _ = owner.claim(f"{mirror}/run", lambda *_: None, sleep=slept.append)
-    assert third.claim == 3
+    third, _ = owner.acquire(f"{mirror}/run", lambda *_: None, sleep=slept.append)
+    assert third.fencing_token == 3
     assert sum(slept) <= 3000, "an owner that let go is not waited for"
     third.release(5)
     first.release(5)
@@ -355,14 +357,14 @@ def test_an_owner_is_named_though_its_record_changes_while_it_is_read(
 
     monkeypatch.setattr(owner, "Ownership", lose)
     with pytest.raises(ConfigError, match="in use by process"):
-        owner.claim(f"{mirror}/run", lambda *_: None)
+        owner.acquire(f"{mirror}/run", lambda *_: None)
     winner[0].release(5)
 
 
 def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store took it and went away; the owner, which knows the version before it, has not lost the mirror."""
     monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
-    ownership, _ = owner.claim(f"{mirror}/run", lambda *_: None)
+    ownership, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
 
     def put_and_lose(data: bytes, uri: str, *, over: Any) -> StoredFile:
         put_bytes(data, uri, over=over)
@@ -376,7 +378,7 @@ def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: 
     ownership.confirm()
     assert not ownership.lost
     monkeypatch.setattr(owner, "_is_dead", lambda holder: True)
-    successor, _ = owner.claim(f"{mirror}/run", lambda *_: None)
+    successor, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
     ownership.confirm()
     assert ownership.lost
     successor.release(5)
@@ -429,7 +431,7 @@ def test_never_begins_a_run_of_its_own(mirror: str, tmp_path: Path) -> None:
     second = on_machine(tmp_path / "second", mirror)
     outcome = run(second, resume_from="never")
     assert outcome.run_directory.name == f"{only_run(first).name}-2"
-    assert contents_of(f"{mirror}/{outcome.run_directory.name}").line()
+    assert contents_of(f"{mirror}/{outcome.run_directory.name}").lineage()
     third = on_machine(tmp_path / "third", mirror)
     assert run(third).run_directory.name == outcome.run_directory.name
 
@@ -505,7 +507,7 @@ def test_the_commands_know_the_mirror(
     second, third = (tmp_path / other / "runs" for other in ("second", "third"))
     assert main(["train", "--resume", there, f"run.directory={second}"]) == 0
     assert chain_of(second / name) == straight
-    step = contents_of(there).line()[-1]
+    step = contents_of(there).lineage()[-1]
     command = ["train", "--resume", f"{there}/checkpoints/{step.name}", f"run.directory={third}"]
     assert main([*command, "--dry-run"]) == 2
     assert not third.exists()
@@ -515,7 +517,7 @@ def test_the_commands_know_the_mirror(
 
     assert main(["runs", "remove", name, "--root", root, "--yes"]) == 0
     assert f"mirror {there} stays" in capsys.readouterr().out
-    assert contents_of(there).line()
+    assert contents_of(there).lineage()
     assert main(["runs", "remove", name, "--root", str(second), "--yes", "--mirror"]) == 0
     assert list_objects(there) == []
     assert main(["train", "--resume", there, f"run.directory={tmp_path / 'fourth'}"]) == 2
@@ -525,7 +527,7 @@ def test_weights_from_a_store(mirror: str, tmp_path: Path) -> None:
     first = on_machine(tmp_path / "first", mirror)
     outcome = run(first)
     place = f"{mirror}/{only_run(first).name}"
-    newest = contents_of(place).line()[0]
+    newest = contents_of(place).lineage()[0]
     for number, uri in enumerate([place, f"{place}/checkpoints/{newest.name}"]):
         directory = tmp_path / f"other{number}"
         config = on_machine(directory, None, f"train.from_weights={uri}", "train.from_optimizer=true")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
 from vorox.core.counted import counted
 
@@ -62,8 +62,8 @@ def _print_mirror(mirror: Contents | str) -> None:
         [
             str(entry["name"]),
             str(entry["state"]),
-            quantities.size(entry["size_bytes"]),
-            quantities.UNKNOWN if entry["saved_at"] is None else quantities.duration(time.time() - entry["saved_at"]),
+            humanize.size(entry["size_bytes"]),
+            humanize.UNKNOWN if entry["saved_at"] is None else humanize.duration(time.time() - entry["saved_at"]),
         ]
         for entry in _mirror_json(mirror)
     ]
@@ -77,7 +77,7 @@ def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
     ``abandoned`` (of a line of work that the run left)."""
     if isinstance(mirror, str):
         return [{"mirror": mirror, "state": "unknown"}]
-    line = {entry.name for entry in mirror.line()}
+    line = {entry.name for entry in mirror.lineage()}
     return [
         {
             "mirror": mirror.uri,
@@ -162,7 +162,7 @@ def remove(
     confirm(f"Remove checkpoints {', '.join(names)} of {directory.name}?", yes=yes)
     removed = remove_checkpoints(directory, names, force=force)
     size_bytes = sum(entry.size_bytes for entry in removed)
-    typer.echo(f"Removed {', '.join(entry.name for entry in removed)}: {quantities.size(size_bytes)} are free.")
+    typer.echo(f"Removed {', '.join(entry.name for entry in removed)}: {humanize.size(size_bytes)} are free.")
 
 
 @app.command()
@@ -200,7 +200,7 @@ def save(
             )
         if time.monotonic() > deadline:
             raise StalledError(
-                f"no checkpoint after {quantities.duration(wait_seconds)}; the request stands",
+                f"no checkpoint after {humanize.duration(wait_seconds)}; the request stands",
                 where=f"{directory}, {holder}",
                 hint="wait longer with --wait, or see what the run is doing: vorox runs show",
             )
@@ -220,10 +220,10 @@ def _print(found: list[CheckpointSummary], as_json: bool) -> None:
         [
             entry.name,
             entry.state,
-            quantities.number(entry.eval_loss, 4),
-            quantities.size(entry.size_bytes),
-            quantities.UNKNOWN if entry.saved_at is None else quantities.duration(time.time() - entry.saved_at),
-            str(entry.metadata.get("fingerprint", quantities.UNKNOWN))[:16],
+            humanize.number(entry.eval_loss, 4),
+            humanize.size(entry.size_bytes),
+            humanize.UNKNOWN if entry.saved_at is None else humanize.duration(time.time() - entry.saved_at),
+            str(entry.metadata.get("fingerprint", humanize.UNKNOWN))[:16],
             entry.problem,
         ]
         for entry in found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -40,12 +40,12 @@ def disk_lines(
     free, cache_free = free_bytes(directory), free_bytes(cache_root)
     is_shared = _device(directory) == _device(cache_root)
     yield (
-        f"disk           checkpoints {room.most:,} x {quantities.size(room.checkpoint_bytes)} at once, "
-        f"{quantities.size(room.needed_bytes)} to come; {quantities.size(free)} free"
+        f"disk           checkpoints {room.most:,} x {humanize.size(room.checkpoint_bytes)} at once, "
+        f"{humanize.size(room.needed_bytes)} to come; {humanize.size(free)} free"
     )
     if cache_bytes:
-        at = "" if is_shared else f"; {quantities.size(cache_free)} free"
-        yield f"               caches about {quantities.size(cache_bytes)} to come in {cache_root}{at}"
+        at = "" if is_shared else f"; {humanize.size(cache_free)} free"
+        yield f"               caches about {humanize.size(cache_bytes)} to come in {cache_root}{at}"
     if free < room.needed_bytes:
         raise too_little_room(room, free, directory)
     needed = cache_bytes + (room.needed_bytes if is_shared else 0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.disk_plan import disk_lines
 from vorox.core.counted import counted
 
@@ -194,7 +194,7 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     from vorox.core.config.own_text import expected_ids
 
     for source in (*text.listed.train, *text.listed.validation):
-        size = quantities.size(source.size_bytes)
+        size = humanize.size(source.size_bytes)
         files = counted(len(source.files), "file")
         yield f"data           {source.config.name}: {files}, {size} ({source.config.format})"
     for note in text.listed.notes:
@@ -212,7 +212,7 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     for cache in text.caches:
         state = f"ready, {counted(cache.rows, 'row')}" if cache.rows is not None else "to be built"
         if config.data.mode == "streaming" and cache.name.endswith(" train"):
-            kept = quantities.size(config.data.streaming.retention_bytes)
+            kept = humanize.size(config.data.streaming.retention_bytes)
             state = f"built while it is read, at most {kept} kept"
         yield f"cache          {cache.name}: {state}"
 
@@ -234,9 +234,9 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     width = max(len(kind) for kind in by_kind)
     for kind, number in by_kind.items():
         yield f"                 {kind:<{width}}  {number:>15,}"
-    yield f"                 {'all':<{width}}  {spec.num_parameters:>15,}  ({quantities.count(spec.num_parameters)})"
+    yield f"                 {'all':<{width}}  {spec.num_parameters:>15,}  ({humanize.count(spec.num_parameters)})"
     flops = flops_per_token(spec, config.data.sequence_length_tokens)
-    yield f"               {quantities.count(flops)} FLOPs per token, forward and backward"
+    yield f"               {humanize.count(flops)} FLOPs per token, forward and backward"
 
 
 def _batch_lines(config: RunConfig) -> Iterator[str]:
@@ -274,16 +274,14 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     tokens = length.total_steps * length.tokens_per_step
     passes = tokens / max(1.0, text.num_train_tokens)
     yield (
-        f"length         {about}{counted(length.total_steps, 'step')}, {quantities.count(tokens)} tokens, "
+        f"length         {about}{counted(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "
         f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; "
         f"warm-up {counted(length.warmup_steps, 'step')}"
     )
     for warning in length.warnings(text.num_train_tokens):
         yield f"               note: {warning}"
     saves = [_every(config.checkpoint.every_steps)] if config.checkpoint.every_steps else []
-    saves += (
-        [f"every {quantities.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
-    )
+    saves += [f"every {humanize.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
     saves += ["at the end"] if config.checkpoint.at_end else []
     validations = [_every(config.eval.every_steps)] if config.eval.every_steps else []
     validations += ["at the end"] if config.eval.at_end else []
@@ -332,8 +330,8 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     }
     total_bytes = estimate.total_bytes_on(device)
     available = psutil.virtual_memory().total
-    against = f" of {quantities.size(available)}" if device == "cpu" else ""
-    detail = ", ".join(f"{name} {quantities.size(value)}" for name, value in parts.items() if value)
-    yield f"memory         about {quantities.size(total_bytes)}{against}: {detail}"
+    against = f" of {humanize.size(available)}" if device == "cpu" else ""
+    detail = ", ".join(f"{name} {humanize.size(value)}" for name, value in parts.items() if value)
+    yield f"memory         about {humanize.size(total_bytes)}{against}: {detail}"
     if device == "cpu":
         check_host_memory(spec, config, available)

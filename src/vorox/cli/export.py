@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
 
 _CHECKED_IN_FP32 = ["precision.dtype=fp32", "precision.matmul=ieee", "runtime.compile=false", "runtime.device=cpu"]
@@ -46,8 +46,8 @@ def export(
         return
     there = "was there already" if done.existed else "written"
     typer.echo(
-        f"{done.path}: step {done.step:,}, {quantities.count(done.num_parameters)} parameters, {done.dtype}, "
-        f"{quantities.size(done.size_bytes)}, {there}"
+        f"{done.path}: step {done.step:,}, {humanize.count(done.num_parameters)} parameters, {done.dtype}, "
+        f"{humanize.size(done.size_bytes)}, {there}"
     )
     found = done.comparison
     if found is not None:

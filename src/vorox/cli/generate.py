@@ -35,7 +35,7 @@ def generate(
 ) -> None:
     """Continue texts. The same run, prompt and seed give the same text."""
     from vorox.api.model import find_model
-    from vorox.cli.quantities import printable
+    from vorox.cli.humanize import printable
     from vorox.core.errors import ConfigError
     from vorox.training.sampling import complete
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from vorox.cli.quantities import count, duration, eta, percent, printable
+from vorox.cli.humanize import count, duration, eta, percent, printable
 from vorox.core.counted import counted
 
 _QUIET_SECONDS = 0.5

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from vorox.cli.quantities import count, duration, eta, number, percent, printable, size, small, speed
+from vorox.cli.humanize import count, duration, eta, number, percent, printable, size, small, speed
 from vorox.training.display import Display, Level, NoDisplay, StepView
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table, print_wrapped
 from vorox.core.counted import counted
 
@@ -38,12 +38,12 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
         [
             run.run_id,
             run.state,
-            f"{run.step:,}/{quantities.UNKNOWN if run.total_steps is None else format(run.total_steps, ',')}",
-            quantities.number(run.loss),
-            quantities.number(run.eval_loss),
-            quantities.UNKNOWN if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
-            quantities.size(run.size_bytes),
-            quantities.duration(time.time() - run.changed_at),
+            f"{run.step:,}/{humanize.UNKNOWN if run.total_steps is None else format(run.total_steps, ',')}",
+            humanize.number(run.loss),
+            humanize.number(run.eval_loss),
+            humanize.UNKNOWN if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
+            humanize.size(run.size_bytes),
+            humanize.duration(time.time() - run.changed_at),
         ]
         for run in runs
     ]
@@ -83,20 +83,20 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
 
 
 def _head_lines(run: RunSummary) -> list[str]:
-    total = quantities.UNKNOWN if run.total_steps is None else f"{run.total_steps:,}"
+    total = humanize.UNKNOWN if run.total_steps is None else f"{run.total_steps:,}"
     lines = [
         run.run_id,
         f"  state      {run.state}" + (f" ({run.holder})" if run.holder else ""),
         f"  step       {run.step:,} of {total}",
-        f"  loss       {quantities.number(run.loss)}, validation {quantities.number(run.eval_loss)}",
-        f"  directory  {run.directory}  ({quantities.size(run.size_bytes)})",
+        f"  loss       {humanize.number(run.loss)}, validation {humanize.number(run.eval_loss)}",
+        f"  directory  {run.directory}  ({humanize.size(run.size_bytes)})",
     ]
     if run.failure is not None and run.state != "running":
         lines += [
             f"  failure    {run.failure.get('what', '')}  [exit {run.failure.get('exit_code', '')}]",
-            f"    where    {run.failure.get('where') or quantities.UNKNOWN}",
-            f"    saved    {run.failure.get('saved') or quantities.UNKNOWN}",
-            f"    do       {run.failure.get('hint') or quantities.UNKNOWN}",
+            f"    where    {run.failure.get('where') or humanize.UNKNOWN}",
+            f"    saved    {run.failure.get('saved') or humanize.UNKNOWN}",
+            f"    do       {run.failure.get('hint') or humanize.UNKNOWN}",
         ]
     return lines
 
@@ -126,12 +126,12 @@ def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
     rows = [
         [
             f"{step:,}",
-            quantities.number(metrics[step].get("loss")),
-            quantities.number(metrics[step].get("eval/loss"), 4),
-            quantities.number(metrics[step].get("eval/bits_per_byte"), 3),
-            quantities.small(metrics[step].get("learning_rate")),
-            quantities.small(metrics[step].get("grad_norm")),
-            quantities.count(metrics[step].get("tokens_per_second")),
+            humanize.number(metrics[step].get("loss")),
+            humanize.number(metrics[step].get("eval/loss"), 4),
+            humanize.number(metrics[step].get("eval/bits_per_byte"), 3),
+            humanize.small(metrics[step].get("learning_rate")),
+            humanize.small(metrics[step].get("grad_norm")),
+            humanize.count(metrics[step].get("tokens_per_second")),
         ]
         for step in chosen
     ]
@@ -186,14 +186,14 @@ def compare(
 
 def _last(name: str, found: tuple[int, float] | None) -> str:
     if found is None:
-        return quantities.UNKNOWN
+        return humanize.UNKNOWN
     if name.endswith("_bytes"):
-        return quantities.size(found[1])
-    return quantities.count(found[1]) if 1e4 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
+        return humanize.size(found[1])
+    return humanize.count(found[1]) if 1e4 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
 
 
 def _best(name: str, found: tuple[int, float] | None) -> str:
-    return quantities.UNKNOWN if found is None else f"{_last(name, found)} @{found[0]:,}"
+    return humanize.UNKNOWN if found is None else f"{_last(name, found)} @{found[0]:,}"
 
 
 def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def remove(
         uri = mirror_of(run.directory) if mirror else None
         if mirror and uri is None:
             raise ConfigError(f"{run.run_id} has no mirror", where="--mirror", hint="leave --mirror out")
-        what = f"{run.run_id} (step {run.step:,}, {quantities.size(run.size_bytes)})"
+        what = f"{run.run_id} (step {run.step:,}, {humanize.size(run.size_bytes)})"
         lines.append(what + (f" and its mirror {uri}" if uri else ""))
     if not any(run.state == "running" for run in chosen.values()):  # its holder refuses one, not a question
         confirm(
@@ -280,15 +280,13 @@ def _remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
         if uri is not None:
             held = f"Its mirror {uri} stays (--mirror removes it)."
             if mirror:
-                held = f"Its mirror held {quantities.size(remove_mirror(uri))}, which are gone as well."
+                held = f"Its mirror held {humanize.size(remove_mirror(uri))}, which are gone as well."
             notes.append(held)
         if not keep_metadata:
             notes.append(forget_run(run.directory))
 
     size_bytes = remove_run(run.directory, first=first)
-    typer.echo(
-        f"Removed {run.run_id}: {quantities.size(size_bytes)} are free. {' '.join(filter(None, notes))}".rstrip()
-    )
+    typer.echo(f"Removed {run.run_id}: {humanize.size(size_bytes)} are free. {' '.join(filter(None, notes))}".rstrip())
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:

@@ -241,9 +241,9 @@ def _run(
     command: Sequence[str],
     named_keys: Sequence[str],
 ) -> None:
-    from vorox.cli.last_screen import last_screen
     from vorox.cli.preparation import PreparationDisplay
     from vorox.cli.progress import open_display
+    from vorox.cli.summary import summary_lines
     from vorox.core.config.own_text import expected_ids
     from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
@@ -273,7 +273,7 @@ def _run(
         )
     finally:
         display.close()
-    for line in last_screen(outcome) if outcome.is_main else ():
+    for line in summary_lines(outcome) if outcome.is_main else ():
         typer.echo(line)
 
 

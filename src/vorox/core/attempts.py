@@ -40,14 +40,14 @@ class Attempt:
 
     Attributes:
         number: Number of the attempt, from 1.
-        first_state: Finished steps of the state that it began from; its first step is the one after.
+        start_step: Finished steps of the state that it began from; its first step is the one after.
         first_position: Position in the data of that state.
-        last_step: The last step that it started; ``first_state`` if none.
+        last_step: The last step that it started; ``start_step`` if none.
         saved_step: The last state that it began from or saved.
     """
 
     number: int
-    first_state: int
+    start_step: int
     first_position: int
     last_step: int
     saved_step: int
@@ -79,21 +79,21 @@ class AttemptRecord:
     Args:
         run_directory: The run; this process holds its lock.
         number: Number of the attempt. A higher one is taken if the file has it already.
-        first_state: Finished steps of the state that the process begins from.
+        start_step: Finished steps of the state that the process begins from.
         first_position: Position in the data of that state.
 
     Raises:
         OSError: The file cannot be written.
     """
 
-    def __init__(self, run_directory: Path, number: int, first_state: int, first_position: int) -> None:
+    def __init__(self, run_directory: Path, number: int, start_step: int, first_position: int) -> None:
         path = RunLayout(run_directory).attempts
         before = read_attempts(run_directory)
         if path.exists() and path.stat().st_size > len(before) * _RECORD_BYTES:
             atomic.truncate(path, len(before) * _RECORD_BYTES)  # what a crash in the middle of an append left
         self.number = max([number, *(attempt.number + 1 for attempt in before)])
-        fixed = _FIXED.pack(_MAGIC, self.number, first_state, first_position)
-        record = fixed + struct.pack("<I", zlib.crc32(fixed)) + bytes(4) + _COUNTERS.pack(first_state, first_state)
+        fixed = _FIXED.pack(_MAGIC, self.number, start_step, first_position)
+        record = fixed + struct.pack("<I", zlib.crc32(fixed)) + bytes(4) + _COUNTERS.pack(start_step, start_step)
         atomic.append(path, record.ljust(_RECORD_BYTES, b"\0"), sync=True)
         with path.open("r+b") as file:
             self._mapped = mmap.mmap(file.fileno(), (len(before) + 1) * _RECORD_BYTES)
@@ -134,12 +134,12 @@ def read_attempts(run_directory: Path) -> tuple[Attempt, ...]:
     found: list[Attempt] = []
     for start in range(0, len(raw) - _RECORD_BYTES + 1, _RECORD_BYTES):
         fixed = raw[start : start + _FIXED.size]
-        magic, number, first_state, first_position = _FIXED.unpack(fixed)
+        magic, number, start_step, first_position = _FIXED.unpack(fixed)
         (checksum,) = struct.unpack_from("<I", raw, start + _FIXED.size)
         if magic != _MAGIC or checksum != zlib.crc32(fixed):
             break  # the torn end of an interrupted append
         last_step, saved_step = _COUNTERS.unpack_from(raw, start + _COUNTERS_OFFSET)
-        found.append(Attempt(number, first_state, first_position, last_step, saved_step))
+        found.append(Attempt(number, start_step, first_position, last_step, saved_step))
     return tuple(found)
 
 
@@ -150,7 +150,7 @@ class Lineage:
     Attributes:
         attempt: The attempt.
         parent: The attempt whose work it went on from; ``None`` from the start of the run.
-        kept_until: The last of its steps that is kept; ``first_state`` if none is.
+        kept_until: The last of its steps that is kept; ``start_step`` if none is.
         is_newest: Whether no other attempt came after it: what it did after ``kept_until`` is open, not rolled back.
     """
 
@@ -167,15 +167,15 @@ def lineage(attempts: Sequence[Attempt]) -> tuple[Lineage, ...]:
     for index, attempt in enumerate(attempts):
         parent: int | None = None
         for earlier in range(index):
-            kept[earlier] = min(kept[earlier], attempt.first_state)
-            if attempts[earlier].first_state < attempt.first_state <= kept[earlier]:
+            kept[earlier] = min(kept[earlier], attempt.start_step)
+            if attempts[earlier].start_step < attempt.start_step <= kept[earlier]:
                 parent = attempts[earlier].number
         parents.append(parent)
         kept.append(attempt.last_step)
     if attempts:
         kept[-1] = min(attempts[-1].last_step, attempts[-1].saved_step)
     return tuple(
-        Lineage(attempt, parent, max(until, attempt.first_state), index + 1 == len(attempts))
+        Lineage(attempt, parent, max(until, attempt.start_step), index + 1 == len(attempts))
         for index, (attempt, parent, until) in enumerate(zip(attempts, parents, kept, strict=True))
     )
 
@@ -185,8 +185,8 @@ def intervals(attempts: Sequence[Attempt]) -> tuple[StepInterval, ...]:
     found: list[StepInterval] = []
     for line in lineage(attempts):
         attempt, until = line.attempt, line.kept_until
-        whole = StepInterval(attempt.number, line.parent, attempt.first_state + 1, attempt.last_step, "kept")
-        if until > attempt.first_state:
+        whole = StepInterval(attempt.number, line.parent, attempt.start_step + 1, attempt.last_step, "kept")
+        if until > attempt.start_step:
             found.append(replace(whole, last_step=until))
         if attempt.last_step > until:
             outcome: Outcome = "open" if line.is_newest else "rolled_back"

@@ -100,7 +100,7 @@ def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable
                 "run_id": run_id,
                 "attempt": attempt.number,
                 "parent": line.parent,
-                "first_state": attempt.first_state,
+                "first_state": attempt.start_step,
                 "first_position": attempt.first_position,
                 "kept_until": line.kept_until,
                 "kept_position": position_of(line.kept_until),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.counted import counted
@@ -115,7 +115,7 @@ def _make(
     seconds = sum(report.seconds for report in corpus.reports.values())
     built_bytes = sum(report.built_text_bytes for report in corpus.reports.values())
     speed = f", {built_bytes / 1e6 / seconds:.1f} MB/s" if built_bytes and seconds > 0 else ""
-    typer.echo(f"\nready in {corpus.root}: {quantities.duration(seconds)} of building{speed}")
+    typer.echo(f"\nready in {corpus.root}: {humanize.duration(seconds)} of building{speed}")
 
 
 def _print_reports(reports: dict[str, BuildReport]) -> None:
@@ -123,15 +123,15 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         [
             name,
             f"{report.documents:,}",
-            quantities.size(report.text_bytes),
-            quantities.count(report.tokens),
+            humanize.size(report.text_bytes),
+            humanize.count(report.tokens),
             f"{report.text_bytes / max(report.tokens - report.documents, 1):.2f}",
             f"{report.rows:,}",
             f"{report.chunks:,}",
-            quantities.percent(report.utilisation_fraction, 2),
-            quantities.size(report.compressed_bytes),
-            quantities.percent(report.ratio_to_uint32),
-            quantities.percent(report.ratio_to_uint16),
+            humanize.percent(report.utilisation_fraction, 2),
+            humanize.size(report.compressed_bytes),
+            humanize.percent(report.ratio_to_uint32),
+            humanize.percent(report.ratio_to_uint16),
             f"{report.units_built:,}/{report.units:,}",
             f"{report.quarantined:,}",
         ]
@@ -148,5 +148,5 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         if report.stages is not None and report.stages.bottleneck:
             stages = {stage.name: stage for stage in report.stages.stages}
             slowest = stages[report.stages.bottleneck]
-            share = quantities.percent(slowest.busy_seconds / slowest.threads / report.stages.seconds)
+            share = humanize.percent(slowest.busy_seconds / slowest.threads / report.stages.seconds)
             typer.echo(f"{name}: the slowest stage was {slowest.name}, busy {share} of the time")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.counted import counted
@@ -56,19 +56,19 @@ def stats(
     path = ", looked up by words" if corpus.tokenizer.is_fast else ""
     typer.echo(f"tokenizer  {config.tokenizer.kind}, {vocab_size:,} tokens{path}")
     for name, weight in zip(corpus.names, corpus.weights, strict=True):
-        typer.echo(f"source     {name}, weight {weight} ({quantities.percent(float(weight), 1)})")
+        typer.echo(f"source     {name}, weight {weight} ({humanize.percent(float(weight), 1)})")
     rows = [
         [
             f"{entry.source} {entry.split}",
             f"{entry.report.documents:,}",
-            quantities.count(entry.report.tokens),
+            humanize.count(entry.report.tokens),
             f"{entry.report.rows:,}",
-            quantities.percent(entry.utilisation_fraction, 2),
+            humanize.percent(entry.utilisation_fraction, 2),
             f"{entry.tokens.bytes_per_token:.3f}",
             f"{entry.tokens.entropy_bits:.2f}",
             f"{entry.tokens.largest_token_id:,}",
-            quantities.percent(entry.tokens.distinct_tokens / vocab_size, 1),
-            quantities.percent(entry.tokens.unknown_fraction, 3),
+            humanize.percent(entry.tokens.distinct_tokens / vocab_size, 1),
+            humanize.percent(entry.tokens.unknown_fraction, 3),
         ]
         for entry in found
     ]
@@ -87,7 +87,7 @@ def stats(
     typer.echo("")
     print_table(titles, rows, right=" ".join(titles[1:]))
     for entry in found:
-        typer.echo(f"\n{entry.source} {entry.split}: {quantities.printable(entry.sample)!r}")
+        typer.echo(f"\n{entry.source} {entry.split}: {humanize.printable(entry.sample)!r}")
         for warning in entry.warnings:
             typer.echo(f"warning: {warning}")
     if baseline is not None:
@@ -118,5 +118,5 @@ def peek(
             record = f"{segment.uri}, record {segment.ordinal:,}"
             place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
             typer.echo(f"  {counted(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {place}")
-            for line in quantities.printable(segment.text).split("\n"):
+            for line in humanize.printable(segment.text).split("\n"):
                 typer.echo(f"    \N{BOX DRAWINGS LIGHT VERTICAL} {line}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
 from vorox.core.counted import counted
 
@@ -89,7 +89,7 @@ def _print_text(found: FoundText | None) -> None:
         return
     if found.origin == "cache":
         typer.echo(f"    (decoded from the cache: {found.why})")
-    for line in quantities.printable(found.text).split("\n"):
+    for line in humanize.printable(found.text).split("\n"):
         typer.echo(f"    {_BAR} {line}")
 
 
@@ -156,7 +156,7 @@ def _print_occurrences(found: Sequence[Occurrence]) -> None:
             one.source,
             f"{one.row:,}",
             one.state.replace("_", " "),
-            quantities.UNKNOWN if one.attempt is None else f"{one.attempt}",
+            humanize.UNKNOWN if one.attempt is None else f"{one.attempt}",
         ]
         for one in found[:_MOST_LINES]
     ]
@@ -206,7 +206,7 @@ def sql(
     if not found.rows:
         typer.echo("no rows")
         return
-    cells = [[quantities.UNKNOWN if value is None else str(value) for value in row] for row in found.rows]
+    cells = [[humanize.UNKNOWN if value is None else str(value) for value in row] for row in found.rows]
     numbers = [index for index in range(len(found.columns)) if isinstance(found.rows[0][index], int | float)]
     print_table(found.columns, cells, right=" ".join(found.columns[index] for index in numbers))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, showing
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.counted import counted
@@ -37,7 +37,7 @@ def export(
         print_json({**asdict(report), "directory": str(report.directory)})
         return
     rows = [
-        [file.name, f"{file.documents:,}", f"{file.tokens:,}", quantities.size(file.size_bytes), file.sha256[:12]]
+        [file.name, f"{file.documents:,}", f"{file.tokens:,}", humanize.size(file.size_bytes), file.sha256[:12]]
         for file in report.files
     ]
     titles = ["FILE", "DOCUMENTS", "TOKENS", "SIZE", "SHA256"]
@@ -67,9 +67,9 @@ def download(
         print_json({**asdict(report), "directory": str(report.directory)})
         return
     rows = [
-        [file.name, quantities.size(file.size_bytes), quantities.size(file.fetched_bytes), file.version[:17]]
+        [file.name, humanize.size(file.size_bytes), humanize.size(file.fetched_bytes), file.version[:17]]
         for file in report.files
     ]
     print_table(["FILE", "SIZE", "FETCHED", "VERSION"], rows, right="SIZE FETCHED")
-    size = quantities.size(sum(file.size_bytes for file in report.files))
+    size = humanize.size(sum(file.size_bytes for file in report.files))
     typer.echo(f"\n{counted(len(report.files), 'file')}, {size}, of commit {report.commit[:12]} in {report.directory}")

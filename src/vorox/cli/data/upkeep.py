@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.data.loading import load
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
 from vorox.core.counted import counted
@@ -49,13 +49,13 @@ def gc(
         _print_caches(caches, unused)
         for item in garbage:
             typer.echo(
-                f"{'would go' if dry_run else 'goes'}  {quantities.size(item.size_bytes)}  {item.path}: {item.reason}"
+                f"{'would go' if dry_run else 'goes'}  {humanize.size(item.size_bytes)}  {item.path}: {item.reason}"
             )
     freed = sum(item.size_bytes for item in garbage) + sum(cache.size_bytes for cache in unused)
     if not dry_run:
         if unused:
             size_bytes = sum(cache.size_bytes for cache in unused)
-            confirm(f"Remove {counted(len(unused), 'cache')}, {quantities.size(size_bytes)}?", yes=yes)
+            confirm(f"Remove {counted(len(unused), 'cache')}, {humanize.size(size_bytes)}?", yes=yes)
         freed = gc.remove(garbage) + gc.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
@@ -69,7 +69,7 @@ def gc(
             }
         )
     else:
-        typer.echo(f"{'would free' if dry_run else 'freed'} {quantities.size(freed)} ({freed:,} bytes) in {root}")
+        typer.echo(f"{'would free' if dry_run else 'freed'} {humanize.size(freed)} ({freed:,} bytes) in {root}")
 
 
 PinName = Annotated[str, typer.Option("--name", help="What the pin is removed by.")]
@@ -159,8 +159,8 @@ def _print_caches(caches: list[CacheUse], unused: list[CacheUse]) -> None:
     rows = [
         [
             cache.directory.name,
-            quantities.size(cache.size_bytes),
-            quantities.duration(cache.idle_seconds),
+            humanize.size(cache.size_bytes),
+            humanize.duration(cache.idle_seconds),
             ", ".join(cache.runs) or ("being built" if cache.is_busy else "no run"),
             ", ".join(map(str, cache.pins)) or "-",
             "remove" if cache in unused else "keep",

@@ -5,9 +5,9 @@
       checkpoints/step-00000100-c0003/       a checkpoint as it is on disk; MANIFEST.json was put last
       record/step-00000100-c0003-r1/         the files of the run at that moment; RECORD.json was put last
 
-``c0003`` is the claim: how often a process has taken the mirror over. Every process writes under names of its own, so
-none can damage what another one wrote. Invariants: a checkpoint counts only with its manifest and a record; of two
-lines of work the one with the higher claim is the run's; nothing here trusts a clock.
+``c0003`` is the fencing token: how often a process has taken the mirror over. Every process writes under names of its
+own, so none can damage what another one wrote. Invariants: a checkpoint counts only with its manifest and a record; of
+two lines of work the one with the higher token is the run's; nothing here trusts a clock.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CHECKPOINTS, RECORDS = "checkpoints", "record"
 CHECKPOINT_NAME = re.compile(r"step-(?P<step>\d{8,})-c(?P<claim>\d{4,})(?:-r(?P<number>\d+))?")
 
 
-def name_of(step: int, claim: int) -> str:
+def name_of(step: int, fencing_token: int) -> str:
     """The name of a checkpoint in a mirror."""
-    return f"step-{step:08d}-c{claim:04d}"
+    return f"step-{step:08d}-c{fencing_token:04d}"
 
 
 @dataclass(slots=True)
@@ -42,19 +42,19 @@ class MirroredCheckpoint:
 
     Attributes:
         step: Steps finished.
-        claim: Of the process that wrote it.
+        fencing_token: Of the process that wrote it.
         files: Its objects by their name in the checkpoint.
         records: Objects of the run's files by the number of the record and by name.
     """
 
     step: int
-    claim: int
+    fencing_token: int
     files: dict[str, StoredFile] = field(default_factory=dict[str, StoredFile])
     records: dict[int, dict[str, StoredFile]] = field(default_factory=dict[int, dict[str, StoredFile]])
 
     @property
     def name(self) -> str:
-        return name_of(self.step, self.claim)
+        return name_of(self.step, self.fencing_token)
 
     @property
     def is_whole(self) -> bool:
@@ -90,7 +90,7 @@ class Contents:
 
     Attributes:
         uri: The run's folder.
-        checkpoints: Whole and torn ones, by step and claim.
+        checkpoints: Whole and torn ones, by step and fencing token.
         others: Every other object by its name in the folder, ``OWNER.json`` among them.
     """
 
@@ -99,18 +99,18 @@ class Contents:
     others: Mapping[str, StoredFile]
 
     @property
-    def last_claim(self) -> int:
-        return max((checkpoint.claim for checkpoint in self.checkpoints), default=0)
+    def last_fencing_token(self) -> int:
+        return max((checkpoint.fencing_token for checkpoint in self.checkpoints), default=0)
 
-    def line(self) -> list[MirroredCheckpoint]:
+    def lineage(self) -> list[MirroredCheckpoint]:
         """The whole checkpoints of the run as it stands, in the order in which they are to be tried.
 
         A process that went on from step S made everything after S that earlier ones left another line of work.
         """
         found: list[MirroredCheckpoint] = []
         limit: int | None = None
-        for claim in sorted({checkpoint.claim for checkpoint in self.checkpoints}, reverse=True):
-            own = [entry for entry in self.checkpoints if entry.claim == claim and entry.is_whole]
+        for token in sorted({checkpoint.fencing_token for checkpoint in self.checkpoints}, reverse=True):
+            own = [entry for entry in self.checkpoints if entry.fencing_token == token and entry.is_whole]
             known = {checkpoint.step for checkpoint in found}
             found += sorted(
                 (entry for entry in own if (limit is None or entry.step <= limit) and entry.step not in known),

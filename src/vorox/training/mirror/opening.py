@@ -34,7 +34,7 @@ from vorox.training.mirror.contents import (
     contents_of,
     read_object,
 )
-from vorox.training.mirror.owner import Ownership, claim
+from vorox.training.mirror.owner import Ownership, acquire
 from vorox.training.mirror.restore import restore_run
 from vorox.training.mirror.uploader import Uploader
 
@@ -104,7 +104,7 @@ class Mirror:
         """Have the state that the run goes on from mirrored, if it is not."""
         assert self._found is not None
         path = RunLayout(directory).checkpoint(step)
-        if path.exists() and step not in {entry.step for entry in self._found.line()}:
+        if path.exists() and step not in {entry.step for entry in self._found.lineage()}:
             uploader.committed(path)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ def open_mirror(
         place = absolute(place)
         directory = _directory(config, resume_from, place)
         uri = f"{place}/{directory.name}"
-        ownership, found = claim(uri, tell)
+        ownership, found = acquire(uri, tell)
     run = Mirror(resume_from, config, uri, ownership, found)
     try:
         if resume_from == "auto":
@@ -213,7 +213,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
     match = CHECKPOINT_NAME.fullmatch(name) if folder.endswith(f"/{CHECKPOINTS}") else None
     run_uri = uri if match is None else folder.removesuffix(f"/{CHECKPOINTS}")
     found = contents_of(run_uri)
-    line = found.line()
+    line = found.lineage()
     if not line:
         raise ConfigError(
             "there is no mirrored run with a whole checkpoint", where=uri,
@@ -252,7 +252,7 @@ def remove_mirror(uri: str) -> int:
     Raises:
         ConfigError: A process writes to it.
     """
-    ownership, found = claim(uri, to_nobody)
+    ownership, found = acquire(uri, to_nobody)
     ownership.release(CLOSE_SECONDS)
     if ownership.lost:
         raise ConfigError("another process has taken over this mirror", where=uri, hint="see what writes to it")

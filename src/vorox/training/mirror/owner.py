@@ -1,9 +1,9 @@
 """Which process writes to the mirror of a run: one at a time, decided by the store.
 
-``OWNER.json`` names the process, its claim (a number that only rises) and is put again every ``RENEW_SECONDS``. It is
-only ever replaced in the version that the writer knows, so of two claimers one is refused, and an owner that was away
-for so long that another one took over learns it at its next renewal. Whether an owner is silent is judged by the
-store's own times; a process of this machine that is known to be dead is not waited for.
+``OWNER.json`` names the process and its fencing token (a number that only rises), and is put again every
+``RENEW_SECONDS``. It is only ever replaced in the version that the writer knows, so of two claimers one is refused,
+and an owner that was away for so long that another one took over learns it at its next renewal. Whether an owner is
+silent is judged by the store's own times; a process of this machine that is known to be dead is not waited for.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Ownership:
     """The right of this process to write to a mirror, renewed in the background until it is released.
 
     Attributes:
-        claim: Its number; part of every name that this process writes.
+        fencing_token: Rises with every owner; part of every name that this process writes.
         lost: Whether another process has taken over.
     """
 
-    def __init__(self, uri: str, claim: int, over: StoredFile | None) -> None:
-        self.claim, self.lost = claim, False
+    def __init__(self, uri: str, fencing_token: int, over: StoredFile | None) -> None:
+        self.fencing_token, self.lost = fencing_token, False
         self._uri = f"{uri}/{OWNER_NAME}"
         self._renewals = 0
         self._stored = put_bytes(self._content(released=False), self._uri, over="nothing" if over is None else over)
@@ -65,7 +65,7 @@ class Ownership:
         return atomic.pretty_json(
             {
                 "format": "vorox-mirror-owner/1",
-                "claim": self.claim,
+                "claim": self.fencing_token,
                 "renewals": self._renewals,
                 "released": released,
                 "holder": {**this_process().to_json(), "machine": _machine()},
@@ -101,7 +101,7 @@ class Ownership:
             DataError: It cannot be read just now, so that nobody can know.
         """
         found = contents_of(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
-        if found is None or json.loads(read_object(found)).get("claim") != self.claim:
+        if found is None or json.loads(read_object(found)).get("claim") != self.fencing_token:
             raise failure
         return found
 
@@ -118,7 +118,7 @@ class Ownership:
         thread.join(timeout_seconds)
 
 
-def claim(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) -> tuple[Ownership, Contents]:
+def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) -> tuple[Ownership, Contents]:
     """Take the mirror of a run over, if nobody has it, and prove that it can be written, listed and cleared.
 
     Args:
@@ -147,7 +147,7 @@ def claim(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) 
         known, record = _wait_for_silence(uri, known, record, silent_seconds, tell, sleep)
     last = record.get("claim", 0)
     try:
-        return Ownership(uri, max(last if type(last) is int else 0, found.last_claim) + 1, known), found
+        return Ownership(uri, max(last if type(last) is int else 0, found.last_fencing_token) + 1, known), found
     except ConditionFailed:
         raise _in_use(uri, _owner(uri)[1]) from None
 

@@ -53,7 +53,7 @@ def restore_run(found: Contents, directory: Path, tell: Echo, *, step: int | Non
         CheckpointError: No checkpoint of the mirror is valid, or the disk here is full, failing or read-only.
         DataError: The store refuses, or cannot be reached.
     """
-    candidates = [entry for entry in found.line() if step is None or entry.step == step]
+    candidates = [entry for entry in found.lineage() if step is None or entry.step == step]
     if not candidates:
         if step is not None:
             raise CheckpointError(f"the mirror holds no whole checkpoint of step {step:,}", where=found.uri)
@@ -192,7 +192,7 @@ def download(uri: str, folder: Path) -> None:
     found = contents_of(uri)
     if found.checkpoints:
         failures: list[str] = []
-        for candidate in found.line():
+        for candidate in found.lineage():
             try:
                 fetch_checkpoint(candidate.files, folder)
                 verify(folder)

@@ -68,7 +68,7 @@ class Uploader:
     ) -> None:  # fmt: skip
         self._uri, self._run_directory, self._ownership = uri, run_directory, ownership
         self._base_step, self._keep, self._log = base_step, keep, log
-        whole = [entry.step for entry in found.line() if entry.step <= base_step]
+        whole = [entry.step for entry in found.lineage() if entry.step <= base_step]
         self._mirrored_step: int | None = max(whole, default=None)
         self._mirrored_since = time.monotonic()
         self._newest_of_ours: int | None = None
@@ -130,7 +130,7 @@ class Uploader:
         self._thread.join(timeout_seconds)
         if newest is None or away or self._ownership.lost or self._thread.is_alive():
             return
-        context, name = contextvars.copy_context(), name_of(newest, self._ownership.claim)
+        context, name = contextvars.copy_context(), name_of(newest, self._ownership.fencing_token)
         thread = threading.Thread(target=context.run, args=(self._last_record, f"{name}-r2", newest), daemon=True)
         thread.start()
         thread.join(timeout_seconds)
@@ -179,7 +179,7 @@ class Uploader:
 
     def _upload(self, path: Path, step: int) -> None:
         """Copy one checkpoint, unless it has gone: the record, then its files, then the manifest."""
-        name = name_of(step, self._ownership.claim)
+        name = name_of(step, self._ownership.fencing_token)
         with self._held(path) as source:
             if source is None:
                 self._forget(step, f"{path.name} was removed before it could be mirrored")
@@ -206,7 +206,7 @@ class Uploader:
             put_file(source / MANIFEST_NAME, f"{self._uri}/{CHECKPOINTS}/{name}/{MANIFEST_NAME}")
 
     def _metadata(self, step: int) -> dict[str, int]:
-        return {"step": step, "claim": self._ownership.claim, "base_step": self._base_step}
+        return {"step": step, "claim": self._ownership.fencing_token, "base_step": self._base_step}
 
     @contextlib.contextmanager
     def _held(self, path: Path) -> Generator[Path | None]:
@@ -262,14 +262,14 @@ class Uploader:
     def _retain(self) -> None:
         """Remove what the retention does not keep, what is torn, and what another line of work left."""
         found = contents_of(self._uri)
-        if found.last_claim > self._ownership.claim:
+        if found.last_fencing_token > self._ownership.fencing_token:
             self._ownership.lost = True
         self._check()
-        line = found.line()
+        line = found.lineage()
         kept = self._keep(sorted(entry.step for entry in line))
-        staying = {(entry.step, entry.claim) for entry in line if entry.step in kept}
+        staying = {(entry.step, entry.fencing_token) for entry in line if entry.step in kept}
         for entry in found.checkpoints:
-            if (entry.step, entry.claim) not in staying:
+            if (entry.step, entry.fencing_token) not in staying:
                 for file in entry.objects():
                     self._check()
                     remove_object(file.uri)

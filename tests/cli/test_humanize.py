@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vorox.cli import quantities as q
+from vorox.cli import humanize as q
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The last screen of a run: what came out, where it is, and the exact commands that go on from here."""
+"""The summary of a finished run: results, paths, and the exact commands to continue with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vorox.cli import quantities
+from vorox.cli import humanize
 from vorox.cli.launch import nproc_option
 from vorox.core.counted import counted
 from vorox.core.run_lookup import short_path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vorox.run import Outcome
 
 
-def last_screen(outcome: Outcome) -> list[str]:
+def summary_lines(outcome: Outcome) -> list[str]:
     """The lines of the last screen of a run that came to its end."""
     from vorox.core.run_context import recorded_config
 
@@ -32,8 +32,8 @@ def last_screen(outcome: Outcome) -> list[str]:
     else:
         seconds = sum(did.seconds.values())
         head = (
-            f"{directory.name}: {counted(step, 'step')}, {quantities.count(outcome.progress.num_tokens)} tokens; "
-            f"{quantities.duration(seconds)} at {quantities.speed(did.tokens_per_second)}"
+            f"{directory.name}: {counted(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
+            f"{humanize.duration(seconds)} at {humanize.speed(did.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)

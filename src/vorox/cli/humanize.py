@@ -1,4 +1,4 @@
-"""How quantities are written for people: counts, sizes, durations, shares. Unknown ones are a dash, never a zero."""
+"""Format quantities for people: counts, sizes, durations, shares. Unknown ones are a dash, never a zero."""
 
 from __future__ import annotations
 
