@@ -9,6 +9,7 @@ gets another cache and a run that resumes finds its old one or is told that it i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -176,22 +177,23 @@ def prepare(
     root = cache_root(data)
     if options.build:
         _check_writable(root)
-    listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build)
-    assert listed.tokenizer is not None, "only a dry run goes without one"
-    tokenizer = listed.tokenizer
-    streams = Streams(data) if data.mode == "streaming" else None
-    opener = CacheOpener(data, tokenizer, root, report, options, streams)
-    try:
-        opened = tuple(_open_source(opener, source) for source in listed.train)
-        validated = tuple(
-            CorpusCache(source, "validation", *opener.open(source, "validation")) for source in listed.validation
-        )
-    except BaseException:
-        for background in opener.backgrounds:
-            background.close()
-        if streams is not None:
-            streams.close()
-        raise
+    with ExitStack() as reads:
+        listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build, reads=reads)
+        assert listed.tokenizer is not None, "only a dry run goes without one"
+        tokenizer = listed.tokenizer
+        streams = Streams(data) if data.mode == "streaming" else None
+        opener = CacheOpener(data, tokenizer, root, report, options, streams)
+        try:
+            opened = tuple(_open_source(opener, source) for source in listed.train)
+            validated = tuple(
+                CorpusCache(source, "validation", *opener.open(source, "validation")) for source in listed.validation
+            )
+        except BaseException:
+            for background in opener.backgrounds:
+                background.close()
+            if streams is not None:
+                streams.close()
+            raise
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
     backgrounds = tuple(opener.backgrounds)
@@ -203,10 +205,10 @@ def prepare(
 
 
 def _open_source(opener: CacheOpener, source: Source) -> CorpusSource:
-    train, train_report = opener.open(source, "train")
     if opener.data.validation.sources or source.holdout.held_out_fraction == 0:
+        train, train_report = opener.open(source, "train")
         return CorpusSource(source, train, None, train_report, None)
-    validation, validation_report = opener.open(source, "validation")
+    (train, train_report), (validation, validation_report) = opener.open_splits(source)
     return CorpusSource(source, train, validation, train_report, validation_report)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -18,14 +19,18 @@ from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
+from vorox.data.chosen_holdout import with_remembered_holdout
 from vorox.data.preparation import PrepareProgress
-from vorox.data.storage import ContentVersions
-from vorox.data.text.holdout import describe, with_holdout
+from vorox.data.storage import ContentVersions, shared_reads
+from vorox.data.text.holdout import describe
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, for_tokenizer, list_source, without_files
 from vorox.data.text.splits import EVERYTHING
 from vorox.data.tokenizers.store import tokenizer_for
 from vorox.data.tokenizers.tokenizer import Tokenizer
+
+VERSIONS_NAME = "versions"
+"""Below the root of the caches: what is remembered of sources, so that a second start need not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ def list_sources(
     tokenizer: Tokenizer | None = None,
     build: bool = True,
     is_dry: bool = False,
+    reads: ExitStack | None = None,
 ) -> ListedSources:
     """List all sources and choose what is held out.
 
@@ -74,6 +80,7 @@ def list_sources(
         tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
         build: Train a tokenizer that is missing.
         is_dry: Write nothing, and go without a tokenizer that is still to be trained.
+        reads: What is read of the files is shared in memory until this is closed, so that it is not fetched twice.
 
     Raises:
         ConfigError: The configuration contradicts itself, or holds out nothing where it should.
@@ -87,15 +94,21 @@ def list_sources(
     held_out = frozenset(file.version for source in validation for file in source.files)
     listed = [_list(source, f"data.sources.{index}", root, report, is_dry) for index, source in enumerate(data.sources)]
     sources = [_without(source, held_out) for source in listed]
+    if reads is not None:
+        for source in (*sources, *validation):
+            reads.enter_context(shared_reads.registered(source.stored))
     # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
-    sources = [source if source.config.has_tokens else with_holdout(source, data) for source in sources]
+
+    def with_holdout(source: Source) -> Source:
+        return with_remembered_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
+
+    sources = [source if source.config.has_tokens else with_holdout(source) for source in sources]
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
     if tokenizer is not None:
         identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
         sources = [
-            with_holdout(for_tokenizer(source, *identity), data) if source.config.has_tokens else source
-            for source in sources
+            with_holdout(for_tokenizer(source, *identity)) if source.config.has_tokens else source for source in sources
         ]
         validation = [for_tokenizer(source, *identity) for source in validation]
     notes = [note for source in (*sources, *validation) for note in source.notes]
@@ -108,7 +121,7 @@ def list_sources(
 
 def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, is_dry: bool) -> Source:
     definition = canonical_json([config.format, list(config.paths)])
-    versions = ContentVersions(root / "versions" / f"{hashlib.sha256(definition).hexdigest()[:16]}.json")
+    versions = ContentVersions(root / VERSIONS_NAME / f"{hashlib.sha256(definition).hexdigest()[:16]}.json")
     return list_source(
         config, key=key, versions=versions, remember=not is_dry,
         on_progress=lambda done, total: report(f"list {config.name}", done, total, {}),

@@ -11,14 +11,14 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.build import build, build_in_background, rebuild_unit
+from vorox.data.cache.build import BuildTarget, build, build_in_background, build_pair, rebuild_unit
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
@@ -32,9 +32,10 @@ from vorox.data.documents import Unit
 from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.streams import Streams
 from vorox.data.streaming.unit_list import UnitList
-from vorox.data.text.cutting import UnitSplitter, first_units, refuse_emptiness
+from vorox.data.text.cutting import UnitSplitter, cut_both, first_units, refuse_emptiness
+from vorox.data.text.shared_reader import SharedReader, splits_share_units
 from vorox.data.text.sources import Source, read_units
-from vorox.data.text.splits import Split
+from vorox.data.text.splits import SPLITS, Split
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
@@ -106,14 +107,52 @@ class CacheOpener:
             recipe, units = self._beginning(source, split, recipe)
         place = self._place(source, split, recipe)
         mark_used(place.directory)
-        growth, name = self.data.growth, f"{source.config.name} {split}"
-        wait_for = self.options.wait_for or ("complete" if growth.mode == "complete" else "first_segment")
-        if split == "train" and wait_for == "first_segment" and self.streams is None:
+        name = f"{source.config.name} {split}"
+        if split == "train" and not self._waits_for_all:
             return self._open_growing(place, recipe, name)
         units = self._units(place, split, units)
         with replacing(place.directory, wanted=self.options.force_rebuild) as directory:
-            report = self._build(replace(place, directory=directory), recipe, name, units, None)
+            report = self._build(replace(place, directory=directory), recipe, units, None)
         return self._reader(place, recipe, units, name, complete=True), report
+
+    def open_splits(self, source: Source) -> tuple[tuple[CacheReader, BuildReport], tuple[CacheReader, BuildReport]]:
+        """The training rows and the held-out rows of a source, from one pass over its text where they share units.
+
+        Raises:
+            DataError, Preempted: As ``open``.
+        """
+        recipes = {split: recipe_for(self.data, source, split, self.tokenizer) for split in SPLITS}
+        places = {split: self._place(source, split, recipes[split]) for split in SPLITS}
+        train, held_out = places["train"], places["validation"]
+        options = self.options
+        serial = options.workers == 1 and options.executor == "process" and options.build and self._waits_for_all
+        planned = train.units is not None or held_out.units is not None
+        if not serial or not splits_share_units(source) or train.source.files != held_out.source.files:
+            return self.open(source, "train"), self.open(source, "validation")
+        cut = (None, None) if planned else cut_both(train.source, self.data.cache.unit_bytes)
+        units = {split: self._units(places[split], split, known) for split, known in zip(SPLITS, cut, strict=True)}
+        reader = SharedReader(train.source, "train")
+        with ExitStack() as stack:
+            targets: list[BuildTarget] = []
+            for split, place in places.items():
+                mark_used(place.directory)
+                directory = stack.enter_context(replacing(place.directory, wanted=self.options.force_rebuild))
+                targets.append(self._target(replace(place, directory=directory), recipes[split], units[split]))
+            pair = replace(targets[0], builder=replace(targets[0].builder, read_unit=reader)), targets[1]
+            reports = build_pair(*pair, reader, self.options)
+            for split, target, report in zip(SPLITS, targets, reports, strict=True):
+                self._check_finished(f"{source.config.name} {split}", target.directory, report)
+        train_reader, validation_reader = (
+            self._reader(place, recipes[split], units[split], f"{source.config.name} {split}", complete=True)
+            for split, place in places.items()
+        )
+        return (train_reader, reports[0]), (validation_reader, reports[1])
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether all units of the training text are built before anything is read."""
+        wait_for = self.options.wait_for or ("complete" if self.data.growth.mode == "complete" else "first_segment")
+        return wait_for == "complete" and self.streams is None
 
     def _place(self, source: Source, split: Split, recipe: Recipe) -> CacheLocation:
         try:
@@ -148,23 +187,31 @@ class CacheOpener:
             raise _without_records(place.source, split)
         return units
 
-    def _build(
-        self, place: CacheLocation, recipe: Recipe, name: str, units: Sequence[Unit], last_unit: int | None
-    ) -> BuildReport:
+    def _build(self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], last_unit: int | None) -> BuildReport:
         if not self.options.build and not _is_done(place.directory, last_unit):
             raise not_built(place.source, recipe.split["name"], place.directory)
+        target = self._target(place, recipe, units)
         report = build(
-            place.directory, self.unit_builder(place.source, recipe), units,
-            replace(self.options, last_unit=last_unit), on_progress=watch(self.report, name),
-            on_verified=lambda done, total: self.report(f"check {name}", done, total, {}),
+            target.directory, target.builder, units, replace(self.options, last_unit=last_unit),
+            on_progress=target.on_progress, on_verified=target.on_verified,
         )  # fmt: skip
+        self._check_finished(f"{place.source.config.name} {recipe.split['name']}", target.directory, report)
+        return report
+
+    def _target(self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit]) -> BuildTarget:
+        name = f"{place.source.config.name} {recipe.split['name']}"
+        return BuildTarget(
+            place.directory, self.unit_builder(place.source, recipe), units, watch(self.report, name),
+            lambda done, total: self.report(f"check {name}", done, total, {}),
+        )  # fmt: skip
+
+    def _check_finished(self, name: str, directory: Path, report: BuildReport) -> None:
         if self.options.stop() and report.units_missing:
             raise Preempted(
-                f"stopped while building {name}", where=str(place.directory),
+                f"stopped while building {name}", where=str(directory),
                 saved=f"{report.units - report.units_missing:,} of {report.units:,} units of this cache",
-                hint="run the same command again to go on from there",
+                hint="run the same command again to continue",
             )  # fmt: skip
-        return report
 
     def _open_growing(self, place: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
         """A reader of the first units; the others are built in the background or by other processes."""
@@ -172,7 +219,7 @@ class CacheOpener:
         if self.options.build and growth.build:
             units = self._units(place, "train", None)
             last = min(growth.first_segment_units if growth.mode == "strict" else 1, len(units))
-            report = self._build(place, recipe, name, units, last)
+            report = self._build(place, recipe, units, last)
         elif not self.options.build and not _is_done(place.directory, 1):
             raise not_built(place.source, "train", place.directory)
         else:

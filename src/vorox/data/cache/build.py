@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vorox.core.errors import DataError
 from vorox.data.cache import inventory
 from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.companion import HeldRecords, PairedScheduler
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.planning import prepare_directory
@@ -31,6 +33,26 @@ _DEFAULTS = BuildOptions()
 _BACKGROUND_DRAIN_SECONDS = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class BuildTarget:
+    """A cache to build.
+
+    Attributes:
+        directory: The cache; created if need be.
+        builder: What its units are a function of. Of its files, those recorded in the cache must be the first,
+            unchanged.
+        units: The units of work, likewise.
+        on_progress: Called after every batch of documents and every unit.
+        on_verified: Called with (bytes of chunk files checked, all of them) by ``BuildOptions.verify``.
+    """
+
+    directory: Path
+    builder: UnitBuilder
+    units: Sequence[Unit]
+    on_progress: OnProgress | None = None
+    on_verified: Callable[[int, int], None] | None = None
+
+
 def build(
     directory: Path,
     builder: UnitBuilder,
@@ -40,16 +62,7 @@ def build(
     on_progress: OnProgress | None = None,
     on_verified: Callable[[int, int], None] | None = None,
 ) -> BuildReport:
-    """Build what a cache lacks.
-
-    Args:
-        directory: The cache; created if need be.
-        builder: What its units are a function of. Of its files, those recorded in the cache must be the first,
-            unchanged.
-        units: The units of work, likewise.
-        options: How to build.
-        on_progress: Called after every batch of documents and every unit.
-        on_verified: Called with (bytes of chunk files checked, all of them) by ``options.verify``.
+    """Build what a cache lacks; the arguments are those of ``BuildTarget``.
 
     Raises:
         ConfigError: Ray is asked for and not installed.
@@ -57,43 +70,102 @@ def build(
             is no text at all, or the disk is full or refuses to be written to. What was committed stays.
     """
     started = time.perf_counter()
-    _check_tokenizer(builder)
-    # Another builder that knows more files may plan units beyond these.
-    last_unit = len(units) if options.last_unit is None else min(len(units), options.last_unit)
-    scheduler = BuildScheduler(
-        directory, builder, units, BuildQueue(options.mode, last_unit), on_progress=on_progress,
-        stop=options.stop,
-    )  # fmt: skip
-    manifest = _complete(directory, builder, units, options.last_unit)
-    if units and (options.verify is not None or manifest is None):
-        with scheduler.translate_os_errors():
-            manifest = prepare_directory(
-                directory, builder, units, stop=options.stop,
-                on_compared=lambda size: scheduler.report_progress(compared_bytes=size),
+    one = _Build(BuildTarget(directory, builder, units, on_progress, on_verified), options)
+    one.run()
+    return one.report(time.perf_counter() - started)
+
+
+def build_pair(
+    first: BuildTarget, second: BuildTarget, held: HeldRecords, options: BuildOptions = _DEFAULTS
+) -> tuple[BuildReport, BuildReport]:
+    """Build what the caches of both splits of a source lack, and read the text once. For one worker.
+
+    Args:
+        first: The cache whose reader reads the text.
+        second: The other one, which is built from the records that ``held`` holds back.
+        held: Belongs to the reader of the first.
+        options: How to build both.
+
+    Raises:
+        ConfigError, DataError: As ``build``.
+    """
+    started = time.perf_counter()
+    one, two = _Build(first, options), _Build(second, options)
+    one.run(companion=two.scheduler if two.num_missing else None, held=held)
+    between = time.perf_counter()
+    two.run()
+    return one.report(between - started), two.report(time.perf_counter() - between)
+
+
+class _Build:
+    """One cache on its way to completion; planned and checked once it is made."""
+
+    def __init__(self, target: BuildTarget, options: BuildOptions) -> None:
+        _check_tokenizer(target.builder)
+        self._target, self._options = target, options
+        directory, builder, units = target.directory, target.builder, target.units
+        # Another builder that knows more files may plan units beyond these.
+        last_unit = len(units) if options.last_unit is None else min(len(units), options.last_unit)
+        queue = BuildQueue(options.mode, last_unit)
+        self.scheduler = BuildScheduler(
+            directory, builder, units, queue, on_progress=target.on_progress, stop=options.stop
+        )
+        self.num_missing = 0
+        manifest = _complete(directory, builder, units, options.last_unit)
+        if units and (options.verify is not None or manifest is None):
+            with self.scheduler.translate_os_errors():
+                manifest = prepare_directory(
+                    directory, builder, units, stop=options.stop,
+                    on_compared=lambda size: self.scheduler.report_progress(compared_bytes=size),
+                )  # fmt: skip
+                self.scheduler.report_progress(compared_bytes=0)
+            damaged: set[int] = set()
+            if options.verify is not None:
+                damaged = set(damaged_units(directory, manifest, options.verify, target.on_verified))
+                self.scheduler.residency = Permanent(directory, damaged, options.verify)
+            self.num_missing = len(manifest.missing_units(0, last_unit)) + len(damaged)
+        self._manifest = manifest or Manifest.empty()
+
+    def run(self, companion: BuildScheduler | None = None, held: HeldRecords | None = None) -> None:
+        """Build what is missing, and on the side what a companion lacks."""
+        target, scheduler = self._target, self.scheduler
+        if not self.num_missing:
+            return
+        self._manifest = self._manifest.refreshed(target.directory)
+        left = len(self._manifest.missing_units(0, scheduler.queue.last_unit)) + len(scheduler.residency.damaged)
+        if not left:  # another build made it on the side
+            scheduler.poll()
+            return
+        if companion is not None and held is not None:
+            scheduler = self.scheduler = PairedScheduler(
+                target.directory, target.builder, target.units, scheduler.queue, companion=companion, held=held,
+                residency=scheduler.residency, on_progress=target.on_progress, stop=self._options.stop,
             )  # fmt: skip
-            scheduler.report_progress(compared_bytes=0)
-        damaged: set[int] = set()
-        if options.verify is not None:
-            damaged = set(damaged_units(directory, manifest, options.verify, on_verified))
-            scheduler.residency = Permanent(directory, damaged, options.verify)
-        _run(scheduler, options, len(manifest.missing_units(0, options.last_unit)) + len(damaged))
-        manifest = scheduler.manifest
-    manifest = manifest or Manifest.empty()
-    if manifest.num_rows == 0 and len(manifest.units) == len(units):
-        raise _nothing_to_build(directory)
-    report = build_report(
-        manifest,
-        builder.recipe.row_tokens,
-        units_built=scheduler.units_built,
-        units_adopted=scheduler.units_adopted,
-        built_text_bytes=scheduler.progress.text_bytes,
-        seconds=time.perf_counter() - started,
-        stages=scheduler.progress.stages,
-        transforms=transform_counts(directory) if builder.transforms else {},
-    )
-    if report.units_built or report.units_adopted:
-        report_quarantine(directory, report.quarantined)
-    return report
+        _run(scheduler, self._options, left)
+        self._manifest = scheduler.manifest
+
+    def report(self, seconds: float) -> BuildReport:
+        """What the cache holds now, and what this build did for it.
+
+        Raises:
+            DataError: It is complete and holds nothing.
+        """
+        manifest, scheduler, builder = self._manifest, self.scheduler, self._target.builder
+        if manifest.num_rows == 0 and len(manifest.units) == len(self._target.units):
+            raise _nothing_to_build(self._target.directory)
+        report = build_report(
+            manifest,
+            builder.recipe.row_tokens,
+            units_built=scheduler.units_built,
+            units_adopted=scheduler.units_adopted,
+            built_text_bytes=scheduler.progress.text_bytes,
+            seconds=seconds,
+            stages=scheduler.progress.stages,
+            transforms=transform_counts(self._target.directory) if builder.transforms else {},
+        )
+        if report.units_built or report.units_adopted:
+            report_quarantine(self._target.directory, report.quarantined)
+        return report
 
 
 def build_in_background(

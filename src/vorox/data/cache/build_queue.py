@@ -34,7 +34,8 @@ class BuildQueue:
         lasting: bool = False,
         changed: threading.Condition | None = None,
     ) -> None:
-        self.mode, self.last_unit, self.lasting = mode, last_unit, lasting
+        self.mode: Mode = mode
+        self.last_unit, self.lasting = last_unit, lasting
         self.changed = changed or threading.Condition()
         self.closed = False
         self._fatal: BaseException | None = None

@@ -8,6 +8,7 @@ here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
@@ -43,7 +44,7 @@ def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
         DataError: A task failed or was lost.
     """
     try:
-        import ray
+        ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
             "--executor ray needs Ray, which is not installed", where="executor", hint=install_command("ray")

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import VoroxError
+from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.build_queue import BuildQueue
 from vorox.data.cache.commit import adopt_unit, commit_unit
 from vorox.data.cache.leases import Leases
@@ -28,7 +29,7 @@ from vorox.data.cache.planning import source_bytes, write_error
 from vorox.data.cache.report import BuildProgress, committed
 from vorox.data.cache.residency import Permanent, Residency
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
-from vorox.data.documents import Unit
+from vorox.data.documents import Record, Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
 
 SNAPSHOT_FROM_BYTES = 1 << 15
@@ -39,6 +40,8 @@ _SHORTEST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 """Small units are read ahead by number, so that other builders find some; large ones by the pipeline's bytes."""
+
+_SERIAL = PipelineConfig(staged=False)
 
 OnProgress = Callable[[BuildProgress], None]
 
@@ -102,7 +105,7 @@ class BuildScheduler:
         """
         wait_seconds = _SHORTEST_WAIT_SECONDS
         with self.translate_os_errors():
-            self._see(Manifest.open(self.directory))
+            self.observe(Manifest.open(self.directory))
             with Leases(self.directory) as leases:
                 while not self._stop() and (batch := self._next_batch()) is not None:
                     if self._attempt(batch, leases) > 0:
@@ -154,10 +157,10 @@ class BuildScheduler:
     def poll(self, **counts: int) -> None:
         """See what other builders committed meanwhile; ``counts`` is what is known of them."""
         self.report_progress(**counts)
-        self._see(self.manifest.refreshed(self.directory))
+        self.observe(self.manifest.refreshed(self.directory))
 
     def _next_batch(self) -> list[int] | None:
-        self._see(self.manifest.refreshed(self.directory))
+        self.observe(self.manifest.refreshed(self.directory))
         return self.queue.next_batch(self.manifest, self.residency.damaged)
 
     def _attempt(self, batch: Sequence[int], leases: Leases) -> int:
@@ -180,16 +183,21 @@ class BuildScheduler:
             if self._stop() or self.queue.preempts(batch):
                 return
             leases.wait_for_room(self._units_ahead, _PATIENCE_SECONDS)
-            if self._is_settled(unit) or not leases.acquire(unit):
-                continue
-            self.manifest = self.manifest.refreshed(self.directory)
-            if self._is_settled(unit):
-                leases.release(unit)
-                continue
-            if self.manifest.has_unit(unit):
-                self._rebuilding.add(unit)
-            self._in_flight.append(unit)
-            yield self.units[unit]
+            if self._claim(unit, leases):
+                self._in_flight.append(unit)
+                yield self.units[unit]
+
+    def _claim(self, unit: int, leases: Leases) -> bool:
+        """Lease a unit that is still to be built."""
+        if self._is_settled(unit) or not leases.acquire(unit):
+            return False
+        self.manifest = self.manifest.refreshed(self.directory)
+        if self._is_settled(unit):
+            leases.release(unit)
+            return False
+        if self.manifest.has_unit(unit):
+            self._rebuilding.add(unit)
+        return True
 
     def _is_settled(self, unit: int) -> bool:
         if not self.residency.is_resident(self.manifest, unit):
@@ -209,7 +217,7 @@ class BuildScheduler:
                 self.queue.settle(unit.unit_id)
             adopted += done
             self.units_adopted += done
-            self._see(manifest)
+            self.observe(manifest)
         return adopted
 
     def _build(self, batch: Sequence[int], leases: Leases) -> int:
@@ -230,6 +238,17 @@ class BuildScheduler:
                 units.close()  # ends what it reads ahead
         return built
 
+    def build_from(self, unit: Unit, records: Sequence[Record]) -> None:
+        """Build a leased unit in this thread from records that were read elsewhere."""
+
+        def read_unit(unit: Unit) -> Sequence[Record]:
+            del unit
+            return records
+
+        builder = replace(self.builder, read_unit=read_unit, pipeline=_SERIAL)
+        for built in builder.run([unit], on_documents=self._add_documents):
+            self._commit(built)
+
     def _commit(self, built: BuiltUnit) -> bool:
         """Write a unit and make it count; False if there is no room for it now."""
         unit = built.unit_id
@@ -247,7 +266,7 @@ class BuildScheduler:
             self.residency.written(unit)
         self.queue.settle(unit)
         self.units_built += counts
-        self._see(manifest)
+        self.observe(manifest)
         if counts and self.units_built % SNAPSHOT_INTERVAL_ENTRIES == 0:
             manifest.write_snapshot(self.directory)
         return True
@@ -255,7 +274,8 @@ class BuildScheduler:
     def _count_written(self, size_bytes: int) -> None:
         self._pending_bytes -= size_bytes
 
-    def _see(self, manifest: Manifest) -> None:
+    def observe(self, manifest: Manifest) -> None:
+        """Take a state of the cache for the current one, and report what changed."""
         changed = manifest.generation != self._reported_generation
         self.manifest = manifest
         if changed:
@@ -285,6 +305,15 @@ class BuildScheduler:
         self.progress = replace(self.progress, **changes)
         if self._on_progress is not None:
             self._on_progress(self.progress)
+
+    @contextlib.contextmanager
+    def silenced(self) -> Generator[None]:
+        """Report no progress: the cache is built on the side of another one."""
+        on_progress, self._on_progress = self._on_progress, None
+        try:
+            yield
+        finally:
+            self._on_progress = on_progress
 
     @contextlib.contextmanager
     def translate_os_errors(self) -> Generator[None]:

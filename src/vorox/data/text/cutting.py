@@ -23,7 +23,7 @@ from vorox.data.text.content import Limits, compressed_bytes
 from vorox.data.text.formats import count_records, cut, first_piece, has_many_records, measure
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source, patience, read_units
-from vorox.data.text.splits import Split, document_filter, file_split, holds_out_files, tail_start
+from vorox.data.text.splits import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
 
 T = TypeVar("T")
 
@@ -167,6 +167,23 @@ def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_b
         DataError: A file cannot be read or is not what the source says, or no file of the source holds any text.
     """
     return first_units(source, split, validation, unit_bytes)[0]
+
+
+def cut_both(source: Source, unit_bytes: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """The units of both splits of a source where single records are held out, from one pass.
+
+    Raises:
+        DataError: As ``cut_units``.
+    """
+    cutters = [UnitSplitter(source, split, source.holdout, unit_bytes) for split in SPLITS]
+    pieces = list(cutters[0].pieces())
+    if not pieces:
+        refuse_emptiness(source)
+    train, validation = (
+        tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(batch_by_size(pieces, cutter.group_bytes)))
+        for cutter in cutters
+    )
+    return train, validation
 
 
 def first_units(
