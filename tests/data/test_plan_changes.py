@@ -641,3 +641,20 @@ def test_an_impossible_batch_is_refused(tmp_path: Path, batch: int) -> None:
     with pytest.raises(ConfigError, match=f"a global batch of {batch} rows"):
         Plan.create(tmp_path / "plan.jsonl", replace(start, global_batch_sequences=batch), readers)
     Plan.create(tmp_path / "one.jsonl", replace(start, global_batch_sequences=1), readers)
+
+
+def test_a_row_is_found_behind_the_gaps_of_its_segment(tmp_path: Path) -> None:
+    reader = FakeRows("code", [3, 4, 5, 2, 6])
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    segment = segment_of(reader, "code", 0, 0, 1, [(0, 1), (2, 3), (4, 5)])
+    assert segment is not None
+    plan.add([segment])
+    found = addresses(plan, 14)
+    shorter = FakeRows("code", [3, 4, 5])  # as a reader sees the cache that has not looked again
+    for row in range(reader.num_rows):
+        unit = int(np.searchsorted(reader.unit_row_starts, row, side="right")) - 1
+        place = (0, 0, unit, row - int(reader.unit_row_starts[unit]))
+        expected = [found.index(place)] if unit in (0, 2, 4) else []
+        assert plan.positions_of(0, row, reader).tolist() == expected
+        if row < shorter.num_rows:
+            assert plan.positions_of(0, row, shorter).tolist() == expected

@@ -224,7 +224,7 @@ def when(
         reader, source = run_data.readers[index], run_data.plan.sources[index].name
         rows = [(row, _cache_row(reader, row)) for row in reader.rows_of_document(file_index, byte, ordinal).tolist()]
         closest: Granularity = "file" if ordinal is None else "record"
-        granularity = dict.fromkeys([cache_row for _, cache_row in rows], closest)
+        granularity: dict[int, Granularity] = dict.fromkeys([cache_row for _, cache_row in rows], closest)
         if byte is not None and ordinal is None:
             granularity = _rows_with_byte(run_data, cache_of(reader), file_index, byte)
         for row, cache_row in rows:
