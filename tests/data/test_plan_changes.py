@@ -30,6 +30,7 @@ from vorox.data.plan_changes import (
     segment_of,
 )
 from vorox.data.plan_events import (
+    Bucket,
     Cut,
     Extension,
     HorizonEvent,
@@ -658,3 +659,21 @@ def test_a_row_is_found_behind_the_gaps_of_its_segment(tmp_path: Path) -> None:
         assert plan.positions_of(0, row, reader).tolist() == expected
         if row < shorter.num_rows:
             assert plan.positions_of(0, row, shorter).tolist() == expected
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_limits_of_one_source_change_alone(tmp_path: Path, index: int) -> None:
+    readers = [FakeRows(name, [9]) for name in ("code", "text", "web")]
+    sources = tuple(source_of(reader) for reader in readers)
+    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 3, sources), readers)
+    changed = replace(sources[index], weight=Fraction(5), max_epochs=4, on_exhausted="repeat")
+    plan.add([SourceEvent(changed)])
+    expected = [changed if number == index else source for number, source in enumerate(sources)]
+    assert list(plan.sources) == list(Plan.open(plan.path).sources) == expected
+    for field in (
+        {"row_tokens": 10},
+        {"recipe_digest": "ab"},
+        {"bucket": Bucket("web", "bytes_per_token", None, None)},
+    ):
+        with pytest.raises(DataError, match="has changed"):
+            plan.add([SourceEvent(replace(changed, **field))])

@@ -231,7 +231,7 @@ def when(
             if cache_row in granularity:
                 positions, file = run_data.plan.positions_of(index, row, reader), reader.files[file_index]
                 known = granularity[cache_row]
-                places += [(position, file.uri, source, cache_row, known) for position in positions.tolist()]
+                places.extend((position, file.uri, source, cache_row, known) for position in positions.tolist())
     epochs = run_data.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
     found: list[Occurrence] = []
     for (position, full_uri, source, cache_row, known), epoch in zip(places, epochs.tolist(), strict=True):
