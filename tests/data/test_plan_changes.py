@@ -677,3 +677,16 @@ def test_the_limits_of_one_source_change_alone(tmp_path: Path, index: int) -> No
     ):
         with pytest.raises(DataError, match="has changed"):
             plan.add([SourceEvent(replace(changed, **field))])
+
+
+def test_an_exhausted_source_stays_requested_and_its_rows_are_located_alone(tmp_path: Path) -> None:
+    start, readers = two(max_epochs=1, on_exhausted="drop")
+    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    requested = plan.state.requested_stages
+    plan.extend_to(200, readers)
+    assert plan.state.requested_stages == requested == plan.stages[:1]
+    assert len(plan.stages) == 2
+    sources = plan.locate(np.arange(200)).source_index
+    for source in (0, 1):
+        alone = plan.locate(np.flatnonzero(sources == source))
+        assert alone.row.tolist() == plan.locate(np.arange(200)).row[sources == source].tolist()
