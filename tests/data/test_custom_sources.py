@@ -115,6 +115,14 @@ def test_a_run_reads_it_and_finds_its_documents_again(mine: Path) -> None:
     assert any(seen.step == 3 for seen in run.when(document.uri, byte=0))
 
 
+def test_a_transform_in_a_file(mine: Path) -> None:
+    mine.write_text(mine.read_text() + "\n\ndef only_even(text):\n    return text if '0:' in text else None\n")
+    source = {"format": f"{mine}:paragraphs", "paths": [str(mine.parent / "notes")]}
+    splits = "[train, validation]"
+    config = configuration(mine, source, [f"data.transforms=[{{name: '{mine}:only_even', splits: {splits}}}]"])
+    assert sorted(texts_of(config)) == sorted(text for text in TEXTS if "0:" in text)
+
+
 def test_a_format_that_changed_makes_another_cache(mine: Path) -> None:
     config = configuration(mine, {"format": f"{mine}:paragraphs", "paths": [str(mine.parent / "notes")]})
     before = prepare(config).sources[0].train

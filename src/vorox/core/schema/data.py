@@ -15,7 +15,8 @@ class TransformConfig(Section):
 
     name: str = Field(
         description="length, token_length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, "
-        "token_dropout, local_model, or a function of your own as my_package.my_module:function.",
+        "token_dropout, local_model, or a function of your own as my_package.my_module:function or "
+        "path/to/file.py:function.",
     )
     args: Mapping[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
     splits: tuple[Literal["train", "validation"], ...] = Field(
