@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from cache_corpus import build_corpus, small_corpus, work_of
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli.progress import LiveDisplay
+from vorox.core import atomic
 from vorox.core.run_lookup import find_run
+from vorox.data.cache import usage
+from vorox.data.cache.build import build
+from vorox.data.cache.gc import find_caches, find_garbage, remove_unused
 from vorox.data.cache.leases import Leases
+from vorox.data.cache.manifest import chunk_path
+from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.replacement import replacing
+from vorox.data.cache.usage import mark_used
+from vorox.data.plan import Plan
+from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
 from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import StepView
 
 HOUR = 3600.0
+DAY = 24 * HOUR
 
 
 @pytest.fixture
@@ -58,6 +73,59 @@ def test_no_builder_loses_its_lease_to_the_wall_clock(tmp_path: Path) -> None:
         assert not any(second.acquire(3) for _ in range(10))
         first.release(3)
         assert second.acquire(3)
+
+
+@pytest.mark.parametrize("jump_seconds", [-400 * DAY, 400 * DAY])
+def test_garbage_collection_removes_nothing_in_use_when_the_clock_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    """The wall clock and that of the disk jump after a cache was made, with a build, a rebuild and a run at work."""
+    corpus, root = small_corpus(), tmp_path / "caches"
+    made, built, rebuilt, read = (root / f"{name}-train-0-{number}" for number, name in enumerate("abcd"))
+    for directory in (made, built, rebuilt, read):
+        build_corpus(directory, corpus)
+        mark_used(directory)
+    reader = CacheReader.open(read)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
+    Plan.create(tmp_path / "runs" / "one" / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
+    orphan = chunk_path(built, 3000, 0)
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_bytes(chunk_path(built, 1, 0).read_bytes())
+    with replacing(rebuilt, wanted=True) as fresh, Leases(built) as leases:
+        build(fresh, work_of(corpus), corpus.units, BuildOptions(last_unit=1))
+        assert leases.acquire(3000)
+        now, disk_now = time.time(), usage.disk_time
+        monkeypatch.setattr(time, "time", lambda: now + jump_seconds)
+        monkeypatch.setattr(usage, "disk_time", lambda directory: disk_now(directory) + jump_seconds)
+        assert find_garbage(root) == []
+        caches = {cache.directory: cache for cache in find_caches(root, tmp_path / "runs")}
+        assert caches[built].is_busy
+        assert caches[read].runs
+        idle = [cache for cache in caches.values() if cache.idle_seconds > DAY]
+        assert not [cache for cache in idle if cache.may_go]
+        assert caches[made].idle_seconds < DAY
+        assert remove_unused([cache for cache in caches.values() if cache.directory == built]) == 0
+        build(fresh, work_of(corpus), corpus.units)
+    monkeypatch.undo()
+    for directory in (made, built, rebuilt, read):
+        CacheReader.open(directory).verify()
+    assert [path.name for path in (rebuilt / "leases").iterdir()] == []
+
+
+@pytest.mark.parametrize(("age_seconds", "is_swept"), [(2 * DAY, True), (HOUR, False), (-2 * DAY, False)])
+def test_temporaries_of_another_host_are_swept_by_the_clock_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_seconds: float, is_swept: bool
+) -> None:
+    left = tmp_path / ".tmp-a-container-1-s0123abcd-0123abcd-a.json"
+    left.touch()
+    then = left.stat().st_mtime - age_seconds
+    os.utime(left, (then, then))
+    for jump_seconds in (-400 * DAY, 400 * DAY):
+        monkeypatch.setattr(time, "time", lambda jump_seconds=jump_seconds: then + jump_seconds)
+        assert atomic.is_temporary_of_the_dead(left) == is_swept
+    assert atomic.sweep_temporary(tmp_path) == ([left] if is_swept else [])
+    assert [path.name for path in tmp_path.iterdir()] == ([] if is_swept else [left.name])
 
 
 def test_the_display_goes_on_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"
+_LEFT_OVER_SECONDS = 86_400.0
+"""Age of a temporary file of another host before it counts as left over; writing one takes seconds."""
+
 FILE_MODE, PRIVATE_MODE, DIRECTORY_MODE = 0o644, 0o600, 0o755
 _EXACT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
@@ -181,7 +184,7 @@ _TEMPORARY = re.compile(
 
 
 def sweep_temporary(directory: Path) -> list[Path]:
-    """Remove what dead writers of this host left in ``directory``; returns what was removed."""
+    """Remove what dead writers left in ``directory``: of this host, or of another one a day ago; returns what was."""
     removed: list[Path] = []
     for path in filter(is_temporary_of_the_dead, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
         if path.is_dir() and not path.is_symlink():
@@ -193,9 +196,36 @@ def sweep_temporary(directory: Path) -> list[Path]:
 
 
 def is_temporary_of_the_dead(path: Path) -> bool:
-    """Whether a path is the temporary one of a process of this host that is no more."""
+    """Whether a path is the temporary one of a process that is no more.
+
+    Whether a process of another host lives cannot be known, and a container that is started again has another name:
+    what such a process wrote is left over once it is a day old, by the clock of the disk that it lies on.
+    """
     match = _TEMPORARY.fullmatch(path.name)
-    return match is not None and ProcessIdentity(match["host"], int(match["pid"]), match["start"] or "").is_dead()
+    if match is None:
+        return False
+    writer = ProcessIdentity(match["host"], int(match["pid"]), match["start"] or "")
+    if writer.host == this_process().host:
+        return writer.is_dead()
+    try:
+        return disk_time(path.parent) - path.lstat().st_mtime > _LEFT_OVER_SECONDS
+    except OSError:
+        return False
+
+
+def disk_time(directory: Path) -> float:
+    """The time by the disk that a directory lies on: machines that share it need not agree about the time.
+
+    Raises:
+        OSError: Nothing can be written there.
+    """
+    path = temporary_name(directory / "clock")
+    try:
+        path.touch(FILE_MODE, exist_ok=False)
+        return path.stat().st_mtime
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def stage_file(path: Path, data: Buffer, *, private: bool = False) -> Path:

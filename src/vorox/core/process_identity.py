@@ -66,6 +66,18 @@ class ProcessIdentity:
         return bool(self.start and start and self.start != start)
 
 
+def boot_identity() -> str:
+    """What tells this boot of this machine from every other; of this process alone where the system does not say."""
+    try:
+        return f"{socket.gethostname()} {_boot_id()}"
+    except OSError:
+        return str(this_process())
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def this_process() -> ProcessIdentity:
     """The identity of this process."""
     return _identity(socket.gethostname(), os.getpid())
@@ -82,8 +94,7 @@ def _start(process_id: int) -> str:
         fields = (
             Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        began = f"{boot} {fields[19]}"  # clock ticks since boot
+        began = f"{_boot_id()} {fields[19]}"  # clock ticks since boot
     except (OSError, IndexError):
         import psutil
 

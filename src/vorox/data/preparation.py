@@ -8,10 +8,9 @@ visible in it.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +26,7 @@ from vorox.data.cache.replacement import replacing
 from vorox.data.cache.report import BuildProgress, BuildReport, build_report
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.usage import mark_used
 from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
 from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
@@ -106,7 +106,6 @@ class CacheOpener:
         if self.streams is not None:
             recipe, units = self._beginning(source, split, recipe)
         place = self._place(source, split, recipe)
-        mark_used(place.directory)
         name = f"{source.config.name} {split}"
         if split == "train" and not self._waits_for_all:
             return self._open_growing(place, recipe, name)
@@ -135,7 +134,6 @@ class CacheOpener:
         with ExitStack() as stack:
             targets: list[BuildTarget] = []
             for split, place in places.items():
-                mark_used(place.directory)
                 directory = stack.enter_context(replacing(place.directory, wanted=self.options.force_rebuild))
                 targets.append(self._target(replace(place, directory=directory), recipes[split], units[split]))
             pair = replace(targets[0], builder=replace(targets[0].builder, read_unit=reader)), targets[1]
@@ -248,6 +246,7 @@ class CacheOpener:
         self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
     ) -> CacheReader:
         reader = CacheReader.open(place.directory, recipe, complete=complete)
+        mark_used(place.directory)
         if self.options.build:
             reader.mend = functools.partial(self._mend, place, recipe, units, name)
         return reader
@@ -272,7 +271,6 @@ class CacheOpener:
                 where="data.mode", hint="set data.mode=cached to build a cache that stays",
             )  # fmt: skip
         place = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
-        mark_used(place.directory)
         self.streams.share_reads(source.stored)
         builder = self.unit_builder(source, recipe)
         splitter = UnitSplitter(source, "train", source.holdout, self.data.cache.unit_bytes)
@@ -280,6 +278,7 @@ class CacheOpener:
         if not units.units:
             self._split_first(splitter, units, place)
         reader = self.streams.open(place.directory, builder, units)
+        mark_used(place.directory)
         return reader, report_of(reader.manifest, recipe)
 
     def _split_first(self, splitter: UnitSplitter, units: UnitList, place: CacheLocation) -> None:
@@ -306,12 +305,6 @@ class CacheOpener:
             source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows, transforms,
             self.data.transform_seed, self.data.pipeline, source.config.bad_record_fraction,
         )  # fmt: skip
-
-
-def mark_used(directory: Path) -> None:
-    """Leave the time at which a cache was last opened, for ``vorox data gc``; nothing on a disk that is read-only."""
-    with suppress(OSError):
-        os.utime(directory / RECIPE_NAME)
 
 
 def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:

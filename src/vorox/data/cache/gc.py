@@ -1,8 +1,8 @@
 """What can go: files in a cache that nothing names any more, and caches that no run reads and nobody pinned.
 
 The root of the caches goes in; what was found comes out, with sizes and reasons, and is removed when asked to.
-Invariants: nothing that a manifest names and nothing that a living process holds is ever found; a cache goes with its
-recipe first, so that a half-removed one is taken for no cache.
+Invariants: nothing that a manifest names and nothing that a living process holds is ever found, wherever the wall clock
+may have jumped; a cache goes with its recipe first, so that a half-removed one is taken for no cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,12 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
-from vorox.data.cache.leases import STALE_SECONDS, is_expired, lease_path
-from vorox.data.cache.manifest import LOG_NAME, Manifest
+from vorox.data.cache.leases import STALE_SECONDS, is_held, lease_path
+from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.pins import Pin, pins_of
 from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
+from vorox.data.cache.usage import idle_seconds, time_of
 
 STREAMS_NAME = "streams"
 """Below the root: caches of which chunks come and go."""
@@ -76,13 +76,14 @@ class CacheUse:
 def find_garbage(root: Path) -> list[Garbage]:
     """What in the caches below a root nothing names and nobody holds."""
     found: list[Garbage] = []
+    now = time_of(root)
     for directory in _caches(root):
         if directory.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX)):
-            if not _is_busy(directory) and time.time() - _last_used(directory) > STALE_SECONDS:
+            if not _is_busy(directory, now) and idle_seconds(directory, now) > STALE_SECONDS:
                 reason = "a rebuild that was given up" if REBUILD_PREFIX in directory.name else "replaced by a rebuild"
                 found.append(Garbage(directory, _size(directory), reason))
         else:
-            found += _in_cache(directory)
+            found += _in_cache(directory, now)
     return found
 
 
@@ -91,13 +92,13 @@ def remove(garbage: Sequence[Garbage]) -> int:
     freed = 0
     for item in garbage:
         if item.path.is_dir():
-            if _is_busy(item.path):
+            if _is_busy(item.path, time_of(item.path)):
                 continue
             remove_cache(item.path)
         elif _CHUNK_NAME.fullmatch(item.path.name):
             directory = item.path.parents[2]
             with Manifest.open(directory).exclusive(directory) as manifest:
-                if not _is_unnamed(directory, item.path, manifest):
+                if not _is_unnamed(directory, item.path, manifest, time_of(directory)):
                     continue
                 remove_file(item.path)
         else:
@@ -121,14 +122,14 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
         with contextlib.suppress(DataError):
             found.append((directory, tuple(sorted(readers.get(read_recipe(directory).digest, ())))))
     by_source = {_source_and_content(directory): users for directory, users in found if users}
-    now = time.time()
+    now = time_of(root)
     return [
         CacheUse(
             directory,
             _size(directory),
-            max(0.0, now - _last_used(directory)),
+            idle_seconds(directory, now),
             users or by_source.get(_source_and_content(directory), ()),
-            _is_busy(directory),
+            _is_busy(directory, now),
             pins_of(directory),
         )
         for directory, users in found
@@ -139,7 +140,7 @@ def remove_unused(caches: Sequence[CacheUse]) -> int:
     """Remove whole caches, but for those that were pinned or taken up since; returns the bytes that were freed."""
     freed = 0
     for cache in caches:
-        if cache.may_go and not pins_of(cache.directory) and not _is_busy(cache.directory):
+        if cache.may_go and not pins_of(cache.directory) and not _is_busy(cache.directory, time_of(cache.directory)):
             remove_cache(cache.directory)
             freed += cache.size_bytes
     return freed
@@ -162,7 +163,7 @@ def _caches(root: Path) -> Iterator[Path]:
         yield from (path for path in found if (path / RECIPE_NAME).exists())
 
 
-def _in_cache(directory: Path) -> Iterator[Garbage]:
+def _in_cache(directory: Path, now: float) -> Iterator[Garbage]:
     folders = [directory / name for name in ("manifest", "quarantine", LEASES_NAME, "chunks")]
     linked = {folder.name for folder in folders if folder.is_symlink()}
     chunks = [] if "chunks" in linked else [path for path in (directory / "chunks").glob("*") if not path.is_symlink()]
@@ -171,21 +172,21 @@ def _in_cache(directory: Path) -> Iterator[Garbage]:
             if is_temporary_of_the_dead(path):
                 yield _file(path, "left by a process that died")
     for path in [] if LEASES_NAME in linked else sorted((directory / LEASES_NAME).glob("u*")):
-        if is_expired(path):
+        if not is_held(path, now):
             yield _file(path, "lease of a process that died")
     with contextlib.suppress(DataError):  # a manifest that cannot be read names nothing for sure
         manifest = Manifest.open(directory)
         for path in sorted(path for place in chunks for path in place.glob("*.psc")):
-            if _is_unnamed(directory, path, manifest):
+            if _is_unnamed(directory, path, manifest, now):
                 yield _file(path, "chunk that the manifest does not name")
 
 
-def _is_unnamed(directory: Path, path: Path, manifest: Manifest) -> bool:
+def _is_unnamed(directory: Path, path: Path, manifest: Manifest, now: float) -> bool:
     match = _CHUNK_NAME.fullmatch(path.name)
     if match is None:
         return False
     unit, part = int(match["unit"]), int(match["part"])
-    if lease_path(directory, unit).exists() and not is_expired(lease_path(directory, unit)):
+    if lease_path(directory, unit).exists() and is_held(lease_path(directory, unit), now):
         return False
     return part not in {record.part for record in manifest.unit_chunks(unit)}
 
@@ -200,13 +201,8 @@ def _size(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _is_busy(directory: Path) -> bool:
-    return any(not is_expired(path) for path in sorted((directory / LEASES_NAME).glob("u*")))
-
-
-def _last_used(directory: Path) -> float:
-    times = [path.stat().st_mtime for path in (directory / RECIPE_NAME, directory / LOG_NAME) if path.exists()]
-    return max(times, default=0.0)
+def _is_busy(directory: Path, now: float) -> bool:
+    return any(is_held(path, now) for path in sorted((directory / LEASES_NAME).glob("u*")))
 
 
 def _source_and_content(directory: Path) -> tuple[str, str]:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from vorox.core.atomic import remove_directory, sync_directory
 from vorox.core.errors import ConfigError
-from vorox.data.cache.leases import DIRECTORY_NAME, is_expired, read_holder
+from vorox.data.cache.leases import DIRECTORY_NAME, Leases, is_held, read_holder
 from vorox.data.cache.pins import pin, pins_of
+from vorox.data.cache.usage import time_of
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"
+_REBUILD = 999_999_999
+"""The lease that a rebuild holds as a whole; no cache has so many units."""
 
 
 @contextlib.contextmanager
@@ -36,7 +39,9 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
         return
     _refuse_builders(directory)
     fresh = directory.with_name(REBUILD_PREFIX + directory.name)
-    yield fresh
+    with Leases(fresh) as leases:  # garbage collection sees that somebody rebuilds, also between two units
+        leases.acquire(_REBUILD)
+        yield fresh
     _refuse_builders(directory)
     if old.exists():
         remove_directory(old)
@@ -52,7 +57,7 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
 
 def _refuse_builders(directory: Path) -> None:
     for path in sorted((directory / DIRECTORY_NAME).glob("u*")):
-        if not is_expired(path):
+        if is_held(path, time_of(directory)):
             raise ConfigError(
                 f"the cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
                 hint="wait for it to finish or stop it, then build anew", saved="the cache as it is",
