@@ -20,6 +20,7 @@ from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.chained_log import HashChainedLog
+from vorox.core.counted import counted
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.lock import FileLock
@@ -101,7 +102,7 @@ def commit_anew(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 def test_bit_exact(directory: Path, first: int, last: int | None, start: int, steps: int, states: int) -> None:
     report = again(directory, first, last)
     assert report.is_exact
-    assert str(report) == f"bit-exact, {steps} steps"
+    assert str(report) == f"bit-exact, {counted(steps, 'step')}"
     assert (report.start_step, report.num_steps, report.num_states) == (start, steps, states)
     assert report.environment == ()
 

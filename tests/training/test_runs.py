@@ -13,6 +13,7 @@ import pytest
 
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
+from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import ConfigError, NumericalError, Preempted
 from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
@@ -165,6 +166,24 @@ def test_killed_between_a_save_and_its_validation(
     assert list(step_directories(directory)) == [6], "saved before it was validated"
     found = result(run(config))
     assert {**found, "losses": 0} == {**straight, "losses": 0}
+
+
+def test_resume_reads_the_plan_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, ["log.metadata=off"])
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, kill)
+        with pytest.raises(Killed):
+            run(config)
+    whole_reads: list[Path] = []
+    read_after = HashChainedLog.read_after
+
+    def counted(self: HashChainedLog, position: LogPosition) -> Any:
+        whole_reads.extend([self.path] * (self.path.name == "plan.jsonl" and position == LogPosition()))
+        return read_after(self, position)
+
+    monkeypatch.setattr(HashChainedLog, "read_after", counted)
+    assert run(config).progress.step == STEPS
+    assert len(whole_reads) == 1
 
 
 def test_save_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
