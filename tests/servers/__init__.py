@@ -1,9 +1,10 @@
-"""Real servers on loopback for tests: S3, Google Cloud Storage, the hub, the web, and a proxy that makes faults.
+"""Real servers on loopback for tests: S3, Google Cloud Storage, Azure, the hub, the web, and a proxy that makes faults.
 
 Every server is a context manager that also points this process at itself (environment variables), so that
 ``list_files("s3://...")`` inside of it just works; ``pointed_at`` points at a proxy in front of it instead.
 """
 
+from servers.azure import AzureServer, azure_server
 from servers.environment import pointed_at
 from servers.faults import Fault, FaultProxy, fault_proxy
 from servers.gcs import GcsServer, gcs_server
@@ -13,6 +14,6 @@ from servers.s3 import S3Server, s3_server
 from servers.web import WebServer, http_server
 
 __all__ = [
-    "Fault", "FaultProxy", "GcsServer", "HubServer", "Request", "S3Server", "WebServer",
-    "fault_proxy", "gcs_server", "http_server", "hub_server", "pointed_at", "s3_server",
+    "AzureServer", "Fault", "FaultProxy", "GcsServer", "HubServer", "Request", "S3Server", "WebServer",
+    "azure_server", "fault_proxy", "gcs_server", "http_server", "hub_server", "pointed_at", "s3_server",
 ]  # fmt: skip

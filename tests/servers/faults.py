@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from servers.recorded import Handler, Log, Request, serving
 
-_HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "server", "date"}
+_HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "server"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class FaultProxy:
             connection.request(request.method, request.path, body=request.body or None, headers=headers)
             answer = connection.getresponse()
             body = answer.read()
-            kept = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP_HEADERS}
+            kept = {name: value for name, value in answer.getheaders() if name.lower() not in {*_HOP_HEADERS, "date"}}
             kept = {name: value.replace(self.upstream, self.url) for name, value in kept.items()}
             return answer.status, kept, body, int(answer.getheader("Content-Length") or len(body))
         finally:

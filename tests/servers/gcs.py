@@ -1,21 +1,34 @@
-"""Google Cloud Storage by gcp-storage-emulator, with what it leaves out: reads of a generation, and pages."""
+"""Google Cloud Storage by its XML interface: generations, conditions, pages, uploads in parts."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
+import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
-
-import pytest
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 from servers.environment import pointed_at
 from servers.recorded import Handler, Log, Request, serving
+
+
+@dataclass(frozen=True)
+class _Object:
+    content: bytes
+    generation: int
+    etag: str
+    modified: datetime
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {
+            "ETag": self.etag, "x-goog-generation": str(self.generation),
+            "Last-Modified": format_datetime(self.modified, usegmt=True),
+        }  # fmt: skip
 
 
 @dataclass
@@ -26,120 +39,112 @@ class GcsServer:
         page_items: Objects in one page of a listing.
     """
 
-    emulator: str
     url: str = ""
     log: Log = field(default_factory=Log)
     page_items: int = 1000
+    _buckets: dict[str, dict[str, _Object]] = field(default_factory=dict)
+    _uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    _generation: int = 0
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self, url: str | None = None) -> dict[str, str]:
         """Variables that point at this server, or at a proxy in front of it."""
-        return {
-            "STORAGE_EMULATOR_HOST": url or self.url,
-            "GCSFS_DEFAULT_PROJECT": "test",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-            "NO_GCE_CHECK": "true",
-        }
+        return {"STORAGE_EMULATOR_HOST": url or self.url}
 
     def bucket(self, name: str) -> None:
         """Create a bucket."""
-        status, body = self._ask("POST", "/storage/v1/b?project=test", json.dumps({"name": name}).encode())
-        assert status == 200, body
+        self._buckets[name] = {}
 
     def put(self, bucket: str, name: str, content: bytes) -> None:
         """Write an object."""
-        parts = [(b"application/json", json.dumps({"name": name}).encode()), (b"application/octet-stream", content)]
-        body = b"".join(b"--border\r\nContent-Type: %s\r\n\r\n%s\r\n" % part for part in parts) + b"--border--"
-        status, answer = self._ask(
-            "POST", f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart", body,
-            {"Content-Type": 'multipart/related; boundary="border"'},
-        )  # fmt: skip
-        assert status == 200, answer
+        with self._writing:
+            self._write(bucket, name, content, _md5(content).hexdigest())
+
+    def _write(self, bucket: str, name: str, content: bytes, digest: str) -> _Object:
+        self._generation += 1
+        modified = datetime.now(UTC).replace(microsecond=0)
+        written = self._buckets[bucket][name] = _Object(content, self._generation, f'"{digest}"', modified)
+        return written
 
     def respond(self, handler: Handler, request: Request) -> None:
         address = urlsplit(request.path)
-        query = parse_qs(address.query)
-        if query.get("alt") == ["media"] and "generation" in query:
-            _, body = self._ask("GET", address.path.replace("/download", "", 1))
-            if json.loads(body or b"{}").get("generation") != query["generation"][0]:
-                handler.send(request, 404, {}, b"No such object: the generation is gone")
-                return
-        passed = {
-            name: value for name, value in request.headers.items()
-            if name in {"Range", "Content-Type", "Content-Range"}
-        }  # fmt: skip
-        with self._writing if request.method != "GET" else contextlib.nullcontext():
-            if not self._holds(address.path, query):
-                handler.send(request, 412, {}, b"conditionNotMet")
-                return
-            status, headers, body = self._forward(request, passed)
-        if address.path.endswith("/o") and request.method == "GET" and status == 200:
-            body = self._page(json.loads(body), int(query.get("pageToken", ["0"])[0]))
-        kept = {name: value for name, value in headers.items() if name in {"Content-Range", "Content-Type"}}
-        if "Location" in headers:
-            kept["Location"] = headers["Location"].replace(self.emulator, self.url)
-        if headers.get("Range", "bytes=0-0") != "bytes=0-0":  # which the emulator says where it has nothing
-            kept["Range"] = headers["Range"]
-        handler.send(request, status, kept, body)
+        bucket, _, name = address.path.lstrip("/").partition("/")
+        query = {key: values[0] for key, values in parse_qs(address.query, keep_blank_values=True).items()}
+        if bucket not in self._buckets:
+            self._refuse(handler, request, 404, "NoSuchBucket")
+        elif not name:
+            self._list(handler, request, bucket, query)
+        elif request.method in {"GET", "HEAD"}:
+            self._read(handler, request, self._buckets[bucket].get(unquote(name)), query)
+        else:
+            with self._writing:
+                self._change(handler, request, bucket, unquote(name), query)
 
-    def _holds(self, path: str, query: dict[str, list[str]]) -> bool:
-        """Whether the condition of a write holds, by the generation that stands there (0: none)."""
-        if "ifGenerationMatch" not in query or "name" not in query:
-            return True
-        place = path.replace("/upload", "", 1) + "/" + quote(query["name"][0], safe="")
-        status, body = self._ask("GET", place)
-        return query["ifGenerationMatch"][0] == (json.loads(body)["generation"] if status == 200 else "0")
+    def _refuse(self, handler: Handler, request: Request, status: int, code: str) -> None:
+        handler.send(request, status, {}, f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode())
 
-    def _forward(self, request: Request, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """Ask the emulator, which knows empty objects only as the end of a resumable upload."""
-        path = request.path
-        if "uploadType=media" in path and not request.body:
-            path = path.replace("uploadType=media", "uploadType=resumable")
-            _, begun, _ = self._exchange("POST", path, b"", headers)
-            location = urlsplit(begun["Location"])
-            return self._exchange("PUT", f"{location.path}?{location.query}", b"", {"Content-Range": "bytes */0"})
-        return self._exchange(request.method, path, request.body, headers)
+    def _list(self, handler: Handler, request: Request, bucket: str, query: dict[str, str]) -> None:
+        after = query.get("continuation-token") or query.get("start-after", "")
+        prefix = query.get("prefix", "")
+        names = sorted(name for name in self._buckets[bucket] if name.startswith(prefix) and name > after)
+        page = names[: self.page_items]
+        entries = "".join(
+            f"<Contents><Key>{escape(name)}</Key><ETag>{escape(found.etag)}</ETag><Size>{len(found.content)}</Size>"
+            f"<LastModified>{found.modified.isoformat().replace('+00:00', '.000Z')}</LastModified></Contents>"
+            for name in page
+            for found in [self._buckets[bucket][name]]
+        )
+        if len(names) > len(page):
+            entries += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
+        handler.send(request, 200, {}, f"<?xml version='1.0'?><ListBucketResult>{entries}</ListBucketResult>".encode())
 
-    def _page(self, listing: dict[str, Any], first: int) -> bytes:
-        items = sorted(listing.get("items", []), key=lambda item: item["name"])
-        page: dict[str, Any] = {"items": items[first : first + self.page_items]}
-        if first + self.page_items < len(items):
-            page["nextPageToken"] = str(first + self.page_items)
-        return json.dumps(page).encode()
+    def _read(self, handler: Handler, request: Request, found: _Object | None, query: dict[str, str]) -> None:
+        if found is None or query.get("generation", str(found.generation)) != str(found.generation):
+            self._refuse(handler, request, 404, "NoSuchKey")
+        else:
+            handler.send_part(request, found.content, found.headers)
 
-    def _ask(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-    ) -> tuple[int, bytes]:
-        status, _, answer = self._exchange(method, path, body, headers or {"Content-Type": "application/json"})
-        return status, answer
+    def _change(self, handler: Handler, request: Request, bucket: str, name: str, query: dict[str, str]) -> None:
+        there = self._buckets[bucket].get(name)
+        wanted = request.headers.get("X-Goog-If-Generation-Match")
+        if wanted is not None and wanted != str(there.generation if there else 0):
+            self._refuse(handler, request, 412, "PreconditionFailed")
+        elif "uploads" in query:
+            upload = str(len(self._uploads))
+            self._uploads[upload] = {}
+            answer = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
+            handler.send(request, 200, {}, answer.encode())
+        elif "uploadId" in query and query["uploadId"] not in self._uploads:
+            self._refuse(handler, request, 404, "NoSuchUpload")
+        elif "partNumber" in query:
+            self._uploads[query["uploadId"]][int(query["partNumber"])] = request.body
+            handler.send(request, 200, {"ETag": f'"{_md5(request.body).hexdigest()}"'}, b"")
+        elif request.method == "POST":
+            parts = [part for _, part in sorted(self._uploads.pop(query["uploadId"]).items())]
+            digest = f"{_md5(b''.join(_md5(part).digest() for part in parts)).hexdigest()}-{len(parts)}"
+            written = self._write(bucket, name, b"".join(parts), digest)
+            answer = f"<CompleteMultipartUploadResult><ETag>{written.etag}</ETag></CompleteMultipartUploadResult>"
+            handler.send(request, 200, written.headers, answer.encode())
+        elif request.method == "PUT":
+            written = self._write(bucket, name, request.body, _md5(request.body).hexdigest())
+            handler.send(request, 200, written.headers, b"")
+        elif "uploadId" in query:
+            self._uploads.pop(query["uploadId"])
+            handler.send(request, 204, {}, b"")
+        else:
+            missing = self._buckets[bucket].pop(name, None) is None
+            handler.send(request, 404 if missing else 204, {}, b"")
 
-    def _exchange(
-        self, method: str, path: str, body: bytes, headers: dict[str, str]
-    ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(urlsplit(self.emulator).netloc, timeout=30)
-        try:
-            connection.request(method, path, body=None if method == "GET" else body, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
-        finally:
-            connection.close()
+
+def _md5(data: bytes) -> hashlib._Hash:
+    return hashlib.md5(data, usedforsecurity=False)
 
 
 @contextmanager
 def gcs_server() -> Iterator[GcsServer]:
     """Start an empty Google Cloud Storage and point this process at it."""
-    for package in ("gcsfs", "gcp_storage_emulator"):
-        pytest.importorskip(package)
-    from gcp_storage_emulator.server import create_server
-
-    emulator = create_server("127.0.0.1", 0, in_memory=True)
-    emulator.start()
-    try:
-        host, port = emulator._api._httpd.server_address
-        server = GcsServer(f"http://{host}:{port}")
-        with serving(server.respond) as (url, log):
-            server.url, server.log = url, log
-            with pointed_at(server.environment()):
-                yield server
-    finally:
-        emulator.stop()
+    server = GcsServer()
+    with serving(server.respond) as (url, log):
+        server.url, server.log = url, log
+        with pointed_at(server.environment()):
+            yield server

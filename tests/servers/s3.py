@@ -49,7 +49,7 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Start an empty S3 and point this process at it."""
-    for package in ("s3fs", "moto"):
+    for package in ("obstore", "moto"):
         pytest.importorskip(package)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries below, while they load

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from servers.azure import azure_server
 from servers.environment import pointed_at
 from servers.faults import FaultProxy, fault_proxy
 from servers.gcs import gcs_server
@@ -15,10 +16,10 @@ from servers.hub import hub_server
 from servers.s3 import s3_server
 from servers.web import http_server
 
-WRITABLE = ("s3", "s3-versioned", "gs")
+WRITABLE = ("s3", "s3-versioned", "gs", "az")
 """Those that can be written to."""
 
-KINDS = ("s3", "s3-versioned", "gs", "hf", "http")
+KINDS = ("s3", "s3-versioned", "gs", "az", "hf", "http")
 """Every kind of store, S3 with and without versions."""
 
 
@@ -71,6 +72,13 @@ def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
             yield Shelf(
                 kind, lambda name, data: gcs.put("corpora", f"text/{name}", data), gcs.url,
                 lambda _: "gs://corpora/text", gcs.environment,
+            )  # fmt: skip
+        elif kind == "az":
+            azure = stack.enter_context(azure_server())
+            container = azure.container()
+            yield Shelf(
+                kind, lambda name, data: azure.put(container, f"text/{name}", data), azure.url,
+                lambda _: f"az://{container}/text", azure.environment,
             )  # fmt: skip
         elif kind == "hf":
             hub = stack.enter_context(hub_server())

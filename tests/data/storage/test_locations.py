@@ -18,7 +18,8 @@ from vorox.data.storage.locations import matches
 @pytest.mark.parametrize(
     ("location", "scheme"),
     [
-        ("s3://bucket/key", "s3"), ("gs://b", "gs"), ("HF://a/b", "hf"), ("https://host/x", "https"),
+        ("s3://bucket/key", "s3"), ("gs://b", "gs"), ("az://c/x", "az"),
+        ("HF://a/b", "hf"), ("https://host/x", "https"),
         ("http://127.0.0.1:80/x", "http"), ("/a/b.txt", None), ("a:b", None), ("stdlib:json", None), ("c:/x", None),
     ],
 )  # fmt: skip
@@ -30,7 +31,7 @@ def test_schemes(location: str, scheme: str | None) -> None:
 def test_an_unknown_scheme_is_refused_with_those_that_are_known(location: str) -> None:
     with pytest.raises(ConfigError, match="no way to read") as caught:
         list_files(location, (".txt",))
-    assert "s3://, gs://, hf://" in caught.value.hint
+    assert "s3://, gs://, az://, hf://" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -18,7 +19,7 @@ from servers.recorded import Handler, Request, serving
 from servers.s3 import SECRET
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.installation import install_command
-from vorox.data.storage import RetryPolicy, StoredFile, amazon, list_files, open_range, place_in, retry_budget
+from vorox.data.storage import RetryPolicy, StoredFile, http, list_files, open_range, place_in, retry_budget
 from vorox.data.storage.hub import resolve_commit
 
 BODY = b"text " * 2_000
@@ -109,38 +110,113 @@ class TestAmazon:
             assert proxy.faults == {"answer": 1}
 
     @pytest.mark.parametrize("versioned", [False, True])
-    def test_long_listings_come_in_pages(self, s3: object, versioned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(amazon, "_PAGE_ITEMS", 2)
+    def test_long_listings_come_in_pages(self, s3: object, versioned: bool) -> None:
         bucket = f"pages-{versioned}".lower()
         s3.bucket(bucket, versioned=versioned)
         for number in range(7):
             s3.put(bucket, f"{number}.txt", b"old")
             s3.put(bucket, f"{number}.txt", b"newer")
         s3.client.delete_object(Bucket=bucket, Key="3.txt")
-        files = list_files(f"s3://{bucket}", (".txt",))
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            forward = proxy._ask
+
+            def ask_for_two(request: Request) -> tuple[int, dict[str, str], bytes, int]:
+                request.path += "&max-keys=2" if "list-type" in request.path else ""
+                return forward(request)
+
+            proxy._ask = ask_for_two
+            files = list_files(f"s3://{bucket}", (".txt",))
+            assert sum("list-type" in request.path for request in proxy.log.requests) == 3
         assert [place_in(f"s3://{bucket}", file.uri) for file in files] == [f"{n}.txt" for n in range(7) if n != 3]
         assert {file.size_bytes for file in files} == {5}
 
     def test_a_bucket_that_does_not_tell_is_pinned_by_etags(self, s3: object) -> None:
         denied = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"
         with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
-            proxy.only = lambda request: "versioning" in request.path
+            proxy.only = lambda request: request.method == "HEAD"
             proxy.script(Fault("answer", 403, {}, denied))
             (file,) = list_files("s3://corpora", (".txt",))
             assert (file.version or "").startswith("etag:")
             assert proxy.faults == {"answer": 1}
 
     def test_public_buckets_are_read_without_credentials(self, s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        from fsspec.config import conf, set_conf_env
-
-        monkeypatch.setitem(conf, "s3", {})
         monkeypatch.setenv("FSSPEC_S3_ANON", "true")
-        set_conf_env(conf)
         s3.client.put_object_acl(Bucket="corpora", Key="a.txt", ACL="public-read")
         with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
             assert read("s3://corpora/a.txt") == BODY
             assert proxy.log.requests
             assert not any("Authorization" in request.headers for request in proxy.log.requests)
+
+    def test_credentials_that_expired_are_read_again_during_a_run(
+        self, s3: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a login or a rotation writes new ones; the same ones once more are not tried."""
+        path = tmp_path / "credentials"
+        body = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code></Error>"
+
+        def write(key: str) -> None:
+            path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {SECRET}\n")
+
+        write("AKIAFIRST00000000000")
+        with (
+            fault_proxy(s3.url) as proxy,
+            pointed_at({**s3.environment(proxy.url), "AWS_SHARED_CREDENTIALS_FILE": str(path)}),
+        ):
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            (file,) = list_files("s3://corpora/a.txt", ())
+            write("AKIASECOND0000000000")
+            proxy.log.clear()
+            proxy.script(Fault("answer", 400, {}, body))
+            assert read_file(file) == BODY
+            keys = [request.headers["Authorization"].split("/")[0][-20:] for request in proxy.log.requests]
+            assert keys == ["AKIAFIRST00000000000", "AKIASECOND0000000000"]
+            proxy.script(*[Fault("answer", 400, {}, body)] * 9)
+            assert "ExpiredToken" in refused(lambda: read_file(file)).what
+            assert len(proxy.scripted) == 7
+
+    def test_a_wrong_clock_is_named(self, s3: object) -> None:
+        body = b"<?xml version='1.0'?><Error><Code>RequestTimeTooSkewed</Code></Error>"
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            (file,) = list_files("s3://corpora/a.txt", ())
+            proxy.script(*[Fault("answer", 403, {}, body)] * 9)
+            error = refused(lambda: read_file(file))
+            assert "RequestTimeTooSkewed" in error.what
+            assert "clock" in error.hint
+            assert len(proxy.scripted) == 8
+
+    def test_the_marker_of_a_folder_is_no_file(self, s3: object) -> None:
+        s3.bucket("markers")
+        s3.client.put_object(Bucket="markers", Key="text/deep/", Body=b"")
+        s3.put("markers", "text/deep/a.txt", BODY)
+        s3.put("markers", "text/empty.txt", b"")
+        files = list_files("s3://markers/text/**", ())
+        assert [file.uri for file in files] == ["s3://markers/text/deep/a.txt", "s3://markers/text/empty.txt"]
+
+    def test_a_pattern_lists_from_its_fixed_part_on(self, s3: object) -> None:
+        s3.bucket("patterns")
+        for name in ("a", "b-0", "b-1", "b", "c"):
+            s3.put("patterns", f"text/{name}.txt", BODY)
+        with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
+            files = list_files("s3://patterns/text/b-*", ())
+            assert [file.uri[-7:] for file in files] == ["b-0.txt", "b-1.txt"]
+            assert "start-after=text%2Fb" in proxy.log.requests[0].path
+
+    def test_a_forked_process_is_refused_rather_than_left_to_hang(self, s3: object) -> None:
+        program = (
+            "import os\n"
+            "from vorox.core.errors import ConfigError\n"
+            "from vorox.data.storage import list_files\n"
+            "list_files('s3://corpora/a.txt', ())\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    try: list_files('s3://corpora/a.txt', ())\n"
+            "    except ConfigError as error: os._exit(7 if 'spawn' in error.hint else 8)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list_files('s3://corpora/a.txt', ())))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.split() == ["7", "1"]
 
     def test_a_name_that_s3_does_not_allow(self, s3: object) -> None:
         assert "allows no such name" in refused(lambda: list_files("s3://a b/x", ()), ConfigError).what
@@ -161,9 +237,9 @@ class TestGoogle:
             assert len(list_files("gs://corpora", (".txt",))) == 5
             assert "no bucket 'nowhere'" in refused(lambda: list_files("gs://nowhere/*.txt", ())).what
             with fault_proxy(gcs.url) as proxy, pointed_at(gcs.environment(proxy.url)):
-                proxy.script(Fault("answer", 401, {}, b'{"error": {"message": "Invalid Credentials", "code": 401}}'))
+                proxy.script(Fault("answer", 401, {}, b"<Error><Code>AuthenticationRequired</Code></Error>"))
                 error = refused(lambda: list_files("gs://corpora", (".txt",)))
-            assert "Invalid Credentials" in error.what
+            assert "AuthenticationRequired" in error.what
             assert "GOOGLE_APPLICATION_CREDENTIALS" in error.hint
 
     def test_credentials_are_sent_to_google_and_no_emulator(self) -> None:
@@ -299,6 +375,36 @@ class TestWeb:
                 assert read(f"{web.url}/b.txt") == BODY
             assert log.requests == []
 
+    def test_a_public_server_cannot_redirect_into_a_private_network(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By its name this machine stands for a public server here, by its number for a private one."""
+        (tmp_path / "a.txt").write_bytes(BODY)
+
+        async def is_private(host: str) -> bool:
+            return host != "localhost"
+
+        with http_server(tmp_path) as private:
+
+            def respond(handler: Handler, request: Request) -> None:
+                handler.send(request, 302, {"Location": f"{private.url}/a.txt"}, b"")
+
+            with serving(respond) as (url, _):
+                assert read(f"{url}/a.txt") == BODY, "who names a private address may be led to another one"
+                private.log.clear()
+                monkeypatch.setattr(http, "_is_private", is_private)
+                error = refused(lambda: read(f"{url.replace('127.0.0.1', 'localhost')}/a.txt"))
+                assert "redirects to a private address" in error.what
+                assert private.log.requests == []
+
+    @pytest.mark.parametrize(
+        ("host", "private"),
+        [("127.0.0.1", True), ("localhost", True), ("10.1.2.3", True), ("169.254.169.254", True), ("::1", True),
+         ("::ffff:10.0.0.1", True), ("8.8.8.8", False), ("2001:4860:4860::8888", False)],
+    )  # fmt: skip
+    def test_which_addresses_are_private(self, host: str, private: bool) -> None:
+        assert asyncio.run(http._is_private(host)) is private
+
     def test_an_index_that_leads_elsewhere_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         (tmp_path / "in" / "a.txt").write_bytes(BODY)
@@ -310,7 +416,7 @@ class TestWeb:
 
 @pytest.mark.parametrize(
     ("module", "location", "extra"),
-    [("s3fs", "s3://b/x", "s3"), ("gcsfs", "gs://b/x", "gcs"), ("aiohttp", "https://127.0.0.1:9/x", "http")],
+    [("aiohttp", "https://127.0.0.1:9/x", "http"), ("aiohttp", "hf://a/b", "http")],
 )
 def test_a_missing_extra_is_named(module: str, location: str, extra: str) -> None:
     program = (

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoredFile, in_one_budget, retry_budget, transport, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoredFile, background, in_one_budget, retry_budget, waiting_for_data
 from vorox.data.storage import remote as remote_module
-from vorox.data.storage.remote import Asker, Keep, list_remote, open_remote_range, open_remote_seekable
+from vorox.data.storage.remote import Asker, Keep, Receive, list_remote, open_remote_range, open_remote_seekable
 from vorox.data.storage.retry import TransientError
-from vorox.data.storage.transport import Receive
 
 CONTENT = random.Random(0).randbytes(50_000)
 FILE = StoredFile("s3://bucket/file", len(CONTENT), "stamp", 0, "version:1")
@@ -155,12 +154,12 @@ def test_a_reader_that_is_left_stops_fetching() -> None:
             await asyncio.Event().wait()
 
     store = Mute()
-    others = asyncio.all_tasks(transport.event_loop())
+    others = asyncio.all_tasks(background.event_loop())
     with open_remote_range(store, FILE, 0, None):
         wait_until(lambda: store.sent)
-        assert asyncio.all_tasks(transport.event_loop()) - others
+        assert asyncio.all_tasks(background.event_loop()) - others
     wait_until(lambda: waiting_for_data() is None)
-    wait_until(lambda: asyncio.all_tasks(transport.event_loop()) <= others)
+    wait_until(lambda: asyncio.all_tasks(background.event_loop()) <= others)
 
 
 NAMES = ["a.txt", "b/a.txt", "b/.h/a.txt", ".a.txt", "b/c/d.md", "b.txt/x.txt"]

@@ -120,12 +120,14 @@ def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> 
 
 
 def test_retry_after_is_honoured(store: Shelf) -> None:
+    if store.kind not in {"hf", "http"}:
+        pytest.skip("obstore does not show the headers of a refusal (docs/decisions.md)")
     with store.behind() as (root, proxy):
         (file,) = list_files(f"{root}/a.txt", ())
         proxy.only = is_read
         least = time.time() + 1
         asked = "1"
-        if store.kind in {"s3", "http"}:  # the two ways by which headers come here
+        if store.kind == "http":
             least = float(int(least + 1))
             asked = email.utils.formatdate(least, usegmt=True)
         proxy.script(Fault("answer", 503, {"Retry-After": asked}))

@@ -1,5 +1,6 @@
 """Where bytes are, whatever the scheme: listings, immutable versions, ranged reads; and writing to stores."""
 
+from vorox.data.storage.background import close_connections
 from vorox.data.storage.fetched import Fetched, reading_from
 from vorox.data.storage.local import local_path, root_of
 from vorox.data.storage.locations import (
@@ -13,7 +14,6 @@ from vorox.data.storage.locations import (
 )
 from vorox.data.storage.remote import shared_reads
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, StoreUnreachable, in_one_budget, retry_budget
-from vorox.data.storage.transport import close_connections
 from vorox.data.storage.verbs import (
     check_writable,
     list_files,

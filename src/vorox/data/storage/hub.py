@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.storage import transport
+from vorox.data.storage import background, failures
+from vorox.data.storage.failures import NotThere, raise_for_status
+from vorox.data.storage.http import get_json, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Asker, Keep
+from vorox.data.storage.remote import Asker, Keep, Receive
 from vorox.data.storage.retry import RetryPolicy, current_budget
-from vorox.data.storage.transport import NotThere, Receive, get_json, raise_for_status, receive_range, request
 
 if TYPE_CHECKING:
     import aiohttp
@@ -74,7 +75,7 @@ def resolve_commit(uri: str) -> str:
     """
     budget = current_budget()
     ask = Asker(uri, budget)
-    return transport.run(_resolve(split_hub(uri), ask), uri, budget)
+    return background.run(_resolve(split_hub(uri), ask), uri, budget)
 
 
 async def _resolve(place: HubPlace, ask: Asker) -> str:
@@ -144,10 +145,10 @@ class HubStore:
                     response.status, response.headers, uri=file.uri, credentials_hint=_CREDENTIALS_HINT
                 )  # fmt: skip
             except NotThere:
-                transport.gone(file.uri)
+                failures.gone(file.uri)
             for told in map(_blob_of, [*response.history, response]):
                 if told is not None and told != file.version:
-                    transport.changed(file.uri, f"{file.version} became {told}")
+                    failures.changed(file.uri, f"{file.version} became {told}")
             await receive_range(response, start_byte, end_byte, file.size_bytes, uri=file.uri, receive=receive)
 
 

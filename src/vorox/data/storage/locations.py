@@ -21,10 +21,13 @@ from vorox.core.redaction import MARK, redact
 STANDARD_LIBRARY = "stdlib:"
 """Scheme of this Python's own library: ``stdlib:json/decoder.py`` is the same text wherever the version is the same."""
 
-REMOTE_SCHEMES = ("s3", "gs", "hf", "http", "https")
+REMOTE_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_SECRET_VARIABLES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_SECRET_VARIABLES = (
+    "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY",
+    "AZURE_CLIENT_SECRET",
+)  # fmt: skip
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -70,7 +73,7 @@ class StoredFile:
 
 
 def scheme_of(location: str) -> str | None:
-    """``s3``, ``gs``, ``hf``, ``http`` or ``https``; ``None`` for paths of this machine and its standard library.
+    """Return ``s3``, ``gs``, ``az``, ``hf``, ``http`` or ``https``; ``None`` for paths and for the standard library.
 
     Raises:
         ConfigError: The scheme is none of these, or the uri carries credentials.

@@ -15,16 +15,18 @@ from concurrent.futures import Future
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from vorox.core.errors import DataError
-from vorox.data.storage import transport
+from vorox.data.storage import background
 from vorox.data.storage.locations import NoSuchEnding, StoredFile, absolute, fixed_part, has_magic, matches
 from vorox.data.storage.retry import RetryBudget, RetryPolicy, current_budget, with_retries
 from vorox.data.storage.shared_reads import SharedReads
-from vorox.data.storage.transport import Receive
 
 T = TypeVar("T")
 
 Keep = Callable[[str], bool]
 """Whether an object of this uri is wanted."""
+
+Receive = Callable[[bytes], None]
+"""Takes the next bytes of a body."""
 
 _PIECES_AHEAD = 2
 _LEAST_RANDOM_BYTES = 1 << 20
@@ -42,12 +44,12 @@ class Asker:
     def policy(self) -> RetryPolicy:
         return self.budget.policy
 
-    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        return await with_retries(attempt, uri=self.uri, budget=self.budget)
+    async def __call__(self, attempt: Callable[[], Awaitable[T]], *, has_deadline: bool = True) -> T:
+        return await with_retries(attempt, uri=self.uri, budget=self.budget, has_deadline=has_deadline)
 
 
 class Store(Protocol):
-    """What a scheme must be able to do. Uris are canonical; failures are those of ``transport``."""
+    """What a scheme must be able to do. Uris are canonical; failures are those of ``failures``."""
 
     async def describe(self, uri: str, ask: Asker) -> StoredFile | None:
         """One object; ``None`` if there is none of exactly this name."""
@@ -70,7 +72,7 @@ def list_remote(
     """All files of a location of a store, sorted by uri: see ``storage.list_files``."""
     budget = current_budget()
     ask = Asker(absolute(location), budget)
-    found = transport.run(_list(store, absolute(location), suffixes, skip_directories, ask), ask.uri, budget)
+    found = background.run(_list(store, absolute(location), suffixes, skip_directories, ask), ask.uri, budget)
     return sorted(found, key=lambda file: file.uri)
 
 
@@ -124,7 +126,7 @@ class _Piece:
         self.start_byte, self.end_byte = start_byte, end_byte
         self._store, self._file, self._budget = store, file, budget
         self._got = bytearray()
-        self._future: Future[None] = transport.start(self._fetch())
+        self._future: Future[None] = background.start(self._fetch())
 
     async def _fetch(self) -> None:
         async def attempt() -> None:
@@ -138,7 +140,7 @@ class _Piece:
         assert len(self._got) == self.end_byte - self.start_byte, "a store sent another length and did not say so"
 
     def bytes(self) -> bytearray:
-        transport.finish(self._future, self._file.uri, self._budget)
+        background.finish(self._future, self._file.uri, self._budget)
         return self._got
 
     @property

@@ -222,6 +222,7 @@ async def with_retries(
     jitter: random.Random | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     progress: Callable[[], int] = lambda: 0,
+    has_deadline: bool = True,
 ) -> T:
     """Repeat an attempt until it succeeds, is refused, or the budget is used up.
 
@@ -232,6 +233,7 @@ async def with_retries(
         jitter: Where delays are drawn from.
         sleep: How to wait.
         progress: Bytes received so far: a try that got further starts the delays anew.
+        has_deadline: Whether a try may take ``try_seconds`` only; not so where each of its requests has a limit.
 
     Raises:
         DataError: A refusal, or too many failures.
@@ -242,7 +244,7 @@ async def with_retries(
     with budget.waits(uri) as wait:
         while True:
             try:
-                async with asyncio.timeout(policy.try_seconds):
+                async with asyncio.timeout(policy.try_seconds if has_deadline else None):
                     result = await attempt()
                 contact.made()
                 return result

@@ -2,21 +2,19 @@
 
 A location or a ``StoredFile`` comes in and goes to the module of its scheme. Invariant: what is read is what was
 listed, on every scheme; a change is a ``DataError`` that names the object. Files of this machine are written by
-``core.atomic``; here only objects of ``s3://`` and ``gs://`` are.
+``core.atomic``; here only objects of ``s3://``, ``gs://`` and ``az://`` are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
 from vorox.data.storage import local, writing
+from vorox.data.storage.failures import split_bucket
 from vorox.data.storage.fetched import held_range
 from vorox.data.storage.locations import StoredFile, scheme_of
 from vorox.data.storage.remote import Store, list_remote, open_remote_range, open_remote_seekable
@@ -26,14 +24,10 @@ from vorox.data.storage.writing import WRITABLE_SCHEMES, Content, Over, Writable
 @functools.cache
 def _store(scheme: str) -> Store:
     """The one store of a scheme; its module is loaded only when it is needed."""
-    if scheme == "s3":
-        from vorox.data.storage.amazon import AmazonStore
+    if scheme in WRITABLE_SCHEMES:
+        from vorox.data.storage.cloud import CloudStore
 
-        return AmazonStore()
-    if scheme == "gs":
-        from vorox.data.storage.google import GoogleStore
-
-        return GoogleStore()
+        return CloudStore(scheme)
     if scheme == "hf":
         from vorox.data.storage.hub import HubStore
 
@@ -53,7 +47,7 @@ def list_files(
 
     Args:
         location: Path, folder, glob (``**`` crosses folders), ``stdlib:``, or any of these under ``s3://``, ``gs://``,
-            ``hf://`` and ``https://``.
+            ``az://``, ``hf://`` and ``https://``.
         suffixes: Endings, in lower case, that count inside a folder.
         skip_directories: Names of directories that are not entered.
 
@@ -151,18 +145,12 @@ def check_writable(location: str) -> None:
     """Refuse a place that nothing can be written to, without asking any store.
 
     Raises:
-        ConfigError: The scheme is none of those, the uri names no bucket or carries credentials, or the extra that the
-            scheme needs is not installed.
+        ConfigError: The scheme is none of those, or the uri names no bucket or carries credentials.
     """
     scheme = scheme_of(location)
-    needed = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}.get(scheme or "")
-    if needed is None:
+    if scheme not in WRITABLE_SCHEMES:
         raise cannot_be_written(location)
-    if not location.partition("://")[2].strip("/"):
-        raise ConfigError("the uri names no bucket", where=location, hint=f"write it as {scheme}://BUCKET/FOLDER")
-    package, extra = needed
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{scheme}:// needs {package}, which is not installed", hint=install_command(extra))
+    split_bucket(location)
 
 
 def _writable(location: str) -> WritableStore:

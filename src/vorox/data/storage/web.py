@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from vorox.core.errors import DataError
-from vorox.data.storage import transport
+from vorox.data.storage import failures
+from vorox.data.storage.failures import NotThere, raise_for_status
+from vorox.data.storage.http import content_range, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Asker, Keep
+from vorox.data.storage.remote import Asker, Keep, Receive
 from vorox.data.storage.retry import RetryPolicy
-from vorox.data.storage.transport import NotThere, Receive, content_range, raise_for_status, receive_range, request
 
 if TYPE_CHECKING:
     import aiohttp
@@ -143,9 +144,9 @@ class WebStore:
                     response.status, response.headers, uri=file.uri, credentials_hint=_CREDENTIALS_HINT
                 )  # fmt: skip
             except NotThere:
-                transport.gone(file.uri)
+                failures.gone(file.uri)
             if (now := version_of(response.headers)) != file.version:
-                transport.changed(file.uri, f"{file.version} became {now}")
+                failures.changed(file.uri, f"{file.version} became {now}")
             await receive_range(response, start_byte, end_byte, file.size_bytes, uri=file.uri, receive=receive)
 
 

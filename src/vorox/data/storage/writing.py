@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
-from vorox.data.storage import transport
+from vorox.data.storage import background
+from vorox.data.storage.failures import RefusedByCondition
 from vorox.data.storage.locations import StoredFile, absolute
 from vorox.data.storage.remote import Asker, Store
-from vorox.data.storage.retry import StoreUnreachable, TransientError, current_budget
+from vorox.data.storage.retry import RetryPolicy, StoreUnreachable, TransientError, current_budget
 
 Over = StoredFile | Literal["anything", "nothing"]
 """What a new object may replace: whatever is there, nothing at all, or exactly this version."""
@@ -27,15 +27,11 @@ Over = StoredFile | Literal["anything", "nothing"]
 PART_BYTES = 16 << 20
 """What is larger goes up in parts of this size. A multiple of 256 KiB and at least 5 MiB, as the stores ask."""
 
-WRITABLE_SCHEMES = ("s3", "gs")
+WRITABLE_SCHEMES = ("s3", "gs", "az")
 
 
 class ConditionFailed(DataError):
     """Another object stands where one was to be put, or the one that was to be replaced is no longer there."""
-
-
-class RefusedByCondition(Exception):
-    """The store says that the condition of a write does not hold. It may be our own write whose answer was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +40,49 @@ class Content:
 
     Attributes:
         size_bytes: Its length.
-        read: Gives the bytes ``[start, end)``; called from threads.
+        data: All of it, or the file that it lies in, which does not change while it is put.
     """
 
     size_bytes: int
-    read: Callable[[int, int], bytes]
+    data: bytes | Path
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Content:
-        return cls(len(data), lambda start, end: data[start:end])
+        return cls(len(data), data)
 
     @classmethod
     def of_file(cls, path: Path) -> Content:
-        """A file that does not change while it is put."""
+        return cls(path.stat().st_size, path)
 
-        def read(start: int, end: int) -> bytes:
-            with path.open("rb") as file:
-                file.seek(start)
-                data = file.read(end - start)
-            if len(data) != end - start:
-                raise OSError(f"{path} became shorter while it was copied")
-            return data
+    def read(self) -> bytes:
+        """Return all of it.
 
-        return cls(path.stat().st_size, read)
+        Raises:
+            OSError: The file cannot be read, or has changed its length.
+        """
+        if isinstance(self.data, bytes):
+            return self.data
+        data = self.data.read_bytes()
+        if len(data) != self.size_bytes:
+            raise OSError(f"{self.data} changed its length while it was copied")
+        return data
 
-    async def part(self, start: int, end: int) -> tuple[bytes, bytes]:
-        """The bytes ``[start, end)`` and their MD5, without holding up the loop."""
+    def checksums(self, part_bytes: int | None) -> tuple[str, bytes]:
+        """Return the ETag that S3 gives it, put in parts of a size or at once (``None``), and its MD5.
 
-        def work() -> tuple[bytes, bytes]:
-            data = self.read(start, end)
-            return data, md5(data)
-
-        return await asyncio.to_thread(work)
+        It guards against accidents, not against people.
+        """
+        if part_bytes is None:
+            whole = hashlib.md5(self.read(), usedforsecurity=False)
+            return whole.hexdigest(), whole.digest()
+        assert isinstance(self.data, Path)
+        whole, digests = hashlib.md5(usedforsecurity=False), list[bytes]()
+        with self.data.open("rb") as file:
+            while data := file.read(part_bytes):
+                whole.update(data)
+                digests.append(hashlib.md5(data, usedforsecurity=False).digest())
+        etag = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+        return f"{etag}-{len(digests)}", whole.digest()
 
 
 class WritableStore(Store, Protocol):
@@ -89,10 +96,9 @@ class WritableStore(Store, Protocol):
         """Remove an object; one that is not there is no failure."""
         ...
 
-
-def md5(data: bytes) -> bytes:
-    """The checksum by which every store tells what it received; it guards against accidents, not against people."""
-    return hashlib.md5(data, usedforsecurity=False).digest()
+    async def holds(self, file: StoredFile, digest: bytes, policy: RetryPolicy) -> bool:
+        """Return whether an object has the content with an MD5, by one try of reading it."""
+        ...
 
 
 def received_other_bytes(uri: str) -> TransientError:
@@ -101,7 +107,7 @@ def received_other_bytes(uri: str) -> TransientError:
 
 
 def cannot_be_written(location: str) -> ConfigError:
-    known = " or ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
+    known = ", ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
     return ConfigError("nothing can be written there", where=redact(location), hint=f"give a place under {known}")
 
 
@@ -111,9 +117,9 @@ def put(store: WritableStore, uri: str, content: Content, over: Over) -> StoredF
     uri = absolute(uri)
     ask = Asker(uri, budget)
     try:
-        return transport.run(store.put(uri, content, over, ask), uri, budget)
+        return background.run(store.put(uri, content, over, ask), uri, budget)
     except RefusedByCondition:
-        found = transport.run(_our_own(store, uri, content, ask), uri, budget)
+        found = background.run(_our_own(store, uri, content, ask), uri, budget)
     if found is None:
         raise ConditionFailed(
             "another object is there than the one that was to be replaced", where=uri,
@@ -127,31 +133,24 @@ async def _our_own(store: WritableStore, uri: str, content: Content, ask: Asker)
     found = await store.describe(uri, ask)
     if found is None or found.size_bytes != content.size_bytes:
         return None
-    there = bytearray()
-
-    async def attempt() -> None:
-        there.clear()
-        if found.size_bytes:
-            await store.send(found, 0, found.size_bytes, there.extend, ask.policy)
-
+    _, digest = await asyncio.to_thread(content.checksums, None)
     try:
-        await ask(attempt)
+        return found if await ask(lambda: store.holds(found, digest, ask.policy)) else None
     except StoreUnreachable:  # nobody can know
         raise
     except DataError:  # replaced while it was read: not ours
         return None
-    return found if bytes(there) == content.read(0, content.size_bytes) else None
 
 
 def remove(store: WritableStore, uri: str) -> None:
     """Remove one object: see ``storage.remove_object``."""
     budget = current_budget()
-    transport.run(store.remove(absolute(uri), Asker(uri, budget)), uri, budget)
+    background.run(store.remove(absolute(uri), Asker(uri, budget)), uri, budget)
 
 
 def list_below(store: Store, folder: str) -> list[StoredFile]:
     """Every object of a folder: see ``storage.list_objects``."""
     budget = current_budget()
     folder = absolute(folder) + "/"
-    found = transport.run(store.search(folder, lambda _: True, Asker(folder, budget)), folder, budget)
+    found = background.run(store.search(folder, lambda _: True, Asker(folder, budget)), folder, budget)
     return sorted(found, key=lambda file: file.uri)

@@ -1,138 +1,34 @@
-"""Requests over HTTP: one background loop, one session per process, and what an answer means.
+"""Requests over HTTP for ``https://`` and ``hf://``: one session per process, every answer checked.
 
-A request comes in; bytes come out piece by piece as they arrive, or a ``TransientError`` (may pass), a ``NotThere`` or
-a ``DataError`` (will not). Nothing is retried here and nothing is retried by the libraries below. Invariants: bytes
-are never decoded or decompressed on the way, an answer that is shorter than announced is a failure, and neither
-addresses that were redirected to nor headers get into messages.
+A request comes in; bytes come out piece by piece as they arrive, or a failure (see ``failures``). Nothing is retried
+here or in the library below. Invariants: bytes are never decompressed on the way, an answer that is shorter than
+announced is a failure, a server with a public address cannot redirect into a private network, and neither addresses
+that were redirected to nor headers get into messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import io
+import ipaddress
 import json
-import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.redaction import redact
-from vorox.data.storage.retry import NoConnection, RetryBudget, RetryPolicy, TransientError, retry_after_seconds
+from vorox.data.storage import background
+from vorox.data.storage.failures import changed, gives_no_parts, raise_for_status
+from vorox.data.storage.remote import Receive
+from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
 
 if TYPE_CHECKING:
     import aiohttp
-
-T = TypeVar("T")
-
-Receive = Callable[[bytes], None]
-"""Takes the next bytes of a body."""
-
-_TRANSIENT = frozenset({408, 425, 429})
-_LASTING_SERVER_ERRORS = frozenset({501, 505})
-_HUB_MISSING = frozenset({"RepoNotFound", "RevisionNotFound", "EntryNotFound"})
-
-
-class NotThere(Exception):
-    """The store says that there is no such object."""
-
-
-class _Connections:
-    def __init__(self) -> None:
-        self.process = 0
-        self.session: Any = None
-        self.closers: dict[str, Callable[[], Awaitable[None]]] = {}
-        self.kept: dict[str, Any] = {}
-
-
-_connections = _Connections()
-_inherited: list[_Connections] = []
-
-
-def _of_this_process() -> _Connections:
-    global _connections
-    if _connections.process != os.getpid():
-        # After a fork these are the parent's. They are never closed here, not even by the garbage collector: that
-        # would take the parent's sockets out of the poll set that both processes share.
-        _inherited.append(_connections)
-        _connections = _Connections()
-        _connections.process = os.getpid()
-        atexit.register(_close_at_exit, os.getpid())
-    return _connections
-
-
-def _close_at_exit(process: int) -> None:
-    if process == os.getpid():
-        with contextlib.suppress(Exception):
-            close_connections()
-
-
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The background loop of this process, fsspec's own."""
-    from fsspec import asyn  # pyright: ignore[reportMissingTypeStubs]
-
-    return asyn.get_loop()
-
-
-def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin work on the background loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-
-
-def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
-    """The result of begun work; that it is late is told as failed tries are."""
-    try:
-        with contextlib.suppress(TimeoutError):
-            return future.result(timeout=budget.policy.late_seconds)
-        if future.done():
-            return future.result()
-        with budget.waits(uri) as wait:
-            wait.because(f"no answer for {budget.policy.late_seconds:g} s", failed=False)
-            return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def run(coroutine: Coroutine[Any, Any, T], uri: str, budget: RetryBudget) -> T:
-    """Do work on the background loop and wait for it."""
-    return finish(start(coroutine), uri, budget)
-
-
-async def kept(name: str, make: Callable[[], Awaitable[tuple[T, Callable[[], Awaitable[None]]]]]) -> T:
-    """An object that lives as long as the connections of this process: a client with its credentials.
-
-    Args:
-        name: What it is called.
-        make: Makes it, and says how to close it.
-    """
-    connections = _of_this_process()
-    if name not in connections.kept:
-        made, close = await make()
-        if name in connections.kept:  # somebody was faster while this waited
-            await close()
-        else:
-            connections.kept[name], connections.closers[name] = made, close
-    return connections.kept[name]
-
-
-def close_connections() -> None:
-    """Close every connection of this process. The next request opens new ones, with the environment as it is then."""
-    connections = _of_this_process()
-    if not connections.closers:
-        return
-
-    async def close() -> None:
-        for name in list(connections.closers):
-            connections.kept.pop(name, None)
-            await connections.closers.pop(name)()
-
-    start(close()).result(timeout=10)
 
 
 async def http_session() -> aiohttp.ClientSession:
@@ -144,8 +40,11 @@ async def http_session() -> aiohttp.ClientSession:
             "reading over http needs aiohttp, which is not installed", hint=install_command("http")
         ) from error
 
-    async def make() -> tuple[aiohttp.ClientSession, Callable[[], Awaitable[None]]]:
+    async def make() -> tuple[aiohttp.ClientSession, background.Close]:
+        redirects = aiohttp.TraceConfig()
+        redirects.on_request_redirect.append(_refuse_private_target)
         session = aiohttp.ClientSession(
+            trace_configs=[redirects],
             auto_decompress=False,
             trust_env=False,  # it would also send what ~/.netrc holds
             headers={"Accept-Encoding": "identity", "User-Agent": "vorox"},
@@ -153,7 +52,29 @@ async def http_session() -> aiohttp.ClientSession:
         )
         return session, session.close
 
-    return await kept("http", make)
+    return await background.client("http", make)
+
+
+class _PrivateTarget(Exception):
+    """A server with a public address redirects into a private network."""
+
+
+async def _refuse_private_target(
+    session: aiohttp.ClientSession, context: SimpleNamespace, redirect: aiohttp.TraceRequestRedirectParams
+) -> None:
+    del session, context
+    here, target = redirect.url, redirect.response.headers.get("Location", "")
+    if await _is_private(here.join(type(here)(target)).host or "") and not await _is_private(here.host or ""):
+        raise _PrivateTarget
+
+
+async def _is_private(host: str) -> bool:
+    """Return whether a host has an address that is not one of the public internet."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    except OSError:
+        return False  # no connection to it, or only a proxy knows it
+    return not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
 
 
 def _proxy_of(url: str) -> str | None:
@@ -205,6 +126,11 @@ async def request(
             yield response
     except aiohttp.InvalidURL:
         raise DataError("this is no address", where=uri, hint="check the uri") from None
+    except _PrivateTarget:
+        raise DataError(
+            "the server redirects to a private address", where=uri,
+            hint="name the private address itself if it is yours, or copy the file to this machine",
+        ) from None  # fmt: skip
     except aiohttp.TooManyRedirects:
         raise DataError("the server sends from one address to the next", where=uri, hint="check the uri") from None
     except (aiohttp.SocketTimeoutError, aiohttp.ConnectionTimeoutError, TimeoutError) as error:
@@ -224,42 +150,6 @@ async def request(
         raise NoConnection(f"no connection to {error.host}:{error.port} ({error.strerror or error.os_error})") from None
     except (aiohttp.ClientError, OSError) as error:
         raise TransientError(f"the connection broke ({type(error).__name__})") from None
-
-
-def raise_for_status(
-    status: int, headers: Mapping[str, str], *, uri: str, credentials_hint: str, message: str = ""
-) -> None:
-    """Pass a good answer, raise what the others mean.
-
-    Args:
-        message: What the server says about it, as far as it is known.
-    """
-    if status < 400:
-        return
-    said = f"HTTP {status}" + (f" ({redact(message)[:200]})" if message else "")
-    if status in _TRANSIENT or (status >= 500 and status not in _LASTING_SERVER_ERRORS):
-        raise TransientError(said, retry_after_seconds(headers.get("Retry-After")))
-    if status in {404, 410} or headers.get("X-Error-Code") in _HUB_MISSING:
-        raise NotThere(said)
-    if status in {401, 403}:
-        raise DataError(f"the store refuses access: {said}", where=uri, hint=credentials_hint)
-    if status in {412, 416}:
-        changed(uri)
-    raise DataError(f"the store refuses the request: {said}", where=uri, hint="check the uri")
-
-
-def changed(uri: str, what: str = "") -> NoReturn:
-    """Refuse an object that is no longer the one that was listed."""
-    raise DataError(
-        f"the object changed after it was listed{f': {what}' if what else ''}", where=uri,
-        hint="put the old object back, or run the same command again to use the new one; what was built from "
-        "unchanged files is kept",
-    )  # fmt: skip
-
-
-def gone(uri: str) -> NoReturn:
-    """Refuse an object that was listed and is no longer there."""
-    changed(uri, "it is gone, or this version of it is")
 
 
 def content_range(headers: Mapping[str, str]) -> tuple[int, int, int | None] | None:
@@ -294,10 +184,7 @@ async def receive_range(
             changed(uri, f"it has {part[2]:,} bytes instead of {size_bytes:,}")
         position = start_byte
     elif start_byte > 0 or size_bytes > end_byte:
-        raise DataError(
-            "the server gives no parts of files (it ignores Range)", where=uri,
-            hint="copy the file to this machine and read it there",
-        )  # fmt: skip
+        raise gives_no_parts(uri)
     elif response.content_length is not None and response.content_length != size_bytes:
         changed(uri, f"it has {response.content_length:,} bytes instead of {size_bytes:,}")
     async for piece in response.content.iter_any():
