@@ -83,6 +83,15 @@ def this_process() -> ProcessIdentity:
     return _identity(socket.gethostname(), os.getpid())
 
 
+def machine_identity() -> str:
+    """Identify this machine since its last boot, for records that machines of one host name share; empty if unknown."""
+    try:
+        namespace = Path("/proc/self/ns/pid").readlink()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {namespace}"
+    except OSError:
+        return ""
+
+
 @functools.lru_cache(maxsize=1)
 def _identity(host: str, process_id: int) -> ProcessIdentity:
     return ProcessIdentity(host, process_id, _start(process_id))

@@ -8,20 +8,18 @@ silent is judged by the store's own times; a process of this machine that is kno
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from vorox.core import atomic
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import Echo
-from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.process_identity import ProcessIdentity, machine_identity, this_process
 from vorox.data.storage import (
     ConditionFailed,
     RetryPolicy,
@@ -68,7 +66,7 @@ class Ownership:
                 "claim": self.fencing_token,
                 "renewals": self._renewals,
                 "released": released,
-                "holder": {**this_process().to_json(), "machine": _machine()},
+                "holder": {**this_process().to_json(), "machine": machine_identity()},
             }
         )
 
@@ -209,17 +207,9 @@ def _named(record: Mapping[str, Any]) -> str:
     return str(ProcessIdentity.from_json(record.get("holder")) or "another process")
 
 
-def _machine() -> str:
-    """What no two machines that run share, nor one machine before and after it was started again."""
-    with contextlib.suppress(OSError):
-        namespace = Path("/proc/self/ns/pid").readlink()
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {namespace}"
-    return ""
-
-
 def _is_dead(holder: Any) -> bool:
     """Whether an owner is a process of this very machine that is no more."""
     process = ProcessIdentity.from_json(holder)
-    if process is None or not _machine() or cast("dict[str, Any]", holder).get("machine") != _machine():
+    if process is None or not machine_identity() or cast("dict[str, Any]", holder).get("machine") != machine_identity():
         return False
     return process.is_dead()
