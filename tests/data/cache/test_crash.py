@@ -279,7 +279,7 @@ def test_rows_that_another_builder_committed_meanwhile_are_not_replaced_by_other
     (other,) = work_of(second).run(second.units[:1])
 
     def commit(built, work):
-        return commit_unit(stale, tmp_path, built, work, 0.0, replace=replace, on_written=lambda size_bytes: None)
+        return commit_unit(stale, tmp_path, built, work, replace=replace, on_written=lambda size_bytes: None)
 
     now, counts = commit(unit, work_of(first))
     assert (now.has_unit(0), counts) == (True, True)
