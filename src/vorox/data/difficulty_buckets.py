@@ -21,9 +21,9 @@ import numpy.typing as npt
 from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import SourceFile, Unit
+from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.plan_events import Bucket, PlanSource
 from vorox.data.records import RowBlock
 

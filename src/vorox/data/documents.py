@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,3 +138,29 @@ class BadRecord:
 
 Record = Document | TokenDocument | BadRecord
 """What a span of a file holds."""
+
+
+class DocumentSpan(NamedTuple):
+    """Where the tokens of one segment come from.
+
+    Attributes:
+        uri: The file.
+        byte_offset: First byte of the document's record in it.
+        byte_length: Bytes of the record.
+        document_token_offset: First token of the segment within the document.
+        length: Tokens of the segment.
+        file_index: The file, by its place in the cache's list.
+        ordinal: Number of the record within its file.
+        document_tokens: Tokens of the whole document, its end of text included.
+        text_xxh3: xxh3-64 of the document's text: whether what a source gives today is what was read.
+    """
+
+    uri: str
+    byte_offset: int
+    byte_length: int
+    document_token_offset: int
+    length: int
+    file_index: int
+    ordinal: int
+    document_tokens: int
+    text_xxh3: int

@@ -21,8 +21,9 @@ import xxhash
 from vorox.core.attempts import StepInterval, intervals, read_attempts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader, cache_of
+from vorox.data.documents import DocumentSpan
 from vorox.data.run_data_index import RunDataIndex, attempt_notes
 from vorox.data.storage import absolute
 from vorox.data.text.formats import has_row_groups

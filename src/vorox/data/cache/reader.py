@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from vorox.data.cache.inventory import read_files, read_units
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.cache.verify import is_intact, verify
-from vorox.data.documents import SourceFile, Unit
+from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.records import RowBlock
 
 if TYPE_CHECKING:
@@ -39,32 +39,6 @@ if TYPE_CHECKING:
 _MOST_OPEN_CHUNKS = 4096
 _WAITS_FOR_A_DIRECTORY = 50
 _MENDS = 3
-
-
-class DocumentSpan(NamedTuple):
-    """Where the tokens of one segment come from.
-
-    Attributes:
-        uri: The file.
-        byte_offset: First byte of the document's record in it.
-        byte_length: Bytes of the record.
-        document_token_offset: First token of the segment within the document.
-        length: Tokens of the segment.
-        file_index: The file, by its place in the cache's list.
-        ordinal: Number of the record within its file.
-        document_tokens: Tokens of the whole document, its end of text included.
-        text_xxh3: xxh3-64 of the document's text: whether what a source gives today is what was read.
-    """
-
-    uri: str
-    byte_offset: int
-    byte_length: int
-    document_token_offset: int
-    length: int
-    file_index: int
-    ordinal: int
-    document_tokens: int
-    text_xxh3: int
 
 
 class CacheReader:

@@ -19,7 +19,8 @@ import numpy as np
 from vorox.core.atomic import canonical_json
 from vorox.core.records import DataCursor
 from vorox.data.assembly import assemble
-from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.cache.reader import CacheReader
+from vorox.data.documents import DocumentSpan
 from vorox.data.plan import Plan, Positions
 from vorox.data.plan_events import encode_event
 from vorox.data.row_source import LocatedRows, RowSource

@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 
 from vorox.core.errors import DataError
-from vorox.data.cache.reader import CacheReader, DocumentSpan
+from vorox.data.cache.reader import CacheReader
+from vorox.data.documents import DocumentSpan
 from vorox.data.records import TokenArray
 
 _BLOCK_ROWS = 1024
