@@ -225,7 +225,7 @@ def test_checkpoints_list_and_verify(vorox: Run, house: Path) -> None:
     code, out, err = vorox("checkpoints", "verify", "latest")
     assert code == 5
     assert "corrupt" in out
-    assert err.splitlines()[0] == "x checkpoint: 1 of 2 checkpoints are corrupt: step-00000012  [exit 5]"
+    assert err.splitlines()[0] == "x checkpoint: 1 of 2 checkpoints is corrupt: step-00000012  [exit 5]"
     assert "step 8 is valid" in err
     assert vorox("checkpoints", "verify", "latest", "--step", "8")[0] == 0
     assert vorox("checkpoints", "verify", "latest", "--step", "9")[0] == 2
