@@ -128,7 +128,7 @@ def list_source(
     versions = versions or ContentVersions()
     with retry_budget(patience(config)):
         config, found, notes = find_files(config, key)
-    _check(config, key)
+    _check(config.model_copy(update={"fallback": ()}), key)  # of a fallback that is read, only its own settings count
     candidates = [file for file in found if file.stored.size_bytes > 0]
     total = sum(file.stored.size_bytes for file in candidates)
     limit = total if config.max_bytes is None else min(config.max_bytes, total)
