@@ -33,6 +33,7 @@ from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.usage import USED_NAME
 from vorox.data.plan import Plan
 from vorox.training.chain import bits, link
 from vorox.training.checkpoint_store import step_directories
@@ -68,11 +69,11 @@ def again(directory: Path, first_step: int = 0, last_step: int | None = None) ->
 
 
 def files(directory: Path) -> dict[str, str]:
-    """Files and their hashes; without the memory of what local files hold, written once they are seconds old."""
+    """Files and their hashes; without the memory of what local files hold and the time when a cache was last used."""
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.parent.name != "versions"
+        if path.is_file() and path.parent.name != "versions" and path.name != USED_NAME
     }
 
 
