@@ -13,6 +13,8 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
 from vorox.data.storage import RetryPolicy, waiting
+from vorox.data.storage.shared_reads import SharedReads
+from vorox.data.text.range_cache import CUT_RANGES
 from vorox.training.chain import read_chain
 from vorox.training.display import NoDisplay
 
@@ -44,6 +46,8 @@ def test_a_run_shows_that_its_store_is_away(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(waiting, "SHOW_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     monkeypatch.setattr(waiting._state, "log_times", waiting._LogTimes())
+    monkeypatch.setattr(CUT_RANGES, "_limit_bytes", 0)  # a text this small would be in memory by step 5
+    monkeypatch.setattr(SharedReads, "piece", lambda _self, _file, _position, start, end, fetch: fetch(start, end))
     shown = Shown()
     with http_server(tmp_path / "text") as server, fault_proxy(server.url) as proxy:
         away = Fault("answer", 503, {"Retry-After": "1"})
