@@ -289,7 +289,7 @@ def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     )  # fmt: skip
     next(batches)
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-loader")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vorox-prefetch")]
 
 
 def test_elastic_repeats_what_is_there_rather_than_wait(tmp_path: Path) -> None:
