@@ -36,9 +36,10 @@ from vorox.training.checkpoint_store import (
     request_save,
     set_aside,
     step_directories,
+    steps_to_keep,
     verify,
 )
-from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint, steps_to_keep
+from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from vorox.core.log import RunLog
 from vorox.core.records import Progress
 from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links
+from vorox.core.schema import CheckpointConfig
 from vorox.training.schedule import Horizon
 
 STATE_NAME = "state.json"
@@ -213,6 +215,16 @@ def quarantine(log: RunLog) -> Callable[[Path, CheckpointError], None]:
         )
 
     return put_aside
+
+
+def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
+    """Return the steps whose checkpoints the retention rules keep, of the ascending ``steps``."""
+    keep = set(steps[-config.keep_last :])
+    best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
+    keep.update(step for _, step in best[: config.keep_best])
+    if config.keep_every_steps is not None:
+        keep.update(step for step in steps if step % config.keep_every_steps == 0)
+    return keep
 
 
 def request_save(run_directory: Path) -> None:

@@ -40,6 +40,7 @@ from vorox.training.checkpoint_store import (
     read_state,
     set_aside,
     step_directories,
+    steps_to_keep,
     verify,
 )
 from vorox.training.pending_steps import PendingSteps
@@ -394,13 +395,3 @@ def _nonfinite_in_a_row(checkpoint: Path) -> int:
         return read_state(checkpoint).nonfinite_in_a_row
     except (CheckpointError, ValueError, KeyError):  # whoever resumes from it finds out
         return 1
-
-
-def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
-    """Which of these checkpoints the retention rules keep."""
-    keep = set(steps[-config.keep_last :])
-    best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
-    keep.update(step for _, step in best[: config.keep_best])
-    if config.keep_every_steps is not None:
-        keep.update(step for step in steps if step % config.keep_every_steps == 0)
-    return keep
