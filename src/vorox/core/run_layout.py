@@ -46,7 +46,7 @@ class CheckpointName(NamedTuple):
 
     Attributes:
         step: Finished steps.
-        status: ``corrupt`` or ``replaced`` if it was set aside; empty for a checkpoint in use.
+        status: ``corrupt`` or ``replaced`` of a quarantined checkpoint; empty for one in use.
     """
 
     step: int

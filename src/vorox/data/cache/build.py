@@ -65,7 +65,7 @@ def build(
     """Build what a cache lacks; the arguments are those of ``BuildTarget``.
 
     Raises:
-        ConfigError: Ray is asked for and not installed.
+        ConfigError: Ray is requested and not installed.
         DataError: The cache has another recipe or source, a text cannot be tokenised, too many records are bad, there
             is no text at all, or the disk is full or refuses to be written to. What was committed stays.
     """

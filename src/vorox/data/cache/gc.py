@@ -2,7 +2,7 @@
 
 The root of the caches goes in; what was found comes out, with sizes and reasons, and is removed when asked to.
 Invariants: nothing that a manifest names and nothing that a living process holds is ever found, wherever the wall clock
-may have jumped; a cache goes with its recipe first, so that a half-removed one is taken for no cache.
+may have jumped; a cache goes with its recipe first, so that a half-removed one does not count as a cache.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _DRAIN_SECONDS = 30.0
 
 
 def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
-    """Build with Ray tasks until nothing is missing or the scheduler is asked to stop.
+    """Build with Ray tasks until nothing is missing or a stop is requested.
 
     Joins the cluster that ``ray.init`` was called for, or the one of ``$RAY_ADDRESS``; else starts one on this machine
     for the time of the build.

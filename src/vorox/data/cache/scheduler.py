@@ -151,7 +151,7 @@ class BuildScheduler:
             self._thread.join(timeout_seconds)
 
     def is_stopped(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether a stop was requested."""
         return self._stop() or self.queue.closed
 
     def poll(self, **counts: int) -> None:

@@ -1,8 +1,8 @@
-"""What a unit of a cache comes to, and everything that decides it.
+"""A unit of a cache, built: its text read, filtered, tokenized and packed into the bytes of its chunks.
 
 A ``UnitBuilder`` is what the units of one cache are a function of; ``run`` takes units and gives ``BuiltUnit``s in the
-same order. Nothing is written here: whoever runs it (the builder, a process of it, a machine far away, the ring of a
-stream) keeps the bytes or throws them away. Invariant: a unit's content is a function of the work and of the unit
+same order. Nothing is written here: the caller (the build scheduler, a worker process, a Ray task, a stream) keeps the
+bytes or drops them. Invariant: a unit's content is a function of the work and of the unit
 alone, not of what else is run, where, in which order or by how many threads.
 """
 
@@ -81,7 +81,7 @@ class UnitBuilder:
         transforms: What happens to documents before they are packed; their identities are in the recipe.
         transform_seed: Seed of their draws.
         pipeline: How the work is staged; nothing in it changes a byte.
-        bad_record_fraction: Unreadable records of a unit, rounded up, that are put aside before the build stops.
+        bad_record_fraction: Unreadable records of a unit, rounded up, that are quarantined before the build stops.
         directory: The cache, where the first pass leaves what it found of duplicates; set by ``at``.
     """
 

@@ -109,7 +109,7 @@ class _Child:
 
 
 def run_processes(scheduler: BuildScheduler, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
-    """Build with processes until nothing is missing or the scheduler is asked to stop.
+    """Build with processes until nothing is missing or a stop is requested.
 
     Args:
         scheduler: What is to be done; its counts and its manifest are those of all workers afterwards.
