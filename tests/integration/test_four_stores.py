@@ -85,7 +85,7 @@ def test_faults_change_no_step_and_provenance_agrees_both_ways(
     stores: FourStores, clean: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     assert len(clean) == STEPS
-    with stores.behind(error_503_fraction=0.02, truncated_fraction=0.01, stall_once_seconds=60, seed=5) as proxies:
+    with stores.behind(error_503_fraction=0.2, truncated_fraction=0.4, stall_once_seconds=60, seed=11) as proxies:
         faulty = run(configured(stores, tmp_path / "faulty", STREAMED))
         kinds = {
             kind: sum(proxy.faults[kind] for proxy in proxies.values()) for kind in ("answer", "truncate", "stall")
@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_twice_goes_on_under_faults(
 
     monkeypatch.setattr(NumpyEngine, "train_step", train_step)
     config = configured(stores, tmp_path / "killed", STREAMED)
-    with stores.behind(error_503_fraction=0.02, truncated_fraction=0.02, seed=7):
+    with stores.behind(error_503_fraction=0.2, truncated_fraction=0.2, seed=7):
         for _ in range(2):
             with pytest.raises(Killed):
                 run(config)
@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_twice_goes_on_under_faults(
 @pytest.mark.slow
 def test_streamed_from_four_stores_is_what_a_cache_of_them_is(stores: FourStores, tmp_path: Path) -> None:
     growing = {"growth": {**STREAMED["growth"]}}
-    with stores.behind(error_503_fraction=0.05, truncated_fraction=0.05, seed=9):
+    with stores.behind(error_503_fraction=0.2, truncated_fraction=0.2, seed=9):
         streamed = run(configured(stores, tmp_path / "streamed", STREAMED))
         cached = run(configured(stores, tmp_path / "cached", growing))
     assert result(streamed) == result(cached)
