@@ -444,6 +444,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         from tiny_runs import configuration, run, use_numpy_engine
         from numpy_engine import NumpyEngine
         from pathlib import Path
+        from vorox.core.run_layout import RunLayout
         from vorox.training import provenance_recorder as provenance
         provenance.INTERVAL_SECONDS = 0.01
         use_numpy_engine(pytest.MonkeyPatch())

@@ -242,7 +242,7 @@ def test_processes_change_no_bit(tmp_path, reference):
     work = work_of(corpus, [transform for transform in ALL if ":" not in transform.name], seed=4)
     digests = set()
     for workers in (1, 2):
-        build(tmp_path / str(workers), work, corpus.units, workers=workers)
+        build(tmp_path / str(workers), work, corpus.units, BuildOptions(workers=workers))
         digests.add(digest_of(tmp_path / str(workers)))
     assert len(digests) == 1
 

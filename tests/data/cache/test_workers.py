@@ -213,7 +213,7 @@ def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest
             build_corpus(tmp_path / "faulty", CORPUS, tokenizer=FaultyTokenizer(), executor="ray", workers=2)
         assert ", record " in caught.value.where
         started = tmp_path / "started"
-        corpus = slow(seconds=0.5, started=started)
+        corpus = slow(seconds=2.0, started=started)
         build_corpus(tmp_path / "stopped", corpus, executor="ray", workers=1, stop=started.exists)
         missing = Manifest.open(tmp_path / "stopped").missing_units()
         assert len(missing)
