@@ -39,7 +39,8 @@ from vorox.core.records import Batch, DataCursor
 from vorox.core.schema import RunConfig
 from vorox.models import flops
 from vorox.models.spec import ModelSpec, model_spec
-from vorox.runtime.ceiling import measure_ceiling, peak_flops_per_second, training_shapes
+from vorox.runtime.ceiling import measure_ceiling, training_shapes
+from vorox.runtime.device_peaks import peak_flops_per_second
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of a GPU that torch shares here
 

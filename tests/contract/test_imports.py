@@ -161,3 +161,31 @@ def test_backend_is_chosen_in_one_place() -> None:
             if isinstance(node, ast.Compare):
                 text = ast.unparse(node)
                 assert not any(f"backend {op}" in text for op in ("==", "!=", "in")), f"{name_of(path)}: {text}"
+
+
+def names_of(module: str) -> set[str]:
+    """What can be imported from a module of the package, by its text: nothing is loaded."""
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    inside = {child.stem for child in path.glob("*.py")} | {child.name for child in path.glob("*/")}
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inside.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            inside.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            inside.add(node.id)
+    return inside
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_programs_beside_the_package_import_what_exists(folder: str) -> None:
+    """Benchmarks run too rarely to notice by themselves that a name has moved."""
+    root = SOURCE.parents[1]
+    for path in sorted((root / folder).rglob("*.py")):
+        if ".peers" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vorox":
+                missing = {alias.name for alias in node.names} - names_of(node.module or "")
+                assert not missing, f"{path.relative_to(root)}:{node.lineno}: {node.module} has no {missing}"
