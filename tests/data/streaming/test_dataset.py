@@ -118,7 +118,7 @@ def test_abandoned_iterators_leave_no_thread_and_no_plan(tmp_path):
         next(samples)
     assert set(threading.enumerate()) > before
     samples.close()  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(
