@@ -134,7 +134,7 @@ class GrowthPolicies:
         if self._rule.later_passes == "segments":
             return self._segment(state, index, epoch, 1, self._fixed_units(index, [], is_required) or [])
         ahead = state.num_positions + self._growth.horizon_steps * state.start.global_batch_sequences
-        wanted = state.mixture.counts(ahead)[index] - state.end_draw(index)  # by the plan alone, whoever asks
+        wanted = state.mixture.counts(ahead)[index] - state.end_draw(index)  # by the plan alone, in every process
         num_epochs = max(1, -(-wanted // num_rows)) if segments else 1
         num_epochs = num_epochs if limit is None else min(limit - epoch, num_epochs)
         return self._segment(state, index, epoch, num_epochs, [(0, num_units)])

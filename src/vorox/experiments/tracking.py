@@ -65,7 +65,7 @@ class Tracker:
             settings: The run's configuration, for sinks that show it.
 
         Raises:
-            ConfigError: A sink was asked for whose package is not installed, or a function of the user cannot be
+            ConfigError: A sink is configured whose package is not installed, or a function of the user cannot be
                 imported or gives no sink.
         """
         sinks: list[Sink] = []

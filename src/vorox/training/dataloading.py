@@ -43,7 +43,7 @@ def training_batches(
         cursor: Where to begin.
         total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
         stop: Asked while a step waits for rows.
-        tell: Told of everything that is taken up.
+        tell: Receives a message for every change that the plan takes up.
         decides: Whether this process decides what is taken up; the others of a run follow the plan that it writes.
     """
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences

@@ -114,7 +114,7 @@ def run_processes(scheduler: BuildScheduler, num_workers: int, *, drain_seconds:
     Args:
         scheduler: What is to be done; its counts and its manifest are those of all workers afterwards.
         num_workers: How many processes.
-        drain_seconds: Time for a worker that is asked to stop to finish the unit in hand before it is killed.
+        drain_seconds: Time that a stopping worker has to finish its unit before it is killed.
 
     Raises:
         DataError: A worker failed, or workers die without finishing a unit.

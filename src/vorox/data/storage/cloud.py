@@ -1,7 +1,7 @@
 """``s3://``, ``gs://`` and ``az://``: object stores by ``obstore``, which never retries here.
 
 An object is pinned by its S3 VersionId in a bucket that keeps versions, by its generation on Google Cloud Storage, and
-by its ETag elsewhere. Listings of S3 and Google do not hold versions, so each wanted object of such a bucket is asked
+by its ETag elsewhere. Listings of S3 and Google do not hold versions, so each wanted object of such a bucket is queried
 for its own. What is put is compared with what the store says it has: by SHA-256 sent along where the store checks it,
 else by the ETag where that is an MD5, else by reading the object back.
 """

@@ -17,7 +17,7 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 
 DIRECTORY_NAME = "windows"
 _EXPIRY_SECONDS = 3600.0
-"""A process of another host that has not published anything for so long is taken for dead."""
+"""A process of another host that has not published anything for so long counts as dead."""
 
 UnitRange = tuple[int, int]
 """Units ``[first, last)``."""

@@ -53,7 +53,7 @@ class NotCompressed(BrokenStream):
 
 
 class Reader(Protocol):
-    """Anything that returns as many bytes as are asked for, or those that are left."""
+    """A reader that returns the requested number of bytes, or those that are left."""
 
     def read(self, size: int, /) -> bytes: ...
 

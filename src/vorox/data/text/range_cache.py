@@ -1,6 +1,6 @@
 """Ranges of remote files that were read while units were cut, kept in memory until the units are built.
 
-Chunks of a file go in as they are read; whoever reads the same bytes next gets them from here. Invariant: bounded
+Chunks of a file go in as they are read; the next reader of the same bytes gets them from here. Invariant: bounded
 memory; the bytes are those of the version that was listed, because every read from a store is checked against it.
 """
 

@@ -33,7 +33,7 @@ from vorox.training.mirror.contents import OWNER_NAME, Contents, contents_of, re
 
 RENEW_SECONDS = 30.0
 LEASE_SECONDS = 120.0
-"""An owner that was silent for so long is taken for dead."""
+"""An owner that was silent for so long counts as dead."""
 
 _POLL_SECONDS = 2.0
 _READS = 3
