@@ -39,8 +39,8 @@ from vorox.core.records import Batch, DataCursor
 from vorox.core.schema import RunConfig
 from vorox.models import flops
 from vorox.models.spec import ModelSpec, model_spec
-from vorox.runtime.ceiling import measure_ceiling, training_shapes
 from vorox.runtime.device_peaks import peak_flops_per_second
+from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of a GPU that torch shares here
 
@@ -215,7 +215,7 @@ def print_use(options: argparse.Namespace, rates: Mapping[str, list[float]], eng
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], ROWS[options.size] * length)
     ceilings = {
-        framework: measure_ceiling(shapes, engines[name].matmul_seconds, warmup_seconds=1.0, repeats=5)
+        framework: measure_matmul_peak(shapes, engines[name].matmul_seconds, warmup_seconds=1.0, repeats=5)
         for framework, name in (("JAX", JAX), ("torch", TORCH))
     }
     device = str(engines[JAX].environment()["device"])

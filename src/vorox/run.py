@@ -30,7 +30,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.options import BuildOptions
 from vorox.data.dataset import PrepareProgress, prepare
 from vorox.data.tokenizers.store import kept_by_run
-from vorox.models.memory import check_host_memory
+from vorox.models.memory_estimate import check_host_memory
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import budget, loop

@@ -17,7 +17,7 @@ from vorox.core.lock import lock_holder
 from vorox.core.process_identity import ProcessIdentity, machine_identity, this_process
 from vorox.data.cache.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.read_windows import ReadWindow
-from vorox.training.mirror import owner
+from vorox.training.mirror import ownership
 
 OWN = this_process()
 EARLIER = replace(OWN, start="0" * 8)
@@ -92,8 +92,8 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
         window.write_text(json.dumps(record))
         assert ReadWindow(tmp_path).peers() == ([] if is_dead else [(3, 5)])
         assert window.exists() != is_dead
-        assert owner._is_dead({**record, "machine": machine_identity()}) == is_dead
-        assert not owner._is_dead({**record, "machine": "another"})
+        assert ownership._is_dead({**record, "machine": machine_identity()}) == is_dead
+        assert not ownership._is_dead({**record, "machine": "another"})
 
     (tmp_path / "LOCK").write_text(json.dumps(EARLIER.to_json()))
     assert lock_holder(tmp_path / "LOCK") is None

@@ -16,7 +16,7 @@ from eventually import wait_until
 from numpy_engine import NumpyEngine
 from tiny_runs import run, use_numpy_engine
 from vorox.core.config import load_config
-from vorox.training.mirror import contents_of
+from vorox.training.mirror import list_mirror
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         if batch.step in {4, 8}:
             (name,) = [path.name for path in Path(config.run.directory).iterdir()]
             place = f"{config.checkpoint.mirror}/{name}"
-            wait_until(lambda: batch.step in {entry.step for entry in contents_of(place).lineage()}, 120)
+            wait_until(lambda: batch.step in {entry.step for entry in list_mirror(place).lineage()}, 120)
         return original(self, batch, **kwargs)
 
     patch.setattr(NumpyEngine, "train_step", train_step)

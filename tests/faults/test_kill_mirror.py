@@ -19,7 +19,7 @@ from servers.shelves import shelf
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.config import dump_yaml
 from vorox.training.chain import read_chain
-from vorox.training.mirror import contents_of
+from vorox.training.mirror import list_mirror
 
 SCRIPT = Path(__file__).with_name("mirrored_run.py")
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_killed_in_the_middle_of_an_upload(
         process = None
         (name,) = [path.name for path in (tmp_path / "first" / "runs").iterdir()]
         shutil.rmtree(tmp_path / "first")
-        whole = [entry.step for entry in contents_of(f"{mirror}/{name}").lineage()]
+        whole = [entry.step for entry in list_mirror(f"{mirror}/{name}").lineage()]
         assert max(whole) == goes_on_from
         second = start(tmp_path / "second", text, mirror)
         assert second.wait(300) == 0

@@ -20,8 +20,8 @@ from vorox.core.engine import Engine
 from vorox.core.schema import DataConfig, RunConfig, RuntimeConfig, SourceConfig, TokenizerConfig, TrainConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.huggingface import huggingface_files, spec_from_huggingface
-from vorox.models.names import from_huggingface
+from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
+from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.export import export

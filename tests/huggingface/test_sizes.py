@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from vorox.core.schema.model import ModelConfig
-from vorox.models.huggingface import huggingface_config, spec_from_huggingface
-from vorox.models.names import huggingface_entries
+from vorox.models.huggingface_config import huggingface_config, spec_from_huggingface
+from vorox.models.huggingface_weights import huggingface_entries
 from vorox.models.spec import model_spec
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]

@@ -28,7 +28,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.bin_shards import write_shard
 from vorox.data.provenance import RunDataIndex, where
 from vorox.training.chain import read_chain
-from vorox.training.mirror import contents_of
+from vorox.training.mirror import list_mirror
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 from vorox.training.replay import replay
 from vorox.training.setup import Workload
@@ -106,7 +106,7 @@ def test_trains_resumes_and_mirrors(
     assert read_chain(outcome.run_directory) == expected
     assert outcome.fingerprint == straight.fingerprint
     assert outcome.eval_losses == straight.eval_losses
-    line = contents_of(f"gs://runs/mirror/{directory.name}").lineage()
+    line = list_mirror(f"gs://runs/mirror/{directory.name}").lineage()
     assert [entry.step for entry in line] == [8, 6]
     assert replay(outcome.run_directory, make_workload).is_exact
 

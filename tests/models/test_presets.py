@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from vorox.core.schema.model import ModelConfig
-from vorox.models.names import huggingface_family
+from vorox.models.huggingface_weights import huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(

@@ -46,7 +46,7 @@ def test_one_window_by_hand() -> None:
     assert reading.step_seconds == 2.0
     assert reading.model_flops_per_second == 5e8
     assert reading.mfu_fraction == 0.125
-    assert reading.ceiling_fraction is None
+    assert reading.matmul_peak_fraction is None
     assert reading.time_fractions == {"compute": 0.5, "data": 5 / 30, "save": 0.1, "eval": 7 / 30}
     assert reading.metrics()["data_wait_fraction"] == 0.25
     assert reading.metrics()["data_wait_seconds"] == 0.5
@@ -167,8 +167,8 @@ def test_the_honest_speed_of_that_card_is_not() -> None:
     [
         (10.0, Limits(peak_flops_per_second=10), False),
         (10.001, Limits(peak_flops_per_second=10), True),
-        (11.5, Limits(ceiling_flops_per_second=10), False),
-        (11.6, Limits(ceiling_flops_per_second=10), True),
+        (11.5, Limits(matmul_peak_flops_per_second=10), False),
+        (11.6, Limits(matmul_peak_flops_per_second=10), True),
         (1e30, Limits(), False),
     ],
 )
@@ -235,8 +235,8 @@ def test_eta_includes_pauses() -> None:
 
 
 def test_a_ceiling_measured_in_a_busy_moment_can_only_rise() -> None:
-    meter = Throughput(Limits(ceiling_flops_per_second=100.0))
-    meter.raise_ceiling(150.0)
-    assert meter.limits.ceiling_flops_per_second == 150.0
-    meter.raise_ceiling(120.0)
-    assert meter.limits.ceiling_flops_per_second == 150.0
+    meter = Throughput(Limits(matmul_peak_flops_per_second=100.0))
+    meter.raise_matmul_peak(150.0)
+    assert meter.limits.matmul_peak_flops_per_second == 150.0
+    meter.raise_matmul_peak(120.0)
+    assert meter.limits.matmul_peak_flops_per_second == 150.0

@@ -37,7 +37,7 @@ from vorox.data.storage import (
 )
 from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
-from vorox.training.mirror import contents_of, opening, owner
+from vorox.training.mirror import list_mirror, ownership, run_mirror
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
 
@@ -45,8 +45,8 @@ POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_bac
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_numpy_engine(monkeypatch)
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(owner, "_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(ownership, "_POLL_SECONDS", 0.5)
     with retry_budget(POLICY):
         yield
 
@@ -83,7 +83,7 @@ def only_run(config: RunConfig) -> Path:
 
 
 def mirrored_steps(mirror: str, config: RunConfig) -> list[int]:
-    return [entry.step for entry in contents_of(f"{mirror}/{only_run(config).name}").lineage()]
+    return [entry.step for entry in list_mirror(f"{mirror}/{only_run(config).name}").lineage()]
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def test_a_finished_run_is_in_the_mirror_and_another_machine_goes_on(
         run(first)
     monkeypatch.undo()
     use_numpy_engine(monkeypatch)
-    held = contents_of(f"{mirror}/{only_run(first).name}")
+    held = list_mirror(f"{mirror}/{only_run(first).name}")
     assert [entry.fencing_token for entry in held.lineage()] == [1, 1]
     shutil.rmtree(tmp_path / "first")
 
@@ -185,7 +185,7 @@ def test_a_store_that_never_answers_holds_up_nothing(
 ) -> None:
     """Requests are taken and never answered. All twelve steps are done while the first of them still hangs."""
     config = on_machine(tmp_path / "first", mirror, "checkpoint.mirror_wait_seconds=0.2")
-    monkeypatch.setattr("vorox.training.mirror.opening.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("vorox.training.mirror.run_mirror.CLOSE_SECONDS", 0.2)
     hanging, release = threading.Event(), threading.Event()
     with retry_budget(RetryPolicy(stall_seconds=600)), store.behind() as (_, proxy):
         forward = proxy._ask
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_loudly(
     first = on_machine(tmp_path / "first", mirror)
     run(first)
     name = only_run(first).name
-    newest, older = contents_of(f"{mirror}/{name}").lineage()
+    newest, older = list_mirror(f"{mirror}/{name}").lineage()
     arrays = max(newest.files.values(), key=lambda file: (not file.uri.endswith(".json"), file.size_bytes))
     flip(arrays.uri)
     said: list[str] = []
@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_loudly(
     assert chain_of(outcome.run_directory) == straight
     assert any("damaged" in text and newest.name in text for text in said)
     assert any(f"Brought step {older.step}" in text for text in said)
-    for entry in contents_of(f"{mirror}/{name}").lineage():  # and a record that is damaged, or gone
+    for entry in list_mirror(f"{mirror}/{name}").lineage():  # and a record that is damaged, or gone
         record = entry.record
         assert record is not None
         flip(record["chain.jsonl"].uri) if entry.step == 12 else remove_object(record["plan.jsonl"].uri)
@@ -255,12 +255,12 @@ def test_an_upload_that_was_cut_is_no_checkpoint(
     first = on_machine(tmp_path / "first", mirror)
     run(first)
     folder = f"{mirror}/{only_run(first).name}"
-    newest = contents_of(folder).lineage()[0]
+    newest = list_mirror(folder).lineage()[0]
     remove_object(newest.files[MANIFEST_NAME].uri)
     shutil.rmtree(tmp_path / "first")
     second = on_machine(tmp_path / "second", mirror)
     assert chain_of(run(second).run_directory) == straight
-    held = contents_of(folder)
+    held = list_mirror(folder)
     assert [(entry.step, entry.fencing_token) for entry in held.checkpoints] == [(8, 1), (12, 2)]
 
 
@@ -272,7 +272,7 @@ def test_a_second_process_is_refused_and_a_silent_one_is_succeeded(
 
     def start_second() -> None:
         wait_until(lambda: mirrored_steps(mirror, first) == [4], 60)
-        monkeypatch.setattr(owner, "_is_dead", lambda holder: False)  # as if it were another machine
+        monkeypatch.setattr(ownership, "_is_dead", lambda holder: False)  # as if it were another machine
         with pytest.raises(ConfigError, match="in use by process") as caught:
             run(second)
         refused.append(caught.value)
@@ -289,24 +289,24 @@ def test_an_owner_that_lost_the_mirror_goes_on_and_cannot_touch_it(
 ) -> None:
     """Another process takes over while the first one is thought dead: it keeps training, and writes nothing more."""
     config = on_machine(tmp_path / "first", mirror)
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)  # the first one learns it when it is about to write
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 3600.0)  # the first one learns it when it is about to write
     taken: list[Any] = []
 
     def take_over() -> None:
         wait_until(lambda: mirrored_steps(mirror, config) == [4], 60)
-        monkeypatch.setattr(owner, "_is_dead", lambda holder: True)
-        ownership, found = owner.acquire(f"{mirror}/{only_run(config).name}", lambda *_: None)
-        taken.append((ownership, {entry.name: dict(entry.files) for entry in found.checkpoints}))
+        monkeypatch.setattr(ownership, "_is_dead", lambda holder: True)
+        owner, found = ownership.acquire(f"{mirror}/{only_run(config).name}", lambda *_: None)
+        taken.append((owner, {entry.name: dict(entry.files) for entry in found.checkpoints}))
 
     at_step(monkeypatch, 6, take_over)
     outcome = run(config)
     assert outcome.progress.step == 12
-    ownership, before = taken[0]
+    owner, before = taken[0]
     assert before
-    ownership.release(5)
-    assert not ownership.lost
-    after = contents_of(f"{mirror}/{only_run(config).name}")
-    assert ownership.fencing_token == 2
+    owner.release(5)
+    assert not owner.lost
+    after = list_mirror(f"{mirror}/{only_run(config).name}")
+    assert owner.fencing_token == 2
     assert {entry.name: dict(entry.files) for entry in after.checkpoints if entry.name in before} == before
     assert [(entry.step, entry.fencing_token) for entry in after.lineage()] == [(4, 1)], (
         "nothing that it wrote since counts"
@@ -315,14 +315,14 @@ def test_an_owner_that_lost_the_mirror_goes_on_and_cannot_touch_it(
 
 
 def test_a_silent_owner_is_succeeded_when_the_lease_is_over(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
-    monkeypatch.setattr(owner, "LEASE_SECONDS", 3000.0)
-    monkeypatch.setattr(owner, "_POLL_SECONDS", 1000.0)
-    monkeypatch.setattr(owner, "_is_dead", lambda holder: False)
-    first, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 3600.0)
+    monkeypatch.setattr(ownership, "LEASE_SECONDS", 3000.0)
+    monkeypatch.setattr(ownership, "_POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(ownership, "_is_dead", lambda holder: False)
+    first, _ = ownership.acquire(f"{mirror}/run", lambda *_: None)
     slept: list[float] = []
     said: list[str] = []
-    second, _ = owner.acquire(f"{mirror}/run", lambda text, level="info": said.append(text), sleep=slept.append)
+    second, _ = ownership.acquire(f"{mirror}/run", lambda text, level="info": said.append(text), sleep=slept.append)
     assert 2000 < sum(slept) <= 3000
     assert "was in use by process" in said[0]
     assert (first.fencing_token, second.fencing_token) == (1, 2)
@@ -330,7 +330,7 @@ def test_a_silent_owner_is_succeeded_when_the_lease_is_over(mirror: str, monkeyp
     second.confirm()
     assert (first.lost, second.lost) == (True, False)
     second.release(5)
-    third, _ = owner.acquire(f"{mirror}/run", lambda *_: None, sleep=slept.append)
+    third, _ = ownership.acquire(f"{mirror}/run", lambda *_: None, sleep=slept.append)
     assert third.fencing_token == 3
     assert sum(slept) <= 3000, "an owner that let go is not waited for"
     third.release(5)
@@ -341,64 +341,64 @@ def test_an_owner_is_named_though_its_record_changes_while_it_is_read(
     mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process takes the mirror between the look at it and the claim, and renews while it is read."""
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
-    winner: list[owner.Ownership] = []
-    original, read = owner.Ownership, owner.read_object
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 3600.0)
+    winner: list[ownership.Ownership] = []
+    original, read = ownership.Ownership, ownership.read_object
 
-    def lose(uri: str, number: int, over: StoredFile | None) -> owner.Ownership:
+    def lose(uri: str, number: int, over: StoredFile | None) -> ownership.Ownership:
         winner.append(original(uri, number, over))
-        monkeypatch.setattr(owner, "read_object", replaced_while_read)
+        monkeypatch.setattr(ownership, "read_object", replaced_while_read)
         return original(uri, number + 1, over)
 
     def replaced_while_read(file: StoredFile) -> bytes:
-        monkeypatch.setattr(owner, "read_object", read)
+        monkeypatch.setattr(ownership, "read_object", read)
         winner[0].confirm()
         return read(file)
 
-    monkeypatch.setattr(owner, "Ownership", lose)
+    monkeypatch.setattr(ownership, "Ownership", lose)
     with pytest.raises(ConfigError, match="in use by process"):
-        owner.acquire(f"{mirror}/run", lambda *_: None)
+        ownership.acquire(f"{mirror}/run", lambda *_: None)
     winner[0].release(5)
 
 
 def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store took it and went away; the owner, which knows the version before it, has not lost the mirror."""
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 3600.0)
-    ownership, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 3600.0)
+    owner, _ = ownership.acquire(f"{mirror}/run", lambda *_: None)
 
     def put_and_lose(data: bytes, uri: str, *, over: Any) -> StoredFile:
         put_bytes(data, uri, over=over)
         raise StoreUnreachable("no answer", where=uri, hint="wait")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "put_bytes", put_and_lose)
-        ownership.confirm()
-    assert not ownership.lost
-    ownership.confirm()
-    ownership.confirm()
-    assert not ownership.lost
-    monkeypatch.setattr(owner, "_is_dead", lambda holder: True)
-    successor, _ = owner.acquire(f"{mirror}/run", lambda *_: None)
-    ownership.confirm()
-    assert ownership.lost
+        patch.setattr(ownership, "put_bytes", put_and_lose)
+        owner.confirm()
+    assert not owner.lost
+    owner.confirm()
+    owner.confirm()
+    assert not owner.lost
+    monkeypatch.setattr(ownership, "_is_dead", lambda holder: True)
+    successor, _ = ownership.acquire(f"{mirror}/run", lambda *_: None)
+    owner.confirm()
+    assert owner.lost
     successor.release(5)
-    ownership.release(5)
+    owner.release(5)
 
 
 def test_a_run_that_an_earlier_version_began_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Today's settings give the same configuration another id, and the mirror must not begin it again."""
     config = on_machine(tmp_path, None)
-    monkeypatch.setattr(opening, "list_objects", lambda uri: [])
+    monkeypatch.setattr(run_mirror, "list_objects", lambda uri: [])
     today = Path(config.run.directory) / run_id(config)
-    assert opening._directory(config, "auto", "gs://bucket/runs") == today
+    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == today
     before = today.with_name(f"{today.name[:-8]}01234567")
-    monkeypatch.setattr(opening, "latest_run", lambda config, name: before)
-    assert opening._directory(config, "auto", "gs://bucket/runs") == before
-    assert opening._directory(config, "never", "gs://bucket/runs") == today
+    monkeypatch.setattr(run_mirror, "latest_run", lambda config, name: before)
+    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == before
+    assert run_mirror._directory(config, "never", "gs://bucket/runs") == today
     today.mkdir(parents=True)
     (today / "run.json").write_text("{}")
     (today / "config.yaml").write_text("{}")
-    assert opening._directory(config, "auto", "gs://bucket/runs") == today
+    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == today
 
 
 def test_two_lines_of_work_are_not_mixed(mirror: str, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_never_begins_a_run_of_its_own(mirror: str, tmp_path: Path) -> None:
     second = on_machine(tmp_path / "second", mirror)
     outcome = run(second, resume_from="never")
     assert outcome.run_directory.name == f"{only_run(first).name}-2"
-    assert contents_of(f"{mirror}/{outcome.run_directory.name}").lineage()
+    assert list_mirror(f"{mirror}/{outcome.run_directory.name}").lineage()
     third = on_machine(tmp_path / "third", mirror)
     assert run(third).run_directory.name == outcome.run_directory.name
 
@@ -507,7 +507,7 @@ def test_the_commands_know_the_mirror(
     second, third = (tmp_path / other / "runs" for other in ("second", "third"))
     assert main(["train", "--resume", there, f"run.directory={second}"]) == 0
     assert chain_of(second / name) == straight
-    step = contents_of(there).lineage()[-1]
+    step = list_mirror(there).lineage()[-1]
     command = ["train", "--resume", f"{there}/checkpoints/{step.name}", f"run.directory={third}"]
     assert main([*command, "--dry-run"]) == 2
     assert not third.exists()
@@ -517,7 +517,7 @@ def test_the_commands_know_the_mirror(
 
     assert main(["runs", "remove", name, "--root", root, "--yes"]) == 0
     assert f"mirror {there} stays" in capsys.readouterr().out
-    assert contents_of(there).lineage()
+    assert list_mirror(there).lineage()
     assert main(["runs", "remove", name, "--root", str(second), "--yes", "--mirror"]) == 0
     assert list_objects(there) == []
     assert main(["train", "--resume", there, f"run.directory={tmp_path / 'fourth'}"]) == 2
@@ -527,7 +527,7 @@ def test_weights_from_a_store(mirror: str, tmp_path: Path) -> None:
     first = on_machine(tmp_path / "first", mirror)
     outcome = run(first)
     place = f"{mirror}/{only_run(first).name}"
-    newest = contents_of(place).lineage()[0]
+    newest = list_mirror(place).lineage()[0]
     for number, uri in enumerate([place, f"{place}/checkpoints/{newest.name}"]):
         directory = tmp_path / f"other{number}"
         config = on_machine(directory, None, f"train.from_weights={uri}", "train.from_optimizer=true")

@@ -21,8 +21,8 @@ from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.huggingface import huggingface_files
-from vorox.models.names import huggingface_entries, to_huggingface
+from vorox.models.huggingface_config import huggingface_files
+from vorox.models.huggingface_weights import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
 from vorox.run import train

@@ -44,12 +44,12 @@ def _mirror_of(directory: Path) -> Contents | str | None:
     """What the mirror of a run holds; why that is not known; or ``None`` if the run has none."""
     from vorox.core.errors import ConfigError, DataError
     from vorox.data.storage import RetryPolicy, retry_budget
-    from vorox.training.mirror import contents_of, mirror_of
+    from vorox.training.mirror import list_mirror, mirror_uri
 
-    uri = mirror_of(directory)
+    uri = mirror_uri(directory)
     try:
         with retry_budget(RetryPolicy(retries_per_unit=3)):
-            return None if uri is None else contents_of(uri)
+            return None if uri is None else list_mirror(uri)
     except (ConfigError, DataError) as error:
         return f"{uri}: {error.what}"
 

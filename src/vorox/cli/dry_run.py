@@ -316,7 +316,7 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     """The estimate, against what this machine has where the host's memory is the device's."""
     import psutil
 
-    from vorox.models.memory import check_host_memory, planned_memory
+    from vorox.models.memory_estimate import check_host_memory, planned_memory
 
     estimate = planned_memory(spec, config)
     parts = {

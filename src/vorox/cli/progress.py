@@ -66,8 +66,8 @@ def time_fields(view: StepView) -> list[str]:
     fields = [f"{use} {percent(fraction)}" for use, fraction in view.time_fractions.items()]
     if view.mfu_fraction is not None:
         fields.append(f"MFU {percent(view.mfu_fraction, 1)}")
-    if view.ceiling_fraction is not None:
-        fields.append(f"of matmul ceiling {percent(view.ceiling_fraction, 1)}")
+    if view.matmul_peak_fraction is not None:
+        fields.append(f"of matmul ceiling {percent(view.matmul_peak_fraction, 1)}")
     return fields
 
 

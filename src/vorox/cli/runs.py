@@ -237,7 +237,7 @@ def remove(
     from vorox.core.errors import ConfigError, VoroxError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import inspect_run, list_failed_runs
-    from vorox.training.mirror import mirror_of
+    from vorox.training.mirror import mirror_uri
 
     if not names and not failed:
         raise ConfigError("no run is named", where="vorox runs remove", hint="name runs, or add --failed")
@@ -249,7 +249,7 @@ def remove(
         return
     lines: list[str] = []
     for run in chosen.values():
-        uri = mirror_of(run.directory) if mirror else None
+        uri = mirror_uri(run.directory) if mirror else None
         if mirror and uri is None:
             raise ConfigError(f"{run.run_id} has no mirror", where="--mirror", hint="leave --mirror out")
         what = f"{run.run_id} (step {run.step:,}, {humanize.size(run.size_bytes)})"
@@ -271,12 +271,12 @@ def remove(
 def _remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
     from vorox.experiments.artifacts import remove_run
     from vorox.training.metadata_database import forget_run
-    from vorox.training.mirror import mirror_of, remove_mirror
+    from vorox.training.mirror import mirror_uri, remove_mirror
 
     notes: list[str] = []
 
     def first() -> None:
-        uri = mirror_of(run.directory)
+        uri = mirror_uri(run.directory)
         if uri is not None:
             held = f"Its mirror {uri} stays (--mirror removes it)."
             if mirror:

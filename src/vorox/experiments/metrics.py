@@ -10,11 +10,14 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import load_function
+from vorox.core.log import RunLog
 
 Reduction = Literal["mean", "sum", "last", "max", "min"]
 
@@ -244,3 +247,51 @@ def reduce(name: str, values: Sequence[float]) -> float:
             return min(values)
         case "last":
             return values[-1]
+
+
+class MetricFunctions:
+    """Functions that a configuration names by import path.
+
+    Args:
+        paths: As configured.
+        kind: What they are, for messages: ``metric`` or ``evaluation``.
+        key: The setting.
+        prefix: Beginning of the names of their numbers.
+        log: Takes their failures.
+
+    Raises:
+        ConfigError: One cannot be imported, or two have the same name.
+    """
+
+    def __init__(self, paths: Sequence[str], *, kind: str, key: str, prefix: str, log: RunLog) -> None:
+        self._kind, self._prefix, self._log = kind, prefix, log
+        self._failed: set[str] = set()
+        self._functions: dict[str, Callable[..., object]] = {}
+        names = [path.rpartition(":")[2] for path in paths]
+        for number, (name, path) in enumerate(zip(names, paths, strict=True)):
+            if Counter(names)[name] > 1:
+                raise ConfigError(
+                    f"{key} names {Counter(names)[name]} functions called {name}", where=f"{key}.{number}",
+                    hint="give each a name of its own: their numbers are named after them",
+                )  # fmt: skip
+            self._functions[name] = load_function(path, kind=kind, where=f"{key}.{number}")
+
+    def __call__(self, *arguments: Any) -> dict[str, float]:
+        """Return the numbers of all functions: ``<prefix><function>``, or ``<prefix><function>/<key>`` of a mapping."""
+        found: dict[str, float] = {}
+        for name, function in self._functions.items():
+            try:
+                found.update(self._numbers(self._prefix + name, function(*arguments)))
+            except Exception as error:  # whatever a function of the user does, the training goes on
+                if name not in self._failed:
+                    self._failed.add(name)
+                    text = f"The {self._kind} {name} failed ({type(error).__name__}: {error}); reported once"
+                    self._log.event(f"{self._kind}_failed", text, level="warning", function=name)
+        return found
+
+    def _numbers(self, name: str, value: object) -> dict[str, float]:
+        values = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"": value}
+        numbers = {f"{name}/{key}" if key else name: float(cast("float", number)) for key, number in values.items()}
+        for full_name in numbers:
+            metric(full_name)
+        return numbers

@@ -18,8 +18,7 @@ from vorox.core.json_lines import as_number, read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
-from vorox.experiments.custom import MeasuringFunctions
-from vorox.experiments.metrics import metric, reduce
+from vorox.experiments.metrics import MetricFunctions, metric, reduce
 from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink
 from vorox.experiments.wandb_sink import WandbSink
 
@@ -33,7 +32,7 @@ class Tracker:
         custom: Metrics of the user, from the step and everything else that is written for it.
     """
 
-    def __init__(self, sinks: Sequence[Sink], log: RunLog, custom: MeasuringFunctions | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink], log: RunLog, custom: MetricFunctions | None = None) -> None:
         self._custom = custom
         self._sinks = tuple(sinks)
         self._log = log
@@ -78,7 +77,7 @@ class Tracker:
             for number, path in enumerate(config.sinks):
                 sinks.append(open_custom_sink(path, f"log.sinks.{number}", run_directory, resume_step, settings or {}))
         log = log or RunLog(None)
-        custom = MeasuringFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=log)
+        custom = MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=log)
         return cls(sinks, log, custom if sinks else None)
 
     def observe(self, values: Mapping[str, float]) -> None:

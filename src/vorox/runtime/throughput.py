@@ -8,7 +8,7 @@ and warm-up are in no number.
     tokens_per_second  = positions processed / training seconds
     time fractions     = compute + data + save + eval = 1, of wall seconds
     mfu_fraction       = FLOPs of the steps / training seconds / data-sheet peak
-    ceiling_fraction   = FLOPs of the steps / training seconds / measured matmul rate
+    matmul_peak_fraction   = FLOPs of the steps / training seconds / measured matmul rate
 
 FLOPs are summed over the steps of a window, because the rows of one step may be longer than those of another. A speed
 that the hardware cannot have is never shown: ``check_possible`` refuses it, and a ``Reading`` leaves it out and says
@@ -25,7 +25,7 @@ from typing import Literal
 
 from vorox.core.errors import NumericalError
 
-CEILING_TOLERANCE = 1.15
+MATMUL_PEAK_TOLERANCE = 1.15
 """How far above the measured matmul rate a speed may be: clocks and neighbours differ between two measurements."""
 
 
@@ -53,11 +53,11 @@ class Limits:
 
     Attributes:
         peak_flops_per_second: Data-sheet peak in this arithmetic.
-        ceiling_flops_per_second: Measured matmul rate for the shapes of the model (``runtime.ceiling``).
+        matmul_peak_flops_per_second: Measured matmul rate for the shapes of the model (``runtime.matmul_peak``).
     """
 
     peak_flops_per_second: float | None = None
-    ceiling_flops_per_second: float | None = None
+    matmul_peak_flops_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Reading:
         tokens_per_second: See the module.
         model_flops_per_second: FLOPs of the steps / training seconds.
         mfu_fraction: Of the data-sheet peak.
-        ceiling_fraction: Of the measured matmul rate.
+        matmul_peak_fraction: Of the measured matmul rate.
         impossible: Why a number is missing, if one was refused.
     """
 
@@ -81,7 +81,7 @@ class Reading:
     tokens_per_second: float | None = None
     model_flops_per_second: float | None = None
     mfu_fraction: float | None = None
-    ceiling_fraction: float | None = None
+    matmul_peak_fraction: float | None = None
     impossible: str = ""
 
     @property
@@ -107,7 +107,7 @@ class Reading:
             "data_wait_fraction": self.seconds["data"] / self.training_seconds if self.training_seconds > 0 else None,
             "model_flops_per_second": self.model_flops_per_second,
             "mfu_fraction": self.mfu_fraction,
-            "ceiling_fraction": self.ceiling_fraction,
+            "ceiling_fraction": self.matmul_peak_fraction,
             **{f"time/{use}_fraction": fraction for use, fraction in self.time_fractions.items()},
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -167,10 +167,10 @@ class Throughput:
                 if window is not None:
                     window.paused[use] += spent
 
-    def raise_ceiling(self, flops_per_second: float) -> None:
+    def raise_matmul_peak(self, flops_per_second: float) -> None:
         """Take a new measurement of the matmul rate into account; the highest counts."""
-        highest = max(flops_per_second, self.limits.ceiling_flops_per_second or 0.0)
-        self.limits = replace(self.limits, ceiling_flops_per_second=highest)
+        highest = max(flops_per_second, self.limits.matmul_peak_flops_per_second or 0.0)
+        self.limits = replace(self.limits, matmul_peak_flops_per_second=highest)
 
     def read(self) -> Reading:
         """The window since the last ``read``; begins the next one."""
@@ -205,10 +205,10 @@ def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
     except NumericalError as error:
         return replace(reading, impossible=error.what)
     tokens_per_second, rate = work.num_tokens / seconds, work.flops / seconds
-    peak, ceiling = limits.peak_flops_per_second, limits.ceiling_flops_per_second
+    peak, ceiling = limits.peak_flops_per_second, limits.matmul_peak_flops_per_second
     mfu = rate / peak if peak else None
     of_ceiling = rate / ceiling if ceiling else None
-    if (mfu or 0) > 1 or (of_ceiling or 0) > CEILING_TOLERANCE:
+    if (mfu or 0) > 1 or (of_ceiling or 0) > MATMUL_PEAK_TOLERANCE:
         impossible = (
             f"MFU is not shown: the convention 6N + 12LDT counts attention that is masked, and comes to "
             f"{rate / 1e12:,.3g} TFLOP/s, more than the hardware has"
@@ -219,7 +219,7 @@ def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
         tokens_per_second=tokens_per_second,
         model_flops_per_second=rate,
         mfu_fraction=mfu,
-        ceiling_fraction=of_ceiling,
+        matmul_peak_fraction=of_ceiling,
     )
 
 
@@ -232,7 +232,7 @@ def check_possible(work: Work, seconds: float, limits: Limits) -> None:
     rate = work.least_flops / seconds
     bounds = (
         ("the data-sheet peak", limits.peak_flops_per_second, 1.0),
-        ("the measured matmul rate", limits.ceiling_flops_per_second, CEILING_TOLERANCE),
+        ("the measured matmul rate", limits.matmul_peak_flops_per_second, MATMUL_PEAK_TOLERANCE),
     )
     for name, bound, tolerance in bounds:
         if bound is not None and rate > bound * tolerance:

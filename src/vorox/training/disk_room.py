@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
-from vorox.models.memory import planned_memory
+from vorox.models.memory_estimate import planned_memory
 from vorox.models.spec import ModelSpec
 from vorox.training.checkpoint_store import step_directories
 

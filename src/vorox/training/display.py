@@ -29,7 +29,7 @@ class StepView:
         epoch: Passes over the data so far, a fraction.
         tokens_per_second: Positions per second of training since the last logged step, saves and validation excluded.
         mfu_fraction: Share of the device's data-sheet peak.
-        ceiling_fraction: Share of the measured matmul rate.
+        matmul_peak_fraction: Share of the measured matmul rate.
         eta_seconds: Time left, once it is stable.
         time_fractions: Where the time since the last logged step went (compute, data, save, eval), summing to 1.
         memory_bytes: Memory in use by what it is (host, device).
@@ -49,7 +49,7 @@ class StepView:
     epoch: float | None = None
     tokens_per_second: float | None = None
     mfu_fraction: float | None = None
-    ceiling_fraction: float | None = None
+    matmul_peak_fraction: float | None = None
     eta_seconds: float | None = None
     time_fractions: Mapping[str, float] = field(default_factory=dict[str, float])
     memory_bytes: Mapping[str, float] = field(default_factory=dict[str, float])

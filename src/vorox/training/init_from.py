@@ -22,8 +22,8 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache_location import cache_root
 from vorox.data.storage import scheme_of
 from vorox.models.engine_state import read_weights
-from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
-from vorox.models.names import from_huggingface
+from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
+from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify

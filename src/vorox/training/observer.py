@@ -15,8 +15,8 @@ from pathlib import Path
 from vorox.core.counted import counted
 from vorox.core.records import Progress
 from vorox.experiments.tracking import Tracker
-from vorox.models.memory import planned_memory
-from vorox.runtime.memory import HostMemory
+from vorox.models.memory_estimate import planned_memory
+from vorox.runtime.host_memory import HostMemory
 from vorox.runtime.throughput import Reading, eta_seconds
 from vorox.training.display import Display, StepView
 from vorox.training.evaluate import Evaluation
@@ -106,7 +106,7 @@ class Observer:
             epoch=epoch,
             tokens_per_second=reading.tokens_per_second,
             mfu_fraction=reading.mfu_fraction,
-            ceiling_fraction=reading.ceiling_fraction,
+            matmul_peak_fraction=reading.matmul_peak_fraction,
             eta_seconds=eta_seconds(self._speed.total(), total_steps - settled.number),
             time_fractions=reading.time_fractions,
             memory_bytes={name: value for name, value in used.items() if value is not None},

@@ -19,7 +19,7 @@ from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
 from vorox.data.storage.waiting import told_of_waits
 from vorox.experiments.tracking import Tracker
-from vorox.models.huggingface import huggingface_files
+from vorox.models.huggingface_config import huggingface_files
 from vorox.training import resume, user_functions
 from vorox.training.between_steps import validations_without_save
 from vorox.training.chain import ReplayChain

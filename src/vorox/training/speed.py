@@ -11,8 +11,8 @@ import functools
 from vorox.core.counted import counted
 from vorox.models import flops
 from vorox.models.spec import ModelSpec
-from vorox.runtime.ceiling import measure_ceiling, training_shapes
 from vorox.runtime.device_peaks import peak_flops_per_second
+from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 from vorox.runtime.throughput import Limits, Reading, Throughput, Work
 from vorox.training.setup import Workload
 
@@ -64,7 +64,7 @@ class SpeedMeter:
         if self._measures and self._remeasured < _MAX_REMEASURED:
             self._remeasured += 1
             with self.pause("eval"):
-                self._throughput.raise_ceiling(_matmul_rate(self._workload))
+                self._throughput.raise_matmul_peak(_matmul_rate(self._workload))
         elif not self._reported_impossible:
             self._reported_impossible = True
             self._workload.log.event("impossible_speed", impossible, level="warning")
@@ -85,7 +85,7 @@ class SpeedMeter:
                 self._workload.log.info(text)
         return Limits(
             peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
-            ceiling_flops_per_second=rate,
+            matmul_peak_flops_per_second=rate,
         )
 
 
@@ -102,7 +102,7 @@ def _matmul_rate(workload: Workload) -> float:
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
     positions = min(config.train.micro_batch_sequences * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
-    measured = measure_ceiling(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
+    measured = measure_matmul_peak(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     workload.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
     # One device was measured. The devices of one process on the CPU share its cores.
     on_cpu = workload.engine.environment().get("device_kind") == "cpu"

@@ -20,7 +20,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.experiments.custom import MeasuringFunctions
+from vorox.experiments.metrics import MetricFunctions
 from vorox.models.spec import ModelSpec
 from vorox.training.language_model import LanguageModel
 
@@ -83,7 +83,7 @@ def open_evaluations(
     """
     if not config.eval.functions:
         return None
-    functions = MeasuringFunctions(
+    functions = MetricFunctions(
         config.eval.functions, kind="evaluation", key="eval.functions", prefix="eval/custom/", log=log
     )
     return lambda step: functions(LanguageModel(engine, tokenizer, config, spec, step))

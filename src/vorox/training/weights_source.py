@@ -32,8 +32,8 @@ from vorox.data.tokenizers.loading import train as train_tokenizer
 from vorox.data.tokenizers.store import ready_made
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
-from vorox.models.huggingface import CONFIG_NAME, spec_from_huggingface
-from vorox.models.names import huggingface_family
+from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
+from vorox.models.huggingface_weights import huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import step_directories

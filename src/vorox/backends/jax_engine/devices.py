@@ -21,12 +21,12 @@ import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vorox.backends.jax_engine.attention import ATTENTION
-from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import processor_name, usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.memory import MemoryBudget, planned_memory
+from vorox.models.memory_estimate import MemoryBudget, planned_memory
 from vorox.models.spec import ModelSpec
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -72,7 +72,7 @@ class Compute:
     def sharding(self, *axes: Any) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def parameter_sharding(self, layout: Layout, leaf: str) -> NamedSharding:
+    def parameter_sharding(self, layout: ParameterLayout, leaf: str) -> NamedSharding:
         """Matrices and tables are spread; what has one axis of the hidden size is small and stays whole."""
         axes = layout.axes(leaf)
         if [axis for axis in axes if axis != "layers"] == ["hidden"]:
@@ -185,7 +185,7 @@ def _select_attention(name: str, platform: str, mesh: Mesh) -> str:
     return name
 
 
-def check_divisible(layout: Layout, mesh: Mesh) -> None:
+def check_divisible(layout: ParameterLayout, mesh: Mesh) -> None:
     """Refuse a mesh that cuts a parameter unevenly.
 
     Raises:

@@ -3,7 +3,7 @@
 In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: numbers that are fetched when
 somebody wants them. A step is one compiled function of (state, batch, scalars) that gives its state's memory to the
 next one; accumulation is a scan inside it. What happens is in the modules beside this one: ``model`` and ``loss``
-compute, ``layout`` says what lies where, ``optim`` updates, ``decoding`` continues texts.
+compute, ``parameters`` says what lies where, ``optim`` updates, ``decoder`` continues texts.
 
 Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
 
@@ -23,26 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine import attention, devices, diagnosis, loss, processes
+from vorox.backends.jax_engine import attention, devices, distributed, loss, nonfinite
 from vorox.backends.jax_engine.attention import Visibility
-from vorox.backends.jax_engine.decoding import JaxDecoder
+from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, host_copies, require_orbax, restored
+from vorox.backends.jax_engine.decoder import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
-from vorox.backends.jax_engine.layout import Layout, Tree
 from vorox.backends.jax_engine.model import Decoder, Pass
 from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
+from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.results import JaxStepResult
-from vorox.backends.jax_engine.snapshots import OrbaxSnapshot, host_copies, require_orbax, restored
 from vorox.backends.jax_engine.taps import Taps
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, NamedArray
 from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
-from vorox.models.batch_checks import check_length, check_tokens
 from vorox.models.engine_state import EngineState, Snapshot
-from vorox.models.initial import initial_weights
+from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.orbax_arrays import WEIGHTS
 from vorox.models.spec import ModelSpec
+from vorox.models.weight_init import initial_weights
 
 CAPABILITIES = frozenset(
     {
@@ -63,7 +63,7 @@ CAPABILITIES = frozenset(
 Array = jax.Array
 
 
-connect = processes.connect
+connect = distributed.connect
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxEngine:
@@ -97,9 +97,9 @@ class JaxEngine:
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._memory = devices.memory_budget(config, spec, compute.mesh)
-        self.layout = Layout(spec, scanned=config.runtime.scan_layers)
+        self.layout = ParameterLayout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
-        self.data_shard = processes.data_shard(compute.mesh)
+        self.data_shard = distributed.data_shard(compute.mesh)
         self.taps = Taps(spec.num_layers, self._forget_compiled)
         rotary = None
         if spec.positions == "rope":
@@ -124,13 +124,15 @@ class JaxEngine:
     def _placed(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
         """Fresh state on the devices, spread as the mesh says."""
         shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
-        params = {leaf: processes.placed(array, shardings[leaf]) for leaf, array in packed.items()}
+        params = {leaf: distributed.placed(array, shardings[leaf]) for leaf, array in packed.items()}
         empty = jax.eval_shape(self._optimizer.init, params)
         moments = {
-            kind: {leaf: processes.placed(np.zeros(of.shape, np.float32), shardings[leaf]) for leaf, of in tree.items()}
+            kind: {
+                leaf: distributed.placed(np.zeros(of.shape, np.float32), shardings[leaf]) for leaf, of in tree.items()
+            }
             for kind, tree in empty.moments.items()
         }
-        updates = processes.placed(np.zeros((), np.float32), self.compute.sharding())
+        updates = distributed.placed(np.zeros((), np.float32), self.compute.sharding())
         return empty._replace(params=params, **moments, updates=updates)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class JaxEngine:
             joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
             num_rows = joined.shape[1] // shard.width * shard.count
             sharding = self.compute.sharding(None, devices.ROWS if num_rows % parts == 0 else None, None)
-            found[name] = processes.placed_part(joined, sharding, num_rows, shard)
+            found[name] = distributed.placed_part(joined, sharding, num_rows, shard)
         return found
 
     def _step(
@@ -217,7 +219,7 @@ class JaxEngine:
         """Repeat forward and backward without an update; where a number is not finite first."""
         with devices.memory_errors("looking for what is not finite", self._memory), self.compute.precision():
             run, given = jax.jit(partial(self._micro_batch, measure=True)), self._on_devices(batch, self.data_shard)
-            return diagnosis.locate(run, self.state.params, given, self._step_key(batch.step), self.layout)
+            return nonfinite.find_origin(run, self.state.params, given, self._step_key(batch.step), self.layout)
 
     def _micro_batch(
         self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False
@@ -335,7 +337,7 @@ class JaxEngine:
                     self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
                 )
             if several:
-                return Snapshot(self._spec, self._engine_state(processes.gathered(self.state)))
+                return Snapshot(self._spec, self._engine_state(distributed.gathered(self.state)))
             state = host_copies(self.state) if detached else self.state
             return Snapshot(self._spec, self._engine_state(state))
 
@@ -344,7 +346,7 @@ class JaxEngine:
         stored = engine_state.load(directory, self._spec, self._engine_state(self.state))
         if stored.pieces is not None:
             trees = restored(stored.pieces, self.layout, self._trees())
-            updates = processes.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
+            updates = distributed.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
             self.state = self.state._replace(params=trees.pop(WEIGHTS), **trees, updates=updates)
             return
         fresh = self._placed(self.layout.pack(stored.weights))
@@ -354,8 +356,8 @@ class JaxEngine:
         moments: dict[str, Any] = {}
         for kind, tree in fresh.moments.items():
             packed = self.layout.pack_group(found[kind], tree)
-            moments[kind] = {leaf: processes.placed(packed[leaf], tree[leaf].sharding) for leaf in tree}
-        updates = processes.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
+            moments[kind] = {leaf: distributed.placed(packed[leaf], tree[leaf].sharding) for leaf in tree}
+        updates = distributed.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
         self.state = fresh._replace(**moments, updates=updates)
 
     def export_weights(self) -> Iterator[NamedArray]:

@@ -1,8 +1,8 @@
 """The decoder in Flax NNX: embedding, blocks of attention and MLP around a residual stream, final norm.
 
-Modules say what is computed; they are built without memory and split at once into a graph definition and a plain
-tree of parameters, so that engine, optimizer and checkpoint see trees only (``layout.py``). A path inside the modules
-is the canonical name of the parameter. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks.
+Modules are created without memory and immediately split into a graph definition and a plain tree of parameters, so the
+engine, the optimizer and checkpoints handle trees only (``parameters.py``). A path inside the modules is the canonical
+name of the parameter. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks.
 
 Shape legend: B rows, T positions, D width, O outputs, N query heads, K key/value heads, X heads, H head width.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vorox.backends.jax_engine.attention import Attend, Visibility, dropped, rotate
-from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.models.spec import ModelSpec
 
@@ -199,8 +199,8 @@ class Decoder:
     """
 
     def __init__(
-        self, layout: Layout, attend: Attend, rotary: tuple[Any, Any] | None, *, dtype: Any, taps: Taps, remat: str,
-        constrain: Constrain,
+        self, layout: ParameterLayout, attend: Attend, rotary: tuple[Any, Any] | None, *, dtype: Any, taps: Taps,
+        remat: str, constrain: Constrain,
     ) -> None:  # fmt: skip
         self._layout, self._rotary, self._dtype, self._taps = layout, rotary, dtype, taps
         self._remat, self._constrain = remat, constrain

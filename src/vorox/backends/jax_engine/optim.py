@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vorox.backends.jax_engine.layout import Layout, Tree
+from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.core.schema import OptimizerConfig
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL
 
@@ -54,7 +54,7 @@ class State(NamedTuple):
 class Optimizer:
     """The update rule."""
 
-    def __init__(self, config: OptimizerConfig, layout: Layout) -> None:
+    def __init__(self, config: OptimizerConfig, layout: ParameterLayout) -> None:
         self._config = config
         muon = config.name == "muon"
         self.groups = {

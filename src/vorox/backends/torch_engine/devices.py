@@ -26,7 +26,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.memory import MemoryBudget, planned_memory
+from vorox.models.memory_estimate import MemoryBudget, planned_memory
 from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]

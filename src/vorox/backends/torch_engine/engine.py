@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import attention, checkpoint, compiling, devices, kernels
+from vorox.backends.torch_engine import attention, checkpoint, compilation, devices, kernels
 from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
@@ -34,10 +34,10 @@ from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import NamedArray
 from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
 from vorox.core.schema import RunConfig
-from vorox.models.batch_checks import check_length, check_tokens
 from vorox.models.engine_state import Snapshot
-from vorox.models.initial import initial_weights
+from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.spec import ModelSpec
+from vorox.models.weight_init import initial_weights
 
 CAPABILITIES = frozenset(
     {
@@ -69,7 +69,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
         ConfigError: This machine or engine cannot honour a setting.
     """
     compute = devices.prepare(config, dist)
-    compiling.check(config, compute)
+    compilation.check(config, compute)
     budget = devices.memory_budget(config, spec, compute.device)
     budget.check_state()
     with devices.memory_errors("creating the model", budget):
@@ -103,7 +103,7 @@ class TorchEngine:
         )
         attend = attention.ATTENTION[config.model.attention_kernel]
         self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
-        self._run_block = compiling.compiled_block(compute) if compute.compiled else None
+        self._run_block = compilation.compiled_block(compute) if compute.compiled else None
         self._head = self.model.head_weight
         self._products = kernels.products(compute)
         self._loss = HeadLoss(

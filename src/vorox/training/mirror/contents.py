@@ -31,7 +31,7 @@ CHECKPOINTS, RECORDS = "checkpoints", "record"
 CHECKPOINT_NAME = re.compile(r"step-(?P<step>\d{8,})-c(?P<claim>\d{4,})(?:-r(?P<number>\d+))?")
 
 
-def name_of(step: int, fencing_token: int) -> str:
+def checkpoint_name(step: int, fencing_token: int) -> str:
     """The name of a checkpoint in a mirror."""
     return f"step-{step:08d}-c{fencing_token:04d}"
 
@@ -54,7 +54,7 @@ class MirroredCheckpoint:
 
     @property
     def name(self) -> str:
-        return name_of(self.step, self.fencing_token)
+        return checkpoint_name(self.step, self.fencing_token)
 
     @property
     def is_whole(self) -> bool:
@@ -121,7 +121,7 @@ class Contents:
         return found
 
 
-def contents_of(uri: str) -> Contents:
+def list_mirror(uri: str) -> Contents:
     """What a mirror of a run holds; empty if there is none.
 
     Raises:

@@ -28,7 +28,7 @@ from vorox.training.mirror.contents import (
     RECORD_NAME,
     Contents,
     MirroredCheckpoint,
-    contents_of,
+    list_mirror,
     read_object,
     read_record,
 )
@@ -189,7 +189,7 @@ def download(uri: str, folder: Path) -> None:
         ConfigError: There is nothing.
         CheckpointError: No checkpoint of the mirror is valid.
     """
-    found = contents_of(uri)
+    found = list_mirror(uri)
     if found.checkpoints:
         failures: list[str] = []
         for candidate in found.lineage():

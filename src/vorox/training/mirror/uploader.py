@@ -32,11 +32,11 @@ from vorox.training.mirror.contents import (
     RECORD_NAME,
     RECORDS,
     Contents,
-    contents_of,
-    name_of,
+    checkpoint_name,
+    list_mirror,
     record_bytes,
 )
-from vorox.training.mirror.owner import Ownership
+from vorox.training.mirror.ownership import Ownership
 
 FAILURES_UNTIL_WARNING = 3
 """Failed tries in a row after which a store counts as away; single ones are everyday."""
@@ -130,7 +130,7 @@ class Uploader:
         self._thread.join(timeout_seconds)
         if newest is None or away or self._ownership.lost or self._thread.is_alive():
             return
-        context, name = contextvars.copy_context(), name_of(newest, self._ownership.fencing_token)
+        context, name = contextvars.copy_context(), checkpoint_name(newest, self._ownership.fencing_token)
         thread = threading.Thread(target=context.run, args=(self._last_record, f"{name}-r2", newest), daemon=True)
         thread.start()
         thread.join(timeout_seconds)
@@ -179,7 +179,7 @@ class Uploader:
 
     def _upload(self, path: Path, step: int) -> None:
         """Copy one checkpoint, unless it has gone: the record, then its files, then the manifest."""
-        name = name_of(step, self._ownership.fencing_token)
+        name = checkpoint_name(step, self._ownership.fencing_token)
         with self._held(path) as source:
             if source is None:
                 self._forget(step, f"{path.name} was removed before it could be mirrored")
@@ -261,7 +261,7 @@ class Uploader:
 
     def _retain(self) -> None:
         """Remove what the retention does not keep, what is torn, and what another line of work left."""
-        found = contents_of(self._uri)
+        found = list_mirror(self._uri)
         if found.last_fencing_token > self._ownership.fencing_token:
             self._ownership.lost = True
         self._check()

@@ -31,10 +31,10 @@ from vorox.training.mirror.contents import (
     CHECKPOINTS,
     Contents,
     MirroredCheckpoint,
-    contents_of,
+    list_mirror,
     read_object,
 )
-from vorox.training.mirror.owner import Ownership, acquire
+from vorox.training.mirror.ownership import Ownership, acquire
 from vorox.training.mirror.restore import restore_run
 from vorox.training.mirror.uploader import Uploader
 
@@ -212,7 +212,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
     folder, _, name = uri.rpartition("/")
     match = CHECKPOINT_NAME.fullmatch(name) if folder.endswith(f"/{CHECKPOINTS}") else None
     run_uri = uri if match is None else folder.removesuffix(f"/{CHECKPOINTS}")
-    found = contents_of(run_uri)
+    found = list_mirror(run_uri)
     line = found.lineage()
     if not line:
         raise ConfigError(
@@ -233,7 +233,7 @@ def _recorded(checkpoint: MirroredCheckpoint) -> RunConfig:
         return load_config(file)
 
 
-def mirror_of(directory: Path) -> str | None:
+def mirror_uri(directory: Path) -> str | None:
     """Where the mirror of a run on this machine is; ``None`` if it has none, or its record cannot be read."""
     try:
         place = recorded_config(directory).checkpoint.mirror
@@ -242,7 +242,7 @@ def mirror_of(directory: Path) -> str | None:
         return None  # of another version
 
 
-def to_nobody(text: str, level: Level = "info") -> None:
+def silent_echo(text: str, level: Level = "info") -> None:
     """The echo of a command that says by itself what it did."""
 
 
@@ -252,7 +252,7 @@ def remove_mirror(uri: str) -> int:
     Raises:
         ConfigError: A process writes to it.
     """
-    ownership, found = acquire(uri, to_nobody)
+    ownership, found = acquire(uri, silent_echo)
     ownership.release(CLOSE_SECONDS)
     if ownership.lost:
         raise ConfigError("another process has taken over this mirror", where=uri, hint="see what writes to it")
@@ -261,7 +261,7 @@ def remove_mirror(uri: str) -> int:
         for file in entry.objects():
             size_bytes += file.size_bytes
             remove_object(file.uri)
-    for file in contents_of(uri).others.values():
+    for file in list_mirror(uri).others.values():
         size_bytes += file.size_bytes
         remove_object(file.uri)
     return size_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.names import (
+from vorox.models.huggingface_weights import (
     from_huggingface,
     huggingface_entries,
     huggingface_family,

@@ -29,7 +29,7 @@ from vorox.data.storage import (
     retry_budget,
     untold,
 )
-from vorox.training.mirror.contents import OWNER_NAME, Contents, contents_of, read_object
+from vorox.training.mirror.contents import OWNER_NAME, Contents, list_mirror, read_object
 
 RENEW_SECONDS = 30.0
 LEASE_SECONDS = 120.0
@@ -98,7 +98,7 @@ class Ownership:
             ConditionFailed: It is another one's.
             DataError: It cannot be read just now, so that nobody can know.
         """
-        found = contents_of(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
+        found = list_mirror(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
         if found is None or json.loads(read_object(found)).get("claim") != self.fencing_token:
             raise failure
         return found
@@ -133,7 +133,7 @@ def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep
     """
     probe = f"{uri}/.probe-{os.getpid()}-{os.urandom(4).hex()}"
     now = put_bytes(b"can this be written?", probe)
-    found = contents_of(uri)
+    found = list_mirror(uri)
     remove_object(now.uri)
     known = found.others.get(OWNER_NAME)
     record = _read(known)
@@ -165,7 +165,7 @@ def _wait_for_silence(
     while left > 0:
         sleep(min(left, _POLL_SECONDS))
         left -= _POLL_SECONDS
-        current = contents_of(uri).others.get(OWNER_NAME)
+        current = list_mirror(uri).others.get(OWNER_NAME)
         if current is None or current.version != known.version:
             current, later = _owner(uri)
             if current is None or later.get("released"):
@@ -185,7 +185,7 @@ def _owner(uri: str) -> tuple[StoredFile | None, dict[str, Any]]:
     """The owner's file and its record, read again if the owner replaces it meanwhile."""
     file, record = None, dict[str, Any]()
     for _ in range(_READS):
-        file = contents_of(uri).others.get(OWNER_NAME)
+        file = list_mirror(uri).others.get(OWNER_NAME)
         record = _read(file)
         if file is None or record:
             break

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vorox.backends.jax_engine.layout import Layout
+from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import statistics
 from vorox.core.records import IGNORED_LABEL, NonfiniteOrigin
 
 
-def locate(
+def find_origin(
     run: Callable[..., Any],
     params: Mapping[str, jax.Array],
     given: Mapping[str, jax.Array],
     key: jax.Array,
-    layout: Layout,
+    layout: ParameterLayout,
 ) -> NonfiniteOrigin | None:
     """Look at one micro-batch after the other.
 

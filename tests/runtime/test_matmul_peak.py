@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from vorox.core.errors import NumericalError
-from vorox.runtime.ceiling import MatmulShape, measure_ceiling, training_shapes
+from vorox.runtime.matmul_peak import MatmulShape, measure_matmul_peak, training_shapes
 
 
 def test_a_weighted_harmonic_mean() -> None:
@@ -19,7 +19,7 @@ def test_a_weighted_harmonic_mean() -> None:
         calls[m, k, n] += 1
         return seconds[m, k, n] * (100.0 if calls[m, k, n] == 2 else 1.0)  # one outlier: the median ignores it
 
-    ceiling = measure_ceiling({fast: 1, slow: 3}, matmul, warmup_seconds=0.0, repeats=5)
+    ceiling = measure_matmul_peak({fast: 1, slow: 3}, matmul, warmup_seconds=0.0, repeats=5)
     assert ceiling.seconds_per_step == 2.0 + 3 * 1.0
     assert ceiling.flops_per_second == (2000 + 3 * 200) / 5.0
     assert ceiling.best_flops_per_second == 1000.0
@@ -34,14 +34,14 @@ def test_warm_up_takes_its_time() -> None:
         now[0] += 1.0
         return 1.0
 
-    measure_ceiling({MatmulShape(1, 1, 1): 1}, matmul, warmup_seconds=10.0, repeats=3, clock=lambda: now[0])
+    measure_matmul_peak({MatmulShape(1, 1, 1): 1}, matmul, warmup_seconds=10.0, repeats=3, clock=lambda: now[0])
     assert now[0] == 13.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_time_that_gives_no_rate_is_refused(seconds: float) -> None:
     with pytest.raises(NumericalError, match=r"\[2, 3\] by \[3, 4\]"):
-        measure_ceiling({MatmulShape(2, 3, 4): 1}, lambda m, k, n: seconds, warmup_seconds=0.0)
+        measure_matmul_peak({MatmulShape(2, 3, 4): 1}, lambda m, k, n: seconds, warmup_seconds=0.0)
 
 
 def test_shapes_of_a_step_do_six_flops_per_weight_and_position() -> None:

@@ -6,7 +6,13 @@ import pytest
 
 from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
-from vorox.models.memory import MemoryBudget, MemoryEstimate, check_host_memory, planned_memory, training_memory
+from vorox.models.memory_estimate import (
+    MemoryBudget,
+    MemoryEstimate,
+    check_host_memory,
+    planned_memory,
+    training_memory,
+)
 from vorox.models.spec import model_spec
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.huggingface import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.huggingface_config import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 
 GPT2_HUB: dict[str, Any] = {

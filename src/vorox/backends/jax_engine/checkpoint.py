@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from vorox.backends.jax_engine.layout import Layout, Tree
+from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
 from vorox.core.staged_directory import StagedDirectory
@@ -73,7 +73,7 @@ class OrbaxSnapshot:
     def of(
         cls,
         spec: ModelSpec,
-        layout: Layout,
+        layout: ParameterLayout,
         trees: Mapping[str, Tree],
         counters: Mapping[str, float],
         *,
@@ -137,7 +137,7 @@ class OrbaxSnapshot:
         return Snapshot(self.spec, state).fingerprint()
 
 
-def restored(stored: OrbaxArrays, layout: Layout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
+def restored(stored: OrbaxArrays, layout: ParameterLayout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
     """Trees with the shapes and shardings of these and the stored values; each process reads what its devices hold."""
     return {
         kind: {leaf: _restored_leaf(stored, layout, kind, leaf, array) for leaf, array in tree.items()}
@@ -145,7 +145,7 @@ def restored(stored: OrbaxArrays, layout: Layout, trees: Mapping[str, Tree]) -> 
     }
 
 
-def _restored_leaf(stored: OrbaxArrays, layout: Layout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
+def _restored_leaf(stored: OrbaxArrays, layout: ParameterLayout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
     names = [f"{kind}.{parameter.name}" for parameter in layout.leaves[leaf]]
     known: dict[str, npt.NDArray[np.float32]] = {}
 
@@ -161,7 +161,7 @@ def _restored_leaf(stored: OrbaxArrays, layout: Layout, kind: str, leaf: str, li
     return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def _canonical(layout: Layout, tree: Tree, *, detached: bool) -> Tree:
+def _canonical(layout: ParameterLayout, tree: Tree, *, detached: bool) -> Tree:
     found: Tree = {}
     for leaf, array in tree.items():
         for row, parameter in enumerate(layout.leaves[leaf]):

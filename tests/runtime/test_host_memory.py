@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from vorox.experiments.metrics import metric
-from vorox.runtime.memory import HostMemory
+from vorox.runtime.host_memory import HostMemory
 
 TAKES_MEMORY = """
 import json, mmap
-from vorox.runtime.memory import HostMemory
+from vorox.runtime.host_memory import HostMemory
 memory = HostMemory()
 before = memory.read()
 block = mmap.mmap(-1, 64 << 20)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine.processes import whole
+from vorox.backends.jax_engine.distributed import whole
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models.optimizer_groups import optimizer_group
@@ -25,7 +25,7 @@ from vorox.models.spec import ModelSpec, ParameterSpec
 Tree = dict[str, jax.Array]
 
 
-class Layout:
+class ParameterLayout:
     """The leaves of one model.
 
     Args:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from vorox.core.atomic import pretty_json
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.names import Family, huggingface_family, require_family
+from vorox.models.huggingface_weights import Family, huggingface_family, require_family
 from vorox.models.spec import ModelSpec
 
 CONFIG_NAME = "config.json"

@@ -15,8 +15,8 @@ import pytest
 
 from reference_decoder import numpy_logits
 from vorox.core.staged_directory import StagedDirectory
-from vorox.models.huggingface import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
-from vorox.models.names import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.huggingface_config import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import model_spec
 from vorox.models.weights_file import open_directory, write_weights
 

@@ -1,4 +1,4 @@
-"""Matmul ceiling: the rate that a device really reaches on the matrices of a model.
+"""Matmul peak: the rate that a device reaches on the matrix shapes of a model.
 
 The ceiling is how many FLOP/s this machine does on the matrices of this model. In: shapes and a function that times one
 multiplication in the engine's framework and arithmetic (an engine's matter: numpy's product says nothing about
@@ -33,7 +33,7 @@ class MatmulShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
+class MatmulPeak:
     """What was measured.
 
     Attributes:
@@ -70,14 +70,14 @@ def training_shapes(weights: Iterable[tuple[int, int]], num_positions: int) -> C
     return shapes
 
 
-def measure_ceiling(
+def measure_matmul_peak(
     shapes: Mapping[MatmulShape, int],
     matmul: Callable[[int, int, int], float],
     *,
     warmup_seconds: float = 3.0,
     repeats: int = MIN_REPEATS,
     clock: Callable[[], float] = time.perf_counter,
-) -> Ceiling:
+) -> MatmulPeak:
     """Time every shape in turn, so that all see the same clocks and neighbours; medians.
 
     Args:
@@ -108,12 +108,12 @@ def measure_ceiling(
         if not seconds > 0:
             raise NumericalError(
                 f"multiplying [{shape.m}, {shape.k}] by [{shape.k}, {shape.n}] took {seconds} s",
-                where="runtime/ceiling.py",
+                where="runtime/matmul_peak.py",
                 hint="the timing function must wait for the result",
             )
     seconds_per_step = sum(medians[shape] * shapes[shape] for shape in order)
     flops = sum(shape.flops * shapes[shape] for shape in order)
-    return Ceiling(
+    return MatmulPeak(
         flops_per_second=flops / seconds_per_step,
         seconds_per_step=seconds_per_step,
         rates={shape: shape.flops / medians[shape] for shape in order},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from vorox.core.schema.model import ModelConfig
-from vorox.models.initial import initial_weights
 from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.weight_init import initial_weights
 
 
 def spec_of(num_layers: int = 2, **fields: object) -> ModelSpec:
