@@ -467,3 +467,9 @@ def test_a_really_full_disk_is_recognised(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         atomic.append(full, b"x", sync=False)
     assert atomic.is_disk_full(caught.value)
+
+
+def test_json_that_people_read_holds_no_number_that_json_lacks() -> None:
+    assert atomic.pretty_json({"b": 1, "a": [0.5]}).startswith(b'{\n  "a": [\n')
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        atomic.pretty_json({"loss": float("nan")})

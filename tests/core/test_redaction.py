@@ -130,6 +130,19 @@ def test_values_of_sensitive_environment_variables_go(monkeypatch: pytest.Monkey
     assert redact("sent plainlookingvalue, 12345678 tokens") == f"sent {MARK}, 12345678 tokens"
 
 
+@pytest.mark.parametrize("path", ["{home}/token.json", "~/token.json"])
+def test_a_file_that_an_environment_variable_names_is_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token.json").touch()
+    named = path.format(home=tmp_path)
+    monkeypatch.setenv("MY_SERVICE_TOKEN", named)
+    assert redact(f"cannot read {named}") == f"cannot read {named}"
+    (tmp_path / "token.json").unlink()
+    assert redact(f"cannot read {named}") == f"cannot read {MARK}"
+
+
 @pytest.mark.parametrize("first", ["A_SECRET", "Z_SECRET"])
 def test_a_secret_that_another_begins_with_leaves_nothing_of_the_longer_one(
     monkeypatch: pytest.MonkeyPatch, first: str
@@ -207,6 +220,10 @@ def test_arguments() -> None:
         "--json",
         "x",
     ]
+
+
+def test_what_follows_an_option_with_its_value_stays() -> None:
+    assert redact_arguments([f"--password={CANARY}", "config.yaml"]) == [f"--password={MARK}", "config.yaml"]
 
 
 @given(st.text(max_size=200))
