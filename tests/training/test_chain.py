@@ -15,7 +15,7 @@ import pytest
 from vorox.core.errors import DataError
 from vorox.core.records import Batch, DataCursor, Progress, StepValues
 from vorox.core.run_layout import RunLayout
-from vorox.training.chain import ReplayChain, bits, check_chain, number, read_chain
+from vorox.training.chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 START = Progress(0, 0, CURSOR)
@@ -184,3 +184,21 @@ def test_goes_on_without_the_file(tmp_path: Path) -> None:
     (RunLayout(tmp_path).chain).unlink()
     with pytest.raises(DataError, match="no step is recorded"):
         read_chain(tmp_path)
+
+
+def test_damage_is_confined_to_the_damaged_steps(tmp_path: Path) -> None:
+    """Steps 4 and 5 are missing and the link of step 8 is changed; every other step can be verified."""
+    run(tmp_path, START, range(10))
+    path = RunLayout(tmp_path).chain
+    lines = path.read_text().splitlines()
+    changed = json.loads(lines[7])
+    changed["chain"] = changed["chain"][::-1]
+    lines[7] = json.dumps(changed)
+    path.write_text("\n".join([*lines[:3], *lines[5:], ""]))
+    found = examine_chain(tmp_path, 10)
+    assert found.missing == (range(4, 6),)
+    assert found.changed == (8,)
+    assert [found.first_damage(first, 10) for first in (1, 6, 9)] == [
+        (4, "is not recorded"), (8, "does not follow from the one before"), None,
+    ]  # fmt: skip
+    assert found.first_damage(5, 5) == (5, "is not recorded")

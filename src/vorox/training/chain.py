@@ -151,7 +151,6 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
     for step, entry in entries.items():
         if step > before + 1:
             missing.append(range(before + 1, step))
-            head = None
         elif head is not None and link(head, step, entry.batch, entry.loss, entry.grad_norm) != entry.chain:
             changed.append(step)
         before, head = step, None if changed[-1:] == [step] else entry.chain  # nothing follows from a changed entry
