@@ -205,7 +205,7 @@ def run_build(root: Path, contender: Contender) -> dict[str, float]:
 
 def run_tokenizer(root: Path, contender: Contender) -> dict[str, float]:
     """Nothing but ``encode_batch`` over strings that are there."""
-    from vorox.data.groups import batch_by_size
+    from vorox.data.batching import batch_by_size
     from vorox.data.tokenizers.loading import load
 
     texts = read_texts(root, contender)
@@ -225,7 +225,7 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     from vorox.data.cache.assemble import chunk_contents
     from vorox.data.cache.format import encode_chunk
     from vorox.data.cache.unit_builder import UnitBuilder
-    from vorox.data.preparation import recipe_for
+    from vorox.data.cache_opener import recipe_for
     from vorox.data.text.cutting import cut_units
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader

@@ -24,7 +24,7 @@ from vorox.core.config import load_config
 from vorox.core.records import DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import Corpus, prepare
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart

@@ -22,7 +22,7 @@ from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.models.spec import model_spec
 from vorox.run import make_workload
 from vorox.training import loop

@@ -1,6 +1,6 @@
 """A cache without files: rows whose tokens and segments are a function of (name, row), for any number of rows.
 
-Written against ``data/records.py``'s ``RowReader``; shares no code with the cache or the loader.
+Written against ``data/rows.py``'s ``RowReader``; shares no code with the cache or the loader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.cache.recipe import Recipe
-from vorox.data.records import RowBlock
+from vorox.data.rows import RowBlock
 
 
 class FakeRows:

@@ -28,7 +28,7 @@ from numpy_engine import NumpyEngine
 from servers.web import http_server
 from tiny_runs import NumpyBackend, configuration, run, use_numpy_engine, write_text
 from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps

@@ -28,7 +28,7 @@ from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.data.cache.options import BuildOptions
-from vorox.data.dataset import PrepareProgress, prepare
+from vorox.data.corpus import PrepareProgress, prepare
 from vorox.data.tokenizers.store import kept_by_run
 from vorox.models.memory_estimate import check_host_memory
 from vorox.models.spec import model_spec

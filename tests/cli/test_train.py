@@ -23,7 +23,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, configuration and cache, but without a run."""
     directory = tmp_path_factory.mktemp("prepared")
     config = tiny_runs.configuration(directory)
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     prepare(config)
     return directory

@@ -16,7 +16,7 @@ import vorox
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 
 FUNCTIONS = """
 import re

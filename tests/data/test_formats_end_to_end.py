@@ -17,8 +17,8 @@ import zstandard
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.data import inspection
-from vorox.data.bin_shards import write_shard
-from vorox.data.dataset import Corpus, prepare
+from vorox.data.corpus import Corpus, prepare
+from vorox.data.shard_format import write_shard
 
 END = 256
 

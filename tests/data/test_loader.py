@@ -32,7 +32,7 @@ from vorox.data.loader import BatchStream, first_cursor, open_batches, validatio
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.data.prefetch import Prefetcher, map_ordered
-from vorox.data.records import RowBlock
+from vorox.data.rows import RowBlock
 
 GLOBAL_BATCH = 8
 STEPS = 12

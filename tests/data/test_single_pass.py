@@ -12,9 +12,9 @@ import pytest
 from servers.web import WebServer, http_server
 from vorox.core.schema import RunConfig
 from vorox.data.cache.options import BuildOptions
-from vorox.data.dataset import prepare
-from vorox.data.listed_sources import list_sources
-from vorox.data.preparation import CacheOpener
+from vorox.data.cache_opener import CacheOpener
+from vorox.data.corpus import prepare
+from vorox.data.source_listing import list_sources
 
 
 def write_jsonl(path: Path, size_bytes: int) -> int:

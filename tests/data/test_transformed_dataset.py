@@ -12,7 +12,7 @@ import pytest
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus, prepare
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.inspection import verify
 from vorox.experiments.metrics import metric
 

@@ -16,12 +16,12 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
-from vorox.data.bin_shards import write_shard
 from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.data.inspection import peek, stats, verify
-from vorox.data.provenance import RunDataIndex, when, where
+from vorox.data.provenance_queries import RunDataIndex, when, where
+from vorox.data.shard_format import write_shard
 from vorox.data.transfer.export import export
 from vorox.training.replay import replay
 

@@ -18,7 +18,7 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.config import load_config
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
-from vorox.data.provenance import RunDataIndex, when, where
+from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data
 from vorox.run import Outcome
 from vorox.training.chain import read_chain

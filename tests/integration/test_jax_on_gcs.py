@@ -25,8 +25,8 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import Preempted
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
-from vorox.data.bin_shards import write_shard
-from vorox.data.provenance import RunDataIndex, where
+from vorox.data.provenance_queries import RunDataIndex, where
+from vorox.data.shard_format import write_shard
 from vorox.training.chain import read_chain
 from vorox.training.mirror import list_mirror
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep

@@ -21,7 +21,7 @@ from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
 from vorox.training import resume
 from vorox.training.chain import read_chain

@@ -18,7 +18,7 @@ from vorox.core.errors import NumericalError
 from vorox.core.json_lines import read_lines
 from vorox.core.records import StepValues
 from vorox.core.run_lookup import run_directories
-from vorox.data.provenance import RunDataIndex, where
+from vorox.data.provenance_queries import RunDataIndex, where
 from vorox.experiments.artifacts import remove_run
 from vorox.training.chain import read_chain
 

@@ -23,8 +23,8 @@ from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
-from vorox.data import preparation
-from vorox.data.dataset import prepare
+from vorox.data import cache_opener
+from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
 from vorox.run import Outcome
 from vorox.training.chain import read_chain
@@ -59,7 +59,7 @@ class NoBackgroundBuild:
 
 
 def without_builder(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preparation, "build_in_background", NoBackgroundBuild)
+    patch.setattr(cache_opener, "build_in_background", NoBackgroundBuild)
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Any) -> None:

@@ -14,10 +14,10 @@ from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
-from vorox.data import provenance
-from vorox.data.dataset import Corpus, prepare
+from vorox.data import provenance_queries
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.loader import open_batches
-from vorox.data.provenance import Occurrence, RowOrigin
+from vorox.data.provenance_queries import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
 from vorox.data.tokenizers.store import kept_by_run
 from vorox.experiments.tracking import read_metrics
@@ -163,7 +163,7 @@ class Run:
             ConfigError: There is no such step or slot.
             DataError: A cache is missing or damaged.
         """
-        return provenance.where(self._data, step, slot)
+        return provenance_queries.where(self._data, step, slot)
 
     def when(self, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
         """Return every step that was or will be trained on a file, or on one of its documents.
@@ -177,7 +177,7 @@ class Run:
             ConfigError: There is no such file, or several match.
             DataError: A cache is missing or damaged.
         """
-        return provenance.when(self._data, uri, byte, ordinal=ordinal)
+        return provenance_queries.when(self._data, uri, byte, ordinal=ordinal)
 
     @functools.cached_property
     def _data(self) -> RunDataIndex:

@@ -20,7 +20,7 @@ from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.data.listed_sources import ListedSources
+    from vorox.data.source_listing import ListedSources
     from vorox.data.text.sources import Source
     from vorox.data.text.splits import Split
     from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -133,8 +133,8 @@ def _look_at_text(config: RunConfig) -> _Text:
     """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
     from vorox.cli.preparation import PreparationDisplay
     from vorox.data.cache_location import cache_root
-    from vorox.data.dataset import exact_weights
-    from vorox.data.listed_sources import list_sources
+    from vorox.data.corpus import exact_weights
+    from vorox.data.source_listing import list_sources
     from vorox.data.text.holdout import held_out_bytes
 
     root, display = cache_root(config.data), PreparationDisplay()
@@ -174,7 +174,7 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
     from vorox.data.cache.reader import CacheReader
     from vorox.data.cache.recipe import RECIPE_NAME
     from vorox.data.cache_location import find_location
-    from vorox.data.preparation import recipe_for
+    from vorox.data.cache_opener import recipe_for
 
     if tokenizer is None:
         return None

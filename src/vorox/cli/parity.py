@@ -14,7 +14,7 @@ from vorox.core.counted import counted
 if TYPE_CHECKING:
     from vorox.core.engine import Engine
     from vorox.core.schema import RunConfig
-    from vorox.data.dataset import Corpus
+    from vorox.data.corpus import Corpus
     from vorox.training.parity import StepParity, Tolerances
 
 FIRST, SECOND = "torch", "jax"
@@ -37,7 +37,7 @@ def parity(
     from vorox.cli.config import named_configuration
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
-    from vorox.data.estimate import estimate
+    from vorox.data.size_estimate import estimate
     from vorox.training.parity import Tolerances, compare
     from vorox.training.preview_batches import preview_batches
     from vorox.training.schedule import Schedule, horizon
@@ -107,7 +107,7 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
 
 def _corpus(config: RunConfig) -> Corpus:
     from vorox.cli.preparation import PreparationDisplay
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     display = PreparationDisplay()
     try:

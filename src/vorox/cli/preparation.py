@@ -1,6 +1,6 @@
 """What a person sees while text becomes tokens: the phase, how far it is, how fast.
 
-In: the calls of ``data.dataset.prepare`` and of other long jobs that count. Out: one line that is rewritten on a
+In: the calls of ``data.corpus.prepare`` and of other long jobs that count. Out: one line that is rewritten on a
 terminal; elsewhere a line when a phase begins to take long, every ten seconds, and when it ends. A phase that is over
 in an instant shows nothing.
 """

@@ -91,7 +91,7 @@ def _left_out(directory: Path) -> list[str]:
 def _xz_bits_per_byte(config: RunConfig) -> float | None:
     """What xz makes of the held-out text; ``None`` if the caches are gone by now."""
     from vorox.core.errors import DataError
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
     from vorox.data.inspection import xz_bits_per_byte
 
     try:

@@ -25,7 +25,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.plan_events import Bucket, PlanSource
-from vorox.data.records import RowBlock
+from vorox.data.rows import RowBlock
 
 Int64Array = npt.NDArray[np.int64]
 

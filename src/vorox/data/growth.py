@@ -21,7 +21,7 @@ from vorox.data.growth_policies import GrowthPolicies
 from vorox.data.plan import Plan
 from vorox.data.plan_events import GrowthRule, PlanEvent, Segment, StageEvent
 from vorox.data.plan_state import PlanState
-from vorox.data.records import GrowingReader
+from vorox.data.rows import GrowingReader
 
 if TYPE_CHECKING:
     from vorox.core.schema.data import GrowthConfig

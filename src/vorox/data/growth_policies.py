@@ -18,7 +18,7 @@ from vorox.core.errors import DataError
 from vorox.data.plan_changes import exhausted_error, exhausted_events, segment_of
 from vorox.data.plan_events import GrowthRule, PlanEvent
 from vorox.data.plan_state import PlanState
-from vorox.data.records import GrowingReader
+from vorox.data.rows import GrowingReader
 
 if TYPE_CHECKING:
     from vorox.core.schema.data import GrowthConfig

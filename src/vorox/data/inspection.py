@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
-from vorox.data.baseline import CompressorBaseline, xz_baseline
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
-from vorox.data.dataset import Corpus, CorpusCache
+from vorox.data.corpus import Corpus, CorpusCache
 from vorox.data.documents import BadRecord, SourceFile
 from vorox.data.prefetch import map_ordered
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.sources import Source
@@ -29,6 +28,7 @@ from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.apply import Applier
 from vorox.data.transforms.registry import transforms_of
+from vorox.data.xz_baseline import CompressorBaseline, xz_baseline
 
 _BLOCK_ROWS = 1024
 _TRACED_ROWS = 8

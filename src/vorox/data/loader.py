@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.records import Batch, DataCursor, DataShard
-from vorox.data.assembly import assemble
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Readers
 from vorox.data.prefetch import Prefetcher
-from vorox.data.records import RowReader
 from vorox.data.row_source import LocatedRows, RowSource, read_rows
+from vorox.data.rows import RowReader, assemble
 
 __all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "validation_batches"]
 

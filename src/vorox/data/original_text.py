@@ -20,7 +20,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
 from vorox.data.difficulty_buckets import cache_name, cache_of
 from vorox.data.documents import BadRecord, TokenDocument
-from vorox.data.provenance import DocumentOrigin, RowOrigin, RunDataIndex
+from vorox.data.provenance_queries import DocumentOrigin, RowOrigin, RunDataIndex
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import read_record
 from vorox.data.tokenizers.loading import load

@@ -30,7 +30,7 @@ from vorox.data.plan_events import (
     encode_event,
 )
 from vorox.data.plan_state import Addresses, PlanState, Positions
-from vorox.data.records import RowReader
+from vorox.data.rows import RowReader
 
 __all__ = ["Addresses", "Plan", "Positions", "Readers"]
 

@@ -26,7 +26,7 @@ from vorox.data.plan_events import (
     combined_digest,
 )
 from vorox.data.plan_state import PlanState
-from vorox.data.records import RowReader
+from vorox.data.rows import RowReader
 
 Readers = Sequence[RowReader | None]
 """The caches of a plan's sources, in its order; ``None`` for a source that is no longer drawn."""

@@ -33,7 +33,7 @@ from vorox.data.plan_events import (
     StageEvent,
     encode_event,
 )
-from vorox.data.records import RowReader
+from vorox.data.rows import RowReader
 
 Positions = npt.NDArray[np.int64]
 

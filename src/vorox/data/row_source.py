@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError
-from vorox.data.assembly import interleave
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Positions, Readers
-from vorox.data.records import RowBlock, RowReader
+from vorox.data.rows import RowBlock, RowReader, interleave
 
 Int64Array = npt.NDArray[np.int64]
 

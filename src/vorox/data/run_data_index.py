@@ -112,7 +112,7 @@ def _has_all_chunks(cache: CacheReader) -> bool:
 def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceReader, ...], Callable[[], None]]:
     """Return readers that rebuild evicted chunks on access, and the function that stops their builder."""
     from vorox.core.run_context import recorded_config
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     corpus = prepare(recorded_config(run_directory), build=False)
     found = readers_of(plan.sources, {source.name: source.train for source in corpus.sources})
@@ -138,7 +138,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
     if not found:
         from vorox.core.run_context import recorded_config
         from vorox.data.cache_location import cache_root
-        from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
+        from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 
         root = cache_root(recorded_config(run_directory).data)
         pattern = f"{name}-train-{source.recipe_digest[:12]}-*"

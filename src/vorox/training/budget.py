@@ -16,7 +16,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus
 from vorox.training.dataloading import num_validation_rows, validation_set
 from vorox.training.preview_batches import preview_batches
 

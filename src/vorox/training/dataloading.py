@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus
 from vorox.data.growth import PlanGrower, Tell, await_planned
 from vorox.data.loader import BatchStream, open_batches, validation_batches
 from vorox.data.plan import Plan

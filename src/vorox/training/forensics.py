@@ -18,7 +18,7 @@ from vorox.core.json_lines import finite_json
 from vorox.core.log import RunLog
 from vorox.core.records import NonfiniteOrigin
 from vorox.core.run_layout import RunLayout
-from vorox.data.provenance import RunDataIndex, where
+from vorox.data.provenance_queries import RunDataIndex, where
 
 if TYPE_CHECKING:
     from vorox.training.pending_steps import InFlightStep, SettledStep

@@ -17,7 +17,7 @@ from vorox.core.redaction import redact
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.data.difficulty_buckets import cache_of
-from vorox.data.provenance import RowOrigin, RunDataIndex, rows_at
+from vorox.data.provenance_queries import RowOrigin, RunDataIndex, rows_at
 from vorox.experiments.metadata import MetadataCache
 from vorox.training.metadata_rows import inventory_rows, run_identity, sample_rows
 from vorox.training.provenance_recorder import Projection, metadata_target

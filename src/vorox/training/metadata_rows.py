@@ -17,7 +17,7 @@ from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader
 from vorox.data.plan import Plan
-from vorox.data.provenance import RowOrigin
+from vorox.data.provenance_queries import RowOrigin
 from vorox.experiments.metadata import Row
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from vorox.core.records import DataShard
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import readers_of
 from vorox.data.loader import BatchStream, first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_start import plan_start
 from vorox.training.dataloading import training_batches
 
 

@@ -22,10 +22,10 @@ from vorox.core.records import Progress
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
+from vorox.data.corpus import plan_start
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_event
-from vorox.data.plan_start import plan_start
 from vorox.training import resume
 from vorox.training.chain import ChainEntry, RecordedChain, examine_chain, number
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, read_state, step_directories

@@ -13,9 +13,8 @@ from pathlib import Path
 from vorox.core.config.checks import exact_weight
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import BucketReader, SourceReader, readers_of
-from vorox.data.estimate import DatasetEstimate, estimate
 from vorox.data.growth import Tell, await_planned
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import (
@@ -27,7 +26,7 @@ from vorox.data.plan_changes import (
     mixture_update_events,
 )
 from vorox.data.plan_events import Cut, PlanEvent, PlanStart, SourceEvent, StageEvent
-from vorox.data.plan_start import plan_start
+from vorox.data.size_estimate import DatasetEstimate, estimate
 from vorox.training.schedule import Horizon
 
 

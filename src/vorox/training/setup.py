@@ -9,7 +9,7 @@ from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus
 from vorox.data.plan import Plan
 from vorox.models.spec import ModelSpec
 from vorox.training.checkpoint_store import RunState

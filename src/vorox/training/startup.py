@@ -19,7 +19,7 @@ from vorox.core.records import Progress
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanEvent

@@ -19,8 +19,7 @@ from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
-from vorox.data.streaming.stream import Stream
-from vorox.data.streaming.stream_reader import StreamReader
+from vorox.data.streaming.stream import Stream, StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
 
 TOKENIZER = ByteTokenizer()

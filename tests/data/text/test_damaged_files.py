@@ -18,7 +18,7 @@ from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.cache.options import BuildOptions
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text import content
 from vorox.data.text.cutting import cut_units

@@ -15,7 +15,7 @@ from dataset_folders import arrow_stream, mds_shard, write_mds, write_saved_data
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record, TokenDocument
 from vorox.data.storage import open_range
 from vorox.data.text.cutting import cut_units

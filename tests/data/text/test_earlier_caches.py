@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from vorox.core.config import load_config
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 
 ARCHIVE = Path(__file__).with_name("earlier_caches.tar.xz")
 

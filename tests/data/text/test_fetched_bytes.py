@@ -13,7 +13,7 @@ import pytest
 
 from servers import http_server
 from vorox.core.config import load_config
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text import range_cache
 from vorox.data.text.range_cache import CUT_RANGES, RangeCache

@@ -21,8 +21,8 @@ import zstandard
 from dataset_folders import arrow_stream, mds_shard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
+from vorox.data.shard_format import write_shard
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, list_source, read_unit
 from vorox.data.tokenizers.training_sample import training_sample

@@ -13,8 +13,8 @@ import pytest
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import DataConfig
-from vorox.data.bin_shards import write_shard
 from vorox.data.documents import BadRecord
+from vorox.data.shard_format import write_shard
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.holdout import describe, held_out_bytes, with_holdout
 from vorox.data.text.sources import Source, list_source, read_unit

@@ -16,8 +16,8 @@ import zstandard
 from servers import FaultProxy, fault_proxy, http_server
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.bin_shards import write_shard
 from vorox.data.documents import Document, Record, TokenDocument
+from vorox.data.shard_format import write_shard
 from vorox.data.text import content
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.range_cache import CUT_RANGES

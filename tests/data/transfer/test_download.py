@@ -19,7 +19,7 @@ from servers.hub import SIGNATURE, HubServer, hub_server
 from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
 from vorox.core.lock import FileLock
-from vorox.data.bin_shards import read_shard
+from vorox.data.shard_format import read_shard
 from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.transfer import download as module
 from vorox.data.transfer.download import DownloadReport, download

@@ -18,7 +18,7 @@ from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import verify_directory
-from vorox.data.dataset import Corpus, prepare
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.loading import load
 from vorox.data.transfer.export import export

@@ -98,7 +98,7 @@ def grow(words: Words, workers: Workers = 1, executor: Executor = "process", as_
 def _make(
     words: list[str], known: tuple[str, ...], options: BuildOptions, as_json: bool, overrides: Sequence[str] = ()
 ) -> None:
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
     from vorox.training.stop import StopRequest
 
     config = load([*words, *overrides], known)

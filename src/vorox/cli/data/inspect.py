@@ -16,7 +16,7 @@ from vorox.core.counted import counted
 def verify(words: Words, as_json: AsJson = False) -> None:
     """Check every byte of files and caches, and a few rows back to their documents; exit code 4 if anything is off."""
     from vorox.data import inspection
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     config = load(words, ("--json",))
     with showing() as display:
@@ -38,7 +38,7 @@ def stats(
 ) -> None:
     """Count what the caches hold: tokens, packing, bytes per token, use of the vocabulary."""
     from vorox.data import inspection
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     config = load(words, ("--xz", "--json"))
     with showing() as display:
@@ -102,7 +102,7 @@ def peek(
 ) -> None:
     """Show packed rows as text, with the documents that they come from."""
     from vorox.data import inspection
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     config = load(words, ("--rows", "--split", "--json"))
     with showing() as display:

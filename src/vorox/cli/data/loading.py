@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vorox.cli.preparation import PreparationDisplay
     from vorox.core.schema import RunConfig
     from vorox.data.cache.report import BuildReport
-    from vorox.data.dataset import Corpus
+    from vorox.data.corpus import Corpus
 
 Words = Annotated[
     list[str],

@@ -14,7 +14,7 @@ from vorox.core.counted import counted
 
 if TYPE_CHECKING:
     from vorox.data.original_text import FoundText
-    from vorox.data.provenance import DocumentOrigin, Occurrence, RowOrigin
+    from vorox.data.provenance_queries import DocumentOrigin, Occurrence, RowOrigin
 
 _MOST_LINES = 40
 _BAR = "\N{BOX DRAWINGS LIGHT VERTICAL}"
@@ -32,11 +32,11 @@ def where(
 ) -> None:
     """Show the documents that a step was trained on: files, bytes, tokens, and the text on request."""
     from vorox.core.run_lookup import find_run
-    from vorox.data import provenance
+    from vorox.data import provenance_queries
 
     texts: dict[tuple[int, int], FoundText] = {}
-    with provenance.RunDataIndex.open(find_run(root, run)) as run_data:
-        rows = provenance.where(run_data, step, slot)
+    with provenance_queries.RunDataIndex.open(find_run(root, run)) as run_data:
+        rows = provenance_queries.where(run_data, step, slot)
         if text:
             from vorox.data.original_text import TextFinder
 
@@ -105,11 +105,11 @@ def when(
 ) -> None:
     """Show which steps were trained on a file, or on one document of it, and whether the run still stands on them."""
     from vorox.core.run_lookup import find_run
-    from vorox.data import provenance
+    from vorox.data import provenance_queries
 
-    with provenance.RunDataIndex.open(find_run(root, run)) as run_data:
-        found = provenance.when(run_data, source, byte, ordinal=record)
-        is_held_out = not found and provenance.is_held_out(run_data, source)
+    with provenance_queries.RunDataIndex.open(find_run(root, run)) as run_data:
+        found = provenance_queries.when(run_data, source, byte, ordinal=record)
+        is_held_out = not found and provenance_queries.is_held_out(run_data, source)
     if as_json:
         print_json([asdict(one) for one in found])
         return

@@ -23,7 +23,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the tokens of complete caches for another trainer, documents whole, with a manifest."""
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
     from vorox.data.transfer import export as exporting
 
     config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))

@@ -118,7 +118,7 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
     """
     from vorox.core.errors import ConfigError
     from vorox.data.cache.gc import find_caches
-    from vorox.data.dataset import prepare
+    from vorox.data.corpus import prepare
 
     if cache is not None:
         root = _cache_root(words)

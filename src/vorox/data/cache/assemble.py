@@ -26,7 +26,7 @@ from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import SourceFile, TokenDocument
 from vorox.data.packing import pack
 from vorox.data.permutation import permutation_key, permute
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 from vorox.data.transforms.apply import AnyDocument, place_of
 
 _LARGEST_UINT32 = (1 << 32) - 1

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 
 MAGIC = b"\x89PSC\r\n\x1a\n"
 VERSION = 1

@@ -31,7 +31,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
-from vorox.data.records import RowBlock
+from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
     from vorox.data.cache.scheduler import BuildScheduler

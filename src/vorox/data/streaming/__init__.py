@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vorox.data.streaming.dataset import RemoteIterableDataset
+    from vorox.data.streaming.iterable_dataset import RemoteIterableDataset
 
 __all__ = ["RemoteIterableDataset"]
 
 
 def __getattr__(name: str) -> Any:
-    """The dataset stands on ``data.dataset``, which stands on modules of this package."""
+    """The dataset stands on ``data.corpus``, which stands on modules of this package."""
     if name != "RemoteIterableDataset":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vorox.data.streaming.dataset import RemoteIterableDataset
+    from vorox.data.streaming.iterable_dataset import RemoteIterableDataset
 
     return RemoteIterableDataset

@@ -18,12 +18,12 @@ import numpy as np
 
 from vorox.core.atomic import canonical_json
 from vorox.core.records import DataCursor
-from vorox.data.assembly import assemble
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan
 from vorox.data.plan import Plan, Positions
 from vorox.data.plan_events import encode_event
 from vorox.data.row_source import LocatedRows, RowSource
+from vorox.data.rows import assemble
 
 Sample = dict[str, Any]
 """``input_ids`` and ``labels``, int32 ``[T]``; under a document mask also ``segment_ids`` and ``position_ids``;

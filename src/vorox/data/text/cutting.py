@@ -15,8 +15,8 @@ from typing import TypeVar
 from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.core.schema.data import ValidationConfig
+from vorox.data.batching import batch_by_size
 from vorox.data.documents import Unit, UnitSpan
-from vorox.data.groups import batch_by_size
 from vorox.data.storage import retry_budget
 from vorox.data.text.compression import compression_of
 from vorox.data.text.content import Limits, compressed_bytes

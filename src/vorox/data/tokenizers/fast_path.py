@@ -22,7 +22,7 @@ import xxhash
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import pre_tokenizers
 
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
 from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, digits_pattern, word_pattern
 

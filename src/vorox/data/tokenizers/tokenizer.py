@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 from vorox.data.tokenizers.encoders import (
     REPLACEMENT,
     Encoder,

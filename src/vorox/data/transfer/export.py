@@ -16,8 +16,8 @@ from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.cache.reader import CacheReader
-from vorox.data.dataset import Corpus
-from vorox.data.records import TokenArray
+from vorox.data.corpus import Corpus
+from vorox.data.rows import TokenArray
 from vorox.data.text.splits import SPLITS, Split
 from vorox.data.transfer.forms import SHARD_TOKENS, WRITERS, Destination, Form, WrittenFile
 from vorox.data.transfer.whole_documents import whole_documents

@@ -16,7 +16,7 @@ import numpy as np
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 
 _BLOCK_ROWS = 1024
 

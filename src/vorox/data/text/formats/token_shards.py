@@ -15,8 +15,8 @@ import numpy as np
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.bin_shards import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
+from vorox.data.shard_format import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.content import open_content
 from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large

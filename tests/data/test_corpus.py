@@ -22,12 +22,12 @@ from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data import inspection
-from vorox.data.baseline import compress
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache_location import cache_root
-from vorox.data.dataset import Corpus, prepare
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.xz_baseline import compress
 
 WORDS = (
     "alpha",
@@ -583,7 +583,7 @@ def _version(corpus: Corpus, uri: str) -> str:
 PROGRAM = """
 import sys
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import prepare
+from vorox.data.corpus import prepare
 def report(name, *_):
     if sys.argv[2:]:
         print(name, flush=True)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import PrepareProgress, prepare
+from vorox.data.corpus import PrepareProgress, plan_start, prepare
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan
-from vorox.data.plan_start import plan_start
 from vorox.data.prefetch import Prefetcher
 from vorox.data.row_source import RowSource
 from vorox.data.streaming.dataset_config import Sources, Transforms, dataset_config

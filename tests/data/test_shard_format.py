@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.bin_shards import read_header, read_shard, write_shard
 from vorox.data.documents import BadRecord, TokenDocument
+from vorox.data.shard_format import read_header, read_shard, write_shard
 from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import for_tokenizer, list_source, read_unit
 

@@ -7,22 +7,23 @@ same lists.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from vorox.core.atomic import canonical_json
+from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.counted import counted
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import SourceConfig
-from vorox.data.chosen_holdout import with_remembered_holdout
-from vorox.data.preparation import PrepareProgress
+from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
+from vorox.data.cache_opener import PrepareProgress
 from vorox.data.storage import ContentVersions, shared_reads
-from vorox.data.text.holdout import describe
+from vorox.data.text.holdout import describe, with_holdout
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, for_tokenizer, list_source, without_files
 from vorox.data.text.splits import EVERYTHING
@@ -99,16 +100,17 @@ def list_sources(
             reads.enter_context(shared_reads.registered(source.stored))
     # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
 
-    def with_holdout(source: Source) -> Source:
-        return with_remembered_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
+    def choose_holdout(source: Source) -> Source:
+        return _with_cached_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
 
-    sources = [source if source.config.has_tokens else with_holdout(source) for source in sources]
+    sources = [source if source.config.has_tokens else choose_holdout(source) for source in sources]
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
     if tokenizer is not None:
         identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
         sources = [
-            with_holdout(for_tokenizer(source, *identity)) if source.config.has_tokens else source for source in sources
+            choose_holdout(for_tokenizer(source, *identity)) if source.config.has_tokens else source
+            for source in sources
         ]
         validation = [for_tokenizer(source, *identity) for source in validation]
     notes = [note for source in (*sources, *validation) for note in source.notes]
@@ -166,3 +168,35 @@ def _tokenizer(
         if is_dry and config.tokenizer.kind in {"bpe", "char"}:
             return None  # it will be trained
         raise
+
+
+def _with_cached_holdout(source: Source, data: DataConfig, directory: Path, *, remember: bool = True) -> Source:
+    """Return the source with the rule by which its text is held out.
+
+    Args:
+        source: The source.
+        data: The section ``data``.
+        directory: Where rules are remembered.
+        remember: Keep a rule that is chosen now.
+
+    Raises:
+        ConfigError: The configured rule holds out nothing, or leaves nothing to train on.
+        DataError: A file cannot be read.
+    """
+    settings = [data.validation.model_dump(mode="json"), data.cache.unit_bytes, data.cache.grow]
+    key = hashlib.sha256(canonical_json([source.digest, source.definition, *settings])).hexdigest()
+    path = directory / f"holdout-{key[:24]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_bytes())
+        if known["key"] == key:
+            notes = [Note(kind, text) for kind, text in known["notes"]]
+            rule = ValidationConfig.model_validate(known["rule"])
+            return replace(source, holdout=rule, notes=(*source.notes, *notes))
+    chosen = with_holdout(source, data)
+    if remember:
+        notes = [[note.kind, note.text] for note in chosen.notes[len(source.notes) :]]
+        body = {"key": key, "rule": chosen.holdout.model_dump(mode="json"), "notes": notes}
+        with contextlib.suppress(OSError):  # on a disk that is read-only it is chosen again
+            make_directory(directory)
+            write_file(path, canonical_json(body))
+    return chosen

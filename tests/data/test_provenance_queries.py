@@ -19,7 +19,7 @@ from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data.original_text import TextFinder
-from vorox.data.provenance import DocumentOrigin, Occurrence, RunDataIndex, rows_at, when, where
+from vorox.data.provenance_queries import DocumentOrigin, Occurrence, RunDataIndex, rows_at, when, where
 
 END_OF_TEXT = 256
 STEPS = 150

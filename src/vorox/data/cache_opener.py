@@ -29,8 +29,8 @@ from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.usage import mark_used
 from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
-from vorox.data.streaming.streams import DIRECTORY_NAME as STREAMS_NAME
-from vorox.data.streaming.streams import Streams
+from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
+from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
 from vorox.data.text.cutting import UnitSplitter, cut_both, first_units, refuse_emptiness
 from vorox.data.text.shared_reader import SharedReader, splits_share_units
@@ -89,7 +89,7 @@ class CacheOpener:
     root: Path
     report: PrepareProgress
     options: BuildOptions
-    streams: Streams | None
+    streams: StreamGroup | None
     backgrounds: list[BuildScheduler] = field(default_factory=list[BuildScheduler])
 
     def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vorox.core.atomic import write_file
 from vorox.core.errors import DataError
-from vorox.data.records import TokenArray
+from vorox.data.rows import TokenArray
 
 HEADER_BYTES = 1024
 SHORT_HEADER_BYTES = 12

@@ -17,8 +17,7 @@ from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.storage import StoredFile, shared_reads
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
-from vorox.data.streaming.stream import Stream
-from vorox.data.streaming.stream_reader import StreamReader
+from vorox.data.streaming.stream import Stream, StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
 
 DIRECTORY_NAME = "streams"
@@ -27,7 +26,7 @@ DIRECTORY_NAME = "streams"
 _POLL_SECONDS = 0.02
 
 
-class Streams:
+class StreamGroup:
     """The streams of a corpus. Close it to end their threads.
 
     Args:

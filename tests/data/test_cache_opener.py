@@ -19,8 +19,8 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache_location import all_units, find_location
-from vorox.data.dataset import Corpus, prepare
-from vorox.data.preparation import CacheOpener, recipe_for
+from vorox.data.cache_opener import CacheOpener, recipe_for
+from vorox.data.corpus import Corpus, prepare
 from vorox.data.text.sources import list_source
 from vorox.data.tokenizers.loading import train
 

@@ -18,16 +18,19 @@ from vorox.core.atomic import make_directory
 from vorox.core.config.checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import DataConfig
+from vorox.core.schema.data import DataConfig, SourceConfig
 from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache_location import cache_root
-from vorox.data.listed_sources import list_sources
-from vorox.data.preparation import CacheOpener, PrepareProgress, report_of
-from vorox.data.streaming.stream_reader import StreamReader
-from vorox.data.streaming.streams import Streams
+from vorox.data.cache_opener import CacheOpener, PrepareProgress, report_of
+from vorox.data.difficulty_buckets import measure_buckets
+from vorox.data.plan import Plan
+from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
+from vorox.data.source_listing import list_sources
+from vorox.data.streaming.stream import StreamReader
+from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.text.listing import Note
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
@@ -94,7 +97,7 @@ class Corpus:
     held_out: str = ""
     notes: tuple[Note, ...] = ()
     validation_caches: tuple[CorpusCache, ...] = ()
-    streams: Streams | None = None
+    streams: StreamGroup | None = None
     backgrounds: tuple[BuildScheduler, ...] = ()
 
     def close(self) -> None:
@@ -181,7 +184,7 @@ def prepare(
         listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build, reads=reads)
         assert listed.tokenizer is not None, "only a dry run goes without one"
         tokenizer = listed.tokenizer
-        streams = Streams(data) if data.mode == "streaming" else None
+        streams = StreamGroup(data) if data.mode == "streaming" else None
         opener = CacheOpener(data, tokenizer, root, report, options, streams)
         try:
             opened = tuple(_open_source(opener, source) for source in listed.train)
@@ -213,7 +216,7 @@ def _open_source(opener: CacheOpener, source: Source) -> CorpusSource:
 
 
 def _with_first_segments(
-    sources: tuple[CorpusSource, ...], streams: Streams, report: PrepareProgress
+    sources: tuple[CorpusSource, ...], streams: StreamGroup, report: PrepareProgress
 ) -> tuple[CorpusSource, ...]:
     """The sources of a streamed corpus once the first rows of each are there."""
     names = {source.train.directory: source.name for source in sources}
@@ -264,3 +267,45 @@ def _check_writable(root: Path) -> None:
             f"the cache directory cannot be made: {error.strerror}", where=str(root),
             hint="set data.cache.directory or $VOROX_CACHE to a place that can be written",
         ) from error  # fmt: skip
+
+
+def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
+    """Return what the data order of a run is a function of, besides the caches' content.
+
+    Args:
+        config: The run.
+        corpus: Its caches.
+        recorded: The plan that the run began with; its buckets are kept as they were measured.
+    """
+    growth, known = config.data.growth, {source.name: source for source in recorded.sources} if recorded else {}
+    rule = None
+    if growth.mode == "strict":
+        rule = GrowthRule("strict", growth.first_segment_units, growth.max_segment_units, growth.later_passes)
+    elif growth.mode == "elastic":
+        rule = GrowthRule("elastic")
+    sources: list[PlanSource] = []
+    for source, weight, section in zip(corpus.sources, corpus.weights, config.data.sources, strict=True):
+        whole = PlanSource(
+            source.name, weight, source.train.recipe.digest, source.train.row_tokens, section.max_epochs,
+            section.on_exhausted,
+        )  # fmt: skip
+        for name, bucket, share in _buckets(section, source.train, known, config):
+            sources.append(replace(whole, name=name, bucket=bucket, weight=weight * share))
+    return PlanStart(config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)
+
+
+def _buckets(
+    section: SourceConfig, cache: CacheReader, known: Mapping[str, PlanSource], config: RunConfig
+) -> list[tuple[str, Bucket | None, Fraction]]:
+    """Return name, definition and share of the rows of each bucket of a source; the whole where it is not divided."""
+    if section.split_by is None:
+        return [(section.name, None, Fraction(1))]
+    names = [f"{section.name}.{part}" for part in section.split_names]
+    if names[0] in known:
+        sources = [known[name] for name in names]
+        whole = sum(source.weight for source in sources)
+        return [(source.name, source.bucket, source.weight / whole) for source in sources]
+    growth = config.data.growth
+    first = growth.first_segment_units if growth.mode == "strict" else None  # all that is sure to be there
+    measured = measure_buckets(cache, section.name, section.split_by, section.split_quantiles, last_unit=first)
+    return [(name, bucket, share) for name, (bucket, share) in zip(names, measured, strict=True)]

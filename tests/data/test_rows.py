@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from fake_rows import FakeRows
 from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
-from vorox.data import assembly
-from vorox.data.assembly import interleave, row_digests
-from vorox.data.records import RowBlock
+from vorox.data.rows import RowBlock, interleave, row_digests
+from vorox.data.rows import assemble as assemble_batch
 
 
 def block_of(rows: list[tuple[list[int], list[int]]], dtype: type = np.uint16) -> RowBlock:
@@ -28,7 +27,7 @@ def block_of(rows: list[tuple[list[int], list[int]]], dtype: type = np.uint16) -
 
 def assemble(block: RowBlock, *, document_mask: bool) -> Batch:
     """All rows as one micro-batch."""
-    return assembly.assemble(block, document_mask=document_mask, step=0, cursor_after=DataCursor("", 0, 1, 1, 0))
+    return assemble_batch(block, document_mask=document_mask, step=0, cursor_after=DataCursor("", 0, 1, 1, 0))
 
 
 def oracle(tokens: list[int], lengths: list[int], document_mask: bool) -> list[tuple[int, int, int, int]]:
