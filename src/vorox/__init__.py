@@ -1,6 +1,6 @@
 """Vorox: language model training whose every run is replayable and auditable.
 
-The public Python API. Importing it is cheap: each name is loaded when it is first used. ``docs/python.md`` is its page.
+The public Python API, documented in ``docs/python.md``. Importing it is cheap: each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MODULES = {
     "open_run": "vorox.api.runs",
     "train": "vorox.api.training",
 }
-"""Name of a part of the API to the module that defines it."""
+"""The module that defines each name of the API."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a part of the API when it is first used."""
+    """Import a name of the API on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
@@ -45,5 +45,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the API with the names that are not loaded yet."""
+    """List all names of the API, loaded or not."""
     return sorted({*globals(), *_MODULES})

@@ -390,7 +390,7 @@ def test_generated_text_cannot_touch_the_terminal(vorox: Run) -> None:
     ("words", "what"),
     [
         ((), "there is no text to continue"),
-        (("-p", "x", "--step", "3"), "there is no checkpoint of step 3"),
+        (("-p", "x", "--step", "3"), "has no checkpoint of step 3"),
         (("-p", "x", "--tokens", "100"), "more than the"),
     ],
 )

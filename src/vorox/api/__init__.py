@@ -1,1 +1,1 @@
-"""The public Python API, one module per noun; ``vorox`` itself offers its names."""
+"""The public Python API, one module per noun; ``vorox`` re-exports its names."""

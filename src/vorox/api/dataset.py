@@ -1,4 +1,4 @@
-"""Training rows for a PyTorch ``DataLoader``: the text of a configuration or of some files, packed and shuffled."""
+"""Packed and shuffled training rows for a PyTorch ``DataLoader``, from a configuration or from files."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ def dataset(
     retention_bytes: int | None = None,
     on_progress: PrepareProgress | None = None,
 ) -> TorchStream:
-    """Return a ``torch.utils.data.IterableDataset`` of packed rows, resumable at any row.
+    """Return a ``torch.utils.data.IterableDataset`` of packed rows that resumes at any row.
 
-    Rows are built while they are read and come in one order with any number of ``DataLoader`` workers. Each is a
-    dictionary of int64 tensors ``[T]``: ``input_ids``, ``labels`` (-100 where nothing is predicted), and under a
-    document mask ``segment_ids`` and ``position_ids``.
+    The text is tokenized and packed while rows are read. The order of the rows does not depend on the number of
+    ``DataLoader`` workers. Each row is a dictionary of int64 tensors ``[T]``: ``input_ids``, ``labels`` (-100 where the
+    loss ignores a position) and, with a document mask, ``segment_ids`` and ``position_ids``.
 
     Args:
-        data: A configuration of ``load_config``; or where the text is: a path or address (local, ``hf://``, ``s3://``,
-            ``gs://``, ``https://``), several, or a mapping of source names to addresses or to settings of
-            ``data.sources``.
-        batch_size: That of the ``DataLoader``; workers take turns of this many rows.
-        state: Where to continue: ``state_after(num_rows)`` of an earlier dataset on the same data.
-        tokenizer: Path of a ``tokenizer.json``, or ``byte``. ``None``: that of the configuration.
-        sequence_length_tokens: Positions of a row. ``None``: those of the configuration, else 1,024.
-        weights: Share of each source by name. ``None``: those of the configuration, else equal shares.
+        data: A configuration returned by ``load_config``; or the location of the text: one path or URL (local,
+            ``hf://``, ``s3://``, ``gs://``, ``az://``, ``https://``), a list of them, or a mapping of source names to
+            locations or to settings of ``data.sources``.
+        batch_size: Batch size of the ``DataLoader``: workers take turns of this many rows.
+        state: State to resume from: ``state_after(num_rows)`` of an earlier dataset over the same data.
+        tokenizer: Path of a ``tokenizer.json``, or ``byte``. Default: the configuration's.
+        sequence_length_tokens: Positions of a row. Default: the configuration's, else 1,024.
+        weights: Weight of each source by name. Default: the configuration's, else equal weights.
         transforms: Functions that filter or change documents, as in ``data.transforms``.
-        seed: Seed of the order. ``None``: that of the configuration.
-        shuffle: Whether rows are shuffled. ``None``: as the configuration says, else yes.
-        epochs: Passes over each source. ``None``: never end.
-        metadata: Adds ``metadata`` to each row: a JSON text that names its documents.
-        rank: This process's rank; it gets every ``world_size``-th row.
-        world_size: Number of processes.
-        cache_directory: Where built rows are kept. ``None``: as the configuration says.
-        retention_bytes: Disk space that they may take. ``None``: as the configuration says.
-        on_progress: Is given the progress of preparing the data.
+        seed: Seed of the order. Default: the configuration's.
+        shuffle: Whether to shuffle rows. Default: the configuration's, else true.
+        epochs: Number of passes over each source. ``None`` repeats indefinitely.
+        metadata: Whether to add ``metadata`` to each row: JSON text that names its documents.
+        rank: Rank of this process, which reads every ``world_size``-th row.
+        world_size: Number of ranks.
+        cache_directory: Directory of the built rows. Default: the configuration's.
+        retention_bytes: Disk budget of the built rows. Default: the configuration's.
+        on_progress: Called with the progress of data preparation.
 
     Raises:
         ConfigError: The arguments contradict each other, or PyTorch is not installed.
-        DataError: ``state`` is not a state of this data.
+        DataError: ``state`` does not belong to this data.
     """
     backends.check_installed("torch")
-    found = RemoteIterableDataset(
+    rows = RemoteIterableDataset(
         data, tokenizer=tokenizer, sequence_length_tokens=sequence_length_tokens, weights=weights,
         transforms=transforms, seed=seed, shuffle=shuffle, epochs=epochs, metadata=metadata, rank=rank,
         world_size=world_size, cache_directory=cache_directory, retention_bytes=retention_bytes,
         on_progress=on_progress,
     )  # fmt: skip
     if state is not None:
-        found.load_state_dict(state)
-    return found.as_torch(batch_size=batch_size)
+        rows.load_state_dict(state)
+    return rows.as_torch(batch_size=batch_size)

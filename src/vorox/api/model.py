@@ -1,4 +1,4 @@
-"""A trained model in Python: logits, text, validation loss, weights and taps, the same way for either engine."""
+"""A trained model in Python: logits, generation, validation loss, weights and taps, for either engine."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def load_model(
     """Load the model of a checkpoint.
 
     Args:
-        source: A run of ``open_run``; path of a run directory or of a checkpoint in one; a run id or a unique part of
-            it; or ``latest``.
-        step: Which checkpoint. ``None``: the newest valid one.
-        root: Directory of the runs, for an id or ``latest``.
-        device: Replaces ``runtime.device`` of the run, such as ``cpu``.
+        source: A run returned by ``open_run``; the path of a run directory or of a checkpoint in one; a run id or a
+            unique part of it; or ``latest``.
+        step: Step of the checkpoint. ``None``: the newest valid one.
+        root: Directory of the runs, where an id or ``latest`` is looked up.
+        device: Replaces the run's ``runtime.device``, for example ``cpu``.
 
     Raises:
-        ConfigError: There is no such run or checkpoint, or the run's backend is not installed.
+        ConfigError: The run or checkpoint does not exist, or the run's backend is not installed.
         CheckpointError: The checkpoint is corrupt.
     """
     name = source if isinstance(source, str | Path) else source.directory
@@ -62,7 +62,7 @@ def find_model(
     device: str | None,
     on_corrupt: Callable[[Path, Exception], None],
 ) -> Model:
-    """As ``load_model``; ``on_corrupt`` is called with each corrupt checkpoint that is skipped."""
+    """Load a model like ``load_model``, and call ``on_corrupt`` with each corrupt checkpoint that is skipped."""
     path = _checkpoint_named(name)
     directory = find_run(root, name) if path is None else path.parent.parent
     config = recorded_config(directory, [] if device is None else [f"runtime.device={device}"])
@@ -79,12 +79,12 @@ class Model(LanguageModel):
     """A model with its weights and tokenizer, loaded by ``load_model``.
 
     Attributes:
-        config: The configuration of its run.
-        step: Optimizer steps that it was trained for.
-        path: Its checkpoint.
-        spec: The architecture and the names and shapes of all parameters.
-        tokenizer: Text to token ids.
-        engine: The engine that holds it, for what is not offered here.
+        config: The run's configuration.
+        step: Number of optimizer steps that the model was trained for.
+        path: The checkpoint.
+        spec: The architecture, with the name and shape of every parameter.
+        tokenizer: The tokenizer of the model.
+        engine: The engine that runs the model, for anything that this class does not cover.
     """
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint, engine: Engine) -> None:
@@ -97,31 +97,32 @@ class Model(LanguageModel):
 
     @property
     def run_directory(self) -> Path:
-        """The run that it was trained in."""
+        """Directory of the run that trained the model."""
         return self.path.parent.parent
 
     def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]:
-        """Call a function with the residual stream at a point of a layer, in every forward pass from now on.
+        """Attach a tap: call a function with the residual stream at a point of a layer, in every forward pass.
 
         Args:
             point: ``block_input``, ``after_attention`` or ``after_mlp``.
-            layer: From 0.
-            function: Takes ``x_BTD`` in the engine's framework; a result other than ``None`` replaces it.
+            layer: Index of the layer, from 0.
+            function: Receives the residual stream ``x_BTD`` as a tensor of the engine's framework. A tensor that it
+                returns replaces the stream; ``None`` leaves it unchanged.
 
         Returns:
-            A function that detaches it.
+            A function that detaches the tap.
 
         Raises:
-            ConfigError: There is no such point or layer, or the engine has no taps.
+            ConfigError: The point or layer does not exist, or the engine does not support taps.
         """
         return attach_taps(self.engine, [Tap(point, layer, function)])
 
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return copies of all parameters, float32, by canonical name (``spec`` lists names and shapes)."""
+        """Return a float32 copy of every parameter by canonical name; ``spec`` lists names and shapes."""
         return {name: array.copy() for name, array in self.engine.export_weights()}
 
     def set_weights(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Replace parameters; those that are not named stay as they are.
+        """Replace parameters by canonical name; parameters that are not named keep their values.
 
         Raises:
             CheckpointError: A name is unknown or a shape differs.
@@ -130,7 +131,7 @@ class Model(LanguageModel):
 
 
 def _checkpoint_named(name: str) -> Path | None:
-    """Return the checkpoint of a run that a path names; ``None`` if it names none."""
+    """Return the path of a checkpoint directory in a run; ``None`` if ``name`` is not one."""
     path = Path(name)
     directory = run_of_checkpoint(path)
     return path if directory is not None and path.is_dir() and is_run(directory) else None
@@ -139,36 +140,36 @@ def _checkpoint_named(name: str) -> Path | None:
 def find_checkpoint(
     run_directory: Path, step: int | None, *, on_corrupt: Callable[[Path, Exception], None]
 ) -> Checkpoint:
-    """Return the newest valid checkpoint of a run, or that of a step.
+    """Return the checkpoint of a step, or the newest valid one.
 
     Args:
         run_directory: The run.
-        step: Which one. ``None``: the newest valid one.
-        on_corrupt: Called with each corrupt checkpoint that is passed over.
+        step: Step of the checkpoint. ``None``: the newest valid one.
+        on_corrupt: Called with each corrupt checkpoint that is skipped.
 
     Raises:
-        ConfigError: There is none.
-        CheckpointError: It is corrupt.
+        ConfigError: The run has no such checkpoint.
+        CheckpointError: The checkpoint is corrupt.
     """
     if step is not None:
         path = RunLayout(run_directory).checkpoint(step)
         if not path.is_dir():
             raise ConfigError(
-                f"there is no checkpoint of step {step:,}", where=str(run_directory),
-                hint=f"see vorox checkpoints list {run_directory.name}",
+                f"Run has no checkpoint of step {step:,}", where=str(run_directory),
+                hint=f"List its checkpoints with `vorox checkpoints list {run_directory.name}`",
             )  # fmt: skip
         return verify(path)
     found = latest_valid(run_directory, on_corrupt=on_corrupt)
     if found is None:
         raise ConfigError(
-            f"the run {run_directory.name} has no checkpoint yet", where=str(run_directory),
-            hint=f"while it trains, vorox checkpoints save {run_directory.name} asks it for one",
+            f"Run {run_directory.name} has no checkpoint yet", where=str(run_directory),
+            hint=f"While it trains, request one with `vorox checkpoints save {run_directory.name}`",
         )  # fmt: skip
     return found
 
 
 def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
-    """Return an engine for the model of a checkpoint, with weights yet to be loaded."""
+    """Create an engine for the model of a checkpoint; the caller loads the weights."""
     spec = ModelSpec(**checkpoint.metadata["spec"])
     return backends.load(config.backend).create(config, spec, DistributedContext())
 

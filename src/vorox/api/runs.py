@@ -1,4 +1,4 @@
-"""Reading a run in Python: its configuration, metrics, batches, and which documents each step saw."""
+"""A run opened for reading in Python: configuration, metrics, batches, and the documents behind each step."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = ["Occurrence", "RowOrigin", "Run", "open_run"]
 
 
 def open_run(run: str | Path = "latest", *, root: str | Path = "runs") -> Run:
-    """Open a run for reading; it may still be training.
+    """Open a run for reading. The run may still be training.
 
     Args:
-        run: Path of the run directory, its id or a unique part of it, or ``latest``.
-        root: Directory of the runs, for an id or ``latest``.
+        run: Path of the run directory; the run id or a unique part of it; or ``latest``.
+        root: Directory of the runs, where an id or ``latest`` is looked up.
 
     Raises:
-        ConfigError: There is no such run, or several match; the candidates are named.
+        ConfigError: No run matches, or several do; the message lists the candidates.
     """
     return Run(find_run(root, str(run)))
 
 
 class Run:
-    """A run on disk, opened by ``open_run``. Reads only.
+    """A run on disk, opened read-only by ``open_run``.
 
-    The data plan is opened once, when it is first needed, and closed by ``close`` or at the end of a ``with`` block.
+    The data plan is opened on first use, and closed by ``close`` or at the end of a ``with`` block.
 
     Attributes:
         directory: The run directory.
@@ -65,7 +65,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Close what reading the data opened. The run can be used again afterwards."""
+        """Close the data plan and caches. The run remains usable and reopens them when needed."""
         if "_data" in self.__dict__:
             self._data.close()
             del self._data
@@ -77,31 +77,31 @@ class Run:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The configuration that the run records."""
+        """The configuration recorded in the run directory."""
         return recorded_config(self.directory)
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Path of every checkpoint on disk by step, ascending."""
+        """The path of every checkpoint on disk, by ascending step."""
         return dict(sorted(step_directories(self.directory).items()))
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Return every metric by step and name, steps ascending.
+        """Return all metrics as ``{step: {name: value}}``, by ascending step.
 
-        Values of steps that were rolled back by a resume are left out. ``experiments/metrics.py`` defines the names.
+        Values of steps that a resume rolled back are omitted. ``experiments/metrics.py`` defines the names.
         """
         return read_metrics(self.directory)
 
     def batches(self, first_step: int = 1, num_steps: int | None = None) -> Iterator[Batch]:
-        """Yield the training batches of consecutive steps, exactly as the run read or will read them.
+        """Yield the training batches of consecutive steps, exactly as the run reads them.
 
         Args:
-            first_step: From 1.
-            num_steps: How many. ``None``: to the last step that the plan covers.
+            first_step: First step, from 1.
+            num_steps: Number of steps. ``None``: all steps up to the last one that the plan covers.
 
         Returns:
-            Batches of numpy arrays: ``tokens_ABT`` (int32: micro-batches, rows, positions), ``labels_ABT``, and under a
-            document mask ``segment_ids_ABT`` and ``position_ids_ABT``. ``batch.step`` counts from 0.
+            Batches of int32 arrays ``[micro-batch, row, position]``: ``tokens_ABT``, ``labels_ABT`` and, with a
+            document mask, ``segment_ids_ABT`` and ``position_ids_ABT``. ``batch.step`` counts from 0.
 
         Raises:
             ConfigError: The plan does not cover one of the steps.
@@ -110,7 +110,7 @@ class Run:
         data = self._data
         last_step = data.num_steps if num_steps is None else first_step + num_steps - 1
         if last_step < first_step:
-            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="ask for 1 or more")
+            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="Use 1 or more")
         first_position = data.positions_of_step(first_step)[0]
         data.positions_of_step(last_step)
         return self._batches(first_step, last_step, first_position)
@@ -132,10 +132,10 @@ class Run:
                 yield next(batches)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yield the run's validation set, always the same rows in the same order.
+        """Yield the run's validation set: always the same rows in the same order.
 
         Raises:
-            ConfigError: The run holds nothing out.
+            ConfigError: The run has no validation set.
             DataError: A cache is missing or damaged.
         """
         kept = kept_by_run(RunLayout(self.directory).tokenizer, self.config.tokenizer)
@@ -144,8 +144,8 @@ class Run:
         if batches is None:
             corpus.close()
             raise ConfigError(
-                f"run {self.id} has no validation set", where=str(RunLayout(self.directory).config),
-                hint="it was trained with data.validation.held_out_fraction = 0",
+                f"Run {self.id} has no validation set: data.validation.held_out_fraction is 0",
+                where=str(RunLayout(self.directory).config),
             )  # fmt: skip
         return _closing(corpus, batches())
 
@@ -153,28 +153,29 @@ class Run:
         """Return the documents behind the rows of a step.
 
         Args:
-            step: From 1.
-            slot: Row of the global batch, from 0. ``None``: all rows, in order.
+            step: The step, from 1.
+            slot: Index of one row in the global batch, from 0. ``None``: all rows, in order.
 
         Returns:
-            For each row its source, epoch and documents: file, byte range, and which of their tokens it holds.
+            One entry per row: its source, epoch and documents, each with file, byte range and the range of its tokens
+            in the row.
 
         Raises:
-            ConfigError: There is no such step or slot.
+            ConfigError: The step or slot does not exist.
             DataError: A cache is missing or damaged.
         """
         return provenance_queries.where(self._data, step, slot)
 
     def when(self, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
-        """Return every step that was or will be trained on a file, or on one of its documents.
+        """Return every step that trains on a file, or on one of its documents, with the state of that step.
 
         Args:
-            uri: The file, or enough of the end of its name to be unique.
+            uri: The file, or a unique ending of its name.
             byte: Only the document whose record contains this byte of the (decompressed) file.
-            ordinal: Only the document with this number within the file, from 0.
+            ordinal: Only the document with this index in the file, from 0.
 
         Raises:
-            ConfigError: There is no such file, or several match.
+            ConfigError: No file matches, or several do.
             DataError: A cache is missing or damaged.
         """
         return provenance_queries.when(self._data, uri, byte, ordinal=ordinal)

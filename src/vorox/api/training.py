@@ -1,4 +1,4 @@
-"""Training in Python: the run that ``vorox train`` would make, with taps attached to its engine."""
+"""Training in Python: the same run as ``vorox train``, with optional taps on its engine."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def train(
     display: Display | None = None,
     on_progress: PrepareProgress | None = None,
 ) -> Outcome:
-    """Train to the end of the schedule, from wherever the run stands, and print nothing.
+    """Start a run, or resume it, and train to the end of its schedule. Prints nothing.
 
     Args:
-        config: A configuration of ``load_config``, or what ``load_config`` takes.
+        config: A configuration returned by ``load_config``, or any argument of ``load_config``.
         overrides: Settings that replace those of ``config``.
-        resume_from: ``auto`` continues the latest run of this configuration or starts one; ``never`` starts one; a
-            path continues that run, or starts from that checkpoint of it.
+        resume_from: ``auto`` resumes the latest run of this configuration, or starts one; ``never`` starts a new run;
+            a path resumes that run, or starts from that checkpoint.
         minutes: Replaces the length of the run by the number of steps that fit into this time.
-        taps: Functions called in every forward pass of the run. The run records which they are; they are not part of
-            the configuration, so ``vorox replay`` cannot call them.
-        display: Is given every logged step, message and sample, such as a notebook's progress bar.
-        on_progress: Is given the progress of preparing the data.
+        taps: Functions called in every forward pass. The run records their names; they are not part of the
+            configuration, so ``vorox replay`` does not call them.
+        display: Receives every logged step, message and sample, for example a notebook's progress bar.
+        on_progress: Called with the progress of data preparation.
 
     Returns:
-        Where the run is and how it ended; ``open_run(outcome.run_directory)`` reads it.
+        The run directory and how the run ended; ``open_run(outcome.run_directory)`` reads the run.
 
     Raises:
-        VoroxError: Whatever stopped the run, with what happened, where, and what to do.
+        VoroxError: The run failed or was stopped. The error names the cause, the place and the remedy.
     """
     target = Path(resume_from) if resume_from not in ("auto", "never") else resume_from
     return train_run(
