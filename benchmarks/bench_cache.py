@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vorox.core.records import DataCursor, DataShard
+from vorox.core.batch import DataCursor, DataShard
 from vorox.data.cache.reader import CacheReader
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan

@@ -21,8 +21,8 @@ from typing import Any
 
 import interleave
 import jax_step
+from vorox.core.batch import DataCursor, Progress
 from vorox.core.log import RunLog
-from vorox.core.records import DataCursor, Progress
 from vorox.core.schema import CheckpointConfig
 from vorox.training.chain import ReplayChain
 from vorox.training.checkpoint_writer import CheckpointWriter

@@ -33,9 +33,9 @@ import numpy as np
 
 import interleave
 from vorox import backends
+from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.records import Batch, DataCursor
 from vorox.core.schema import RunConfig
 from vorox.models import flops
 from vorox.models.spec import ModelSpec, model_spec

@@ -20,8 +20,8 @@ import numpy as np
 
 import interleave
 from loader_peers import PEERS
+from vorox.core.batch import DataShard
 from vorox.core.config import load_config
-from vorox.core.records import DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, prepare

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.atomic import canonical_json
-from vorox.core.engine import NamedArray
+from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
+from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin, StepValues
 from vorox.core.errors import CheckpointError
-from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin, StepValues
 from vorox.core.staged_directory import StagedDirectory
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -236,7 +236,7 @@ class NumpyEngine:
         return {}
 
     def environment(self) -> Mapping[str, str | int | bool]:
-        return {"engine": self.name, "numpy": np.__version__, "determinism": "D2"}
+        return {"engine": self.name, "numpy": np.__version__, "determinism": "bitwise"}
 
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         left, right = _philox(m, k).standard_normal((m, k)), _philox(k, n).standard_normal((k, n))

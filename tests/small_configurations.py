@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.schema import RunConfig
 
 VOCAB = 61

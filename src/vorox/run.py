@@ -16,14 +16,14 @@ from typing import Literal
 import psutil
 
 from vorox import backends
+from vorox.core.batch import Progress
 from vorox.core.config import config_digest
-from vorox.core.counted import counted
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
-from vorox.core.records import Progress
+from vorox.core.pluralize import pluralize
 from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
@@ -124,7 +124,7 @@ def train(
             with stop.deferred(), open_session(setup, display, stop) as parts:
                 progress = loop.train(parts, parts.evaluations.best(setup.state.progress))
                 speed = parts.observer.finish(progress)
-            text = f"Finished after {counted(progress.step, 'step')}"
+            text = f"Finished after {pluralize(progress.step, 'step')}"
             log.event("finished", text, step=progress.step, chain=progress.chain)
             return Outcome(
                 run.directory, setup.state.progress.step, progress, parts.evaluations.losses,
@@ -228,5 +228,5 @@ def _fit(config: RunConfig, seconds: float, display: Display, on_progress: Prepa
     with contextlib.closing(make_workload(short, DistributedContext(), log, on_progress)) as workload:
         costs = budget.measure_run(workload.config, workload.corpus, workload.engine)
     num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
-    log.info(f"{counted(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
+    log.info(f"{pluralize(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
     return budget.with_num_steps(config, num_steps)

@@ -299,7 +299,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "data": {"sources": [{"name": "t", "format": "txt", "paths": ["txt/"]}], "sequence_length_tokens": 64},
             "tokenizer": {"kind": "byte"},
             "train": {"num_steps": 5, "global_batch_sequences": 4, "micro_batch_sequences": 4},
-            "log": {"matmul_ceiling": False},
+            "log": {"matmul_peak": False},
             "runtime": {"num_threads": 1},
         }
         text = json.dumps(tiny)

@@ -223,7 +223,7 @@ def test_own_text_trains_at_the_first_command(
         "model.num_layers=1",
         "model.hidden_size=32",
         "model.num_heads=2",
-        "log.matmul_ceiling=false",
+        "log.matmul_peak=false",
     ]
     code = main(["train", "--data", make(), f"backend={backend}", "runtime.device=cpu", *small])
     output = capsys.readouterr()

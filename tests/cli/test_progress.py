@@ -275,7 +275,7 @@ def test_nothing_on_a_terminal_is_wider_or_cut(width: int, monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
     display = LiveDisplay(stream)
-    display.message("24,704 parameters on Intel(R) Xeon(R) Processor, 3,000 steps; determinism D2: the same bits here")
+    display.message("24,704 parameters on Intel(R) Xeon(R) Processor, 3,000 steps; determinism bitwise: the same bits")
     display.step(replace(VIEW, memory_bytes={"host": 3 * 2**30}))
     lines = screen(stream.getvalue())
     display.close()

@@ -119,7 +119,7 @@ def test_a_variable_that_is_none_of_ours_is_warned_of(
 
 def test_a_checkpoint_is_named_by_its_path_and_a_prompt_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
-    assert main(["train", "tiny.yaml", "--steps", "1", "--device", "cpu", "log.matmul_ceiling=false"]) == 0
+    assert main(["train", "tiny.yaml", "--steps", "1", "--device", "cpu", "log.matmul_peak=false"]) == 0
     checkpoint = next(Path("runs").glob("*/checkpoints/step-*"))
     capsys.readouterr()
     assert main(["generate", str(checkpoint), "The cat", "--tokens", "3", "--temperature", "0"]) == 0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from numpy_engine import NumpyEngine
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import Engine
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
 
 VOCAB = 37
 POSITIONS = 16

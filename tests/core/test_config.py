@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from vorox.core.config.checks import exact_weight
-from vorox.core.config.explain import explain
-from vorox.core.config.fields import leaf_keys, nearest, wildcard
+from vorox.core.config.cross_checks import exact_weight
+from vorox.core.config.explain import explain, json_schema
 from vorox.core.config.overrides import is_override
 from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.resolve import (
     NOT_IN_DIGEST,
     ResolvedConfig,
     config_digest,
+    config_from_record,
+    config_values,
     differences,
     dump_yaml,
     flat_values,
     in_digest,
-    json_schema,
     load_config,
     resolve_config,
 )
+from vorox.core.config.schema_fields import leaf_keys, nearest, wildcard
 from vorox.core.errors import ConfigError
 
 SMALL = """
@@ -641,6 +642,47 @@ def test_a_folder_of_shards_is_a_source() -> None:
     said = ["--data_dir=shards", "tokenizer.kind=byte", "data.sources.0.tokenizer=byte"]
     (source,) = resolve_config("quickstart", said).config.data.sources
     assert (source.format, source.paths) == ("bin", ("shards",))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "digest"),
+    [
+        ("D0", "none", "d553b207ae04f84cab66685d9e3d48142bf1ba7de3ea4783dc148709693096c4"),
+        ("D1", "data", "4a0fad5c9d9b951f71d1b36c1a36b563863e54aeb962f5290e5623de860a71a3"),
+        ("D2", "bitwise", "815441cea016c7f1196fcdd4a9bede07bcb22410348e12a35f70447a8b885f86"),
+    ],
+)
+def test_levels_of_determinism_have_earlier_names(tmp_path: Path, old: str, new: str, digest: str) -> None:
+    """Both are accepted everywhere, and a run keeps the digest that it began with."""
+    text = {"data": {"sources": [{"name": "t", "format": "txt", "paths": ["t"]}]}, "train": {"num_steps": 5}}
+    file = tmp_path / "base.yaml"
+    file.write_text(json.dumps({**text, "runtime": {"determinism": old}}))
+    above = tmp_path / "above.yaml"
+    above.write_text("preset: base.yaml\n")
+    resolved = [
+        load_config(text, [f"runtime.determinism={new}"]),
+        load_config(text, [f"--runtime.determinism={old}"]),
+        load_config(text, [f"runtime={{determinism: {old}}}"]),
+        load_config({**text, "runtime": {"determinism": old}}),
+        load_config(file),
+        load_config(above),
+        config_from_record({**config_values(load_config(file)), "runtime": {"determinism": old}}),
+    ]
+    assert {config.runtime.determinism for config in resolved} == {new}
+    assert {config_digest(config) for config in resolved} == {digest}
+    assert differences(resolved[0], resolved[1]) == []
+
+
+def test_settings_have_earlier_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("preset: quickstart\ncheckpoint: {arrays: orbax}\nlog:\n  matmul_ceiling: false\n")
+    config = load_config(file)
+    assert (config.checkpoint.format, config.log.matmul_peak) == ("orbax", False)
+    assert load_config("quickstart", ["log={matmul_ceiling: false}"]).log.matmul_peak is False
+    recorded = config_values(config)
+    recorded["checkpoint"]["arrays"] = recorded["checkpoint"].pop("format")  # pyright: ignore
+    recorded["log"]["matmul_ceiling"] = recorded["log"].pop("matmul_peak")  # pyright: ignore
+    assert config_from_record(recorded) == config
 
 
 def test_a_synonym_is_explained_by_the_key_that_it_means(tmp_path: Path) -> None:

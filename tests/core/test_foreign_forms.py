@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vorox.cli.train import _default_preset, parse_minutes
-from vorox.core import secrets
+from vorox.core import redaction
 from vorox.core.config import dump_yaml, load_config, resolve_config
 from vorox.core.config.synonyms import SYNONYMS, key_of
 from vorox.core.errors import ConfigError
@@ -31,7 +31,7 @@ data:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(secrets, "_held", {})
+    monkeypatch.setattr(redaction, "_held", {})
 
 
 def file(name: str, text: str) -> str:
@@ -61,7 +61,7 @@ def test_the_streaming_form_loads_as_it_is() -> None:
 
 def test_the_password_is_used_and_written_nowhere() -> None:
     resolved = resolve_config(file("s.yaml", STREAMING), [f"data.settings.cache_dsn=postgres://u:{PASSWORD}@h/d"])
-    assert secrets.held("VOROX_METADATA_DSN") == f"postgres://u:{PASSWORD}@h/d"
+    assert redaction.held_secret("VOROX_METADATA_DSN") == f"postgres://u:{PASSWORD}@h/d"
     assert PASSWORD not in dump_yaml(resolved.config, resolved)
     assert PASSWORD not in repr(resolved)
     assert PASSWORD not in redact(f"FATAL: no entry for user u, {PASSWORD!r}")
@@ -137,7 +137,7 @@ def test_gpt_options_without_a_configuration_start_from_that_trainer() -> None:
 
 
 def test_every_second_name_means_a_key_that_exists() -> None:
-    from vorox.core.config.fields import find_field
+    from vorox.core.config.schema_fields import find_field
 
     assert [name for name in SYNONYMS if find_field(key_of(name)) is None] == []
 

@@ -151,12 +151,12 @@ def test_recorded_config_takes_overrides(config: RunConfig) -> None:
 
 def test_notes_are_kept_and_redacted(config: RunConfig) -> None:
     with RunContext.create(config, argv=["vorox", "x=postgresql://alice:CANARY@db/x", "--password", "CANARY"]) as run:
-        run.note(determinism="D2", device={"name": "cpu"})
+        run.note(determinism="bitwise", device={"name": "cpu"})
         run.note(dsn="postgresql://alice:CANARY@db/x")
     text = (run.directory / "run.json").read_text()
     assert "CANARY" not in text
     notes = json.loads(text)["attempts"][0]["notes"]
-    assert notes["determinism"] == "D2"
+    assert notes["determinism"] == "bitwise"
     assert notes["device"] == {"name": "cpu"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from vorox.core.config.fields import admits, leaf_keys, schema_fields
+from vorox.core.config.schema_fields import admits, leaf_keys, schema_fields
 from vorox.core.schema import RunConfig
 
 SOURCE = Path(__file__).parents[2] / "src" / "vorox"

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows, GrowingRows
+from vorox.core.batch import DataShard
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
-from vorox.core.records import DataShard
 from vorox.core.schema.data import GrowthConfig
 from vorox.data.growth import DataNotReady, PlanGrower, await_planned
 from vorox.data.loader import first_cursor, open_batches

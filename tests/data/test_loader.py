@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows
 from processor_cost import cost
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor, DataShard, Progress
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, DataShard, Progress
 from vorox.data import prefetch as prefetching
 from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader

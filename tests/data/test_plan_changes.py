@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_rows import FakeRows, GrowingRows
+from vorox.core.batch import DataShard
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import DataShard
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.mixture import Mixture
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage

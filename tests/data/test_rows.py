@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_rows import FakeRows
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.data.rows import RowBlock, interleave, row_digests
 from vorox.data.rows import assemble as assemble_batch
 

@@ -12,7 +12,7 @@ import pytest
 import tiny_runs
 from vorox.cli import main
 from vorox.core.config import load_config
-from vorox.core.config.own_text import expected_ids
+from vorox.core.config.config_for_text import expected_ids
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus, prepare

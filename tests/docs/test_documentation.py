@@ -126,7 +126,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "train": {"num_steps": 160, "global_batch_sequences": 6, "micro_batch_sequences": 6},
             "checkpoint": {"every_steps": 50},
             "eval": {"every_steps": 80, "num_sequences": 4},
-            "log": {"matmul_ceiling": False},
+            "log": {"matmul_peak": False},
             "runtime": {"device": "cpu"},
         }
         Path("my.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")

@@ -15,8 +15,8 @@ import xxhash
 from numpy_engine import NumpyEngine, NumpyResult
 from servers.four_stores import FourStores, four_stores
 from tiny_runs import configuration, run, use_numpy_engine
+from vorox.core.batch import Batch
 from vorox.core.config import load_config
-from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data

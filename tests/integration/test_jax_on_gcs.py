@@ -74,7 +74,7 @@ def on_machine(directory: Path, arrays: str, *, mirrored: bool = True) -> RunCon
         "train": {"num_steps": 8, "global_batch_sequences": 4, "micro_batch_sequences": 2},
         "checkpoint": {"every_steps": 2, "arrays": arrays, **({"mirror": "gs://runs/mirror"} if mirrored else {})},
         "eval": {"every_steps": 4, "num_sequences": 4},
-        "log": {"matmul_ceiling": False},
+        "log": {"matmul_peak": False},
         "run": {"directory": str(directory / "runs"), "name": "tiny"},
     }  # fmt: skip
     file = directory / "run.yaml"

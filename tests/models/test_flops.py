@@ -33,8 +33,8 @@ def test_against_the_counter_of_torch(family: str, products: str, monkeypatch: p
 
     from vorox import backends
     from vorox.backends.torch_engine import devices
+    from vorox.core.batch import Batch, DataCursor
     from vorox.core.distributed_context import DistributedContext
-    from vorox.core.records import Batch, DataCursor
 
     if products == "onednn" and not devices.has_onednn_linear():
         pytest.skip("this build of PyTorch has no oneDNN product")

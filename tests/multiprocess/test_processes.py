@@ -28,11 +28,11 @@ pytestmark = [pytest.mark.jax, pytest.mark.slow]
 MODEL = [
     "backend=jax", "runtime.num_threads=null", "model.num_heads=4", "model.hidden_size=32", "model.vocab_size=264",
     "train.global_batch_sequences=8", "eval.prompts=[the]", "eval.sample_tokens=4",
-    "log.matmul_ceiling=false",
+    "log.matmul_peak=false",
 ]  # fmt: skip
 MESHES = {
     "data 4": ["parallel.data_parallel_size=4"],
-    "fsdp 4": ["parallel.fsdp_size=4", "checkpoint.arrays=orbax"],
+    "fsdp 4": ["parallel.fsdp_size=4", "checkpoint.format=orbax"],
     "tensor 4": ["parallel.tensor_parallel_size=4"],
 }
 PATIENCE_SECONDS = 600

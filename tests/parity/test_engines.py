@@ -19,9 +19,9 @@ import pytest
 
 from small_configurations import MODELS, POSITIONS, VOCAB, configuration, random_rows
 from vorox import backends
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor
 from vorox.models.spec import model_spec
 from vorox.training.parity import QUANTITIES, Tolerances, compare
 

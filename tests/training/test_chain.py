@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vorox.core.batch import Batch, DataCursor, Progress
+from vorox.core.engine import StepValues
 from vorox.core.errors import DataError
-from vorox.core.records import Batch, DataCursor, Progress, StepValues
 from vorox.core.run_layout import RunLayout
 from vorox.training.chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
 

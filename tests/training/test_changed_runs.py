@@ -9,10 +9,12 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vorox.run
+from numpy_engine import NumpyEngine
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError
@@ -23,7 +25,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
-from vorox.training import resume
+from vorox.training import resume, session
 from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
@@ -165,6 +167,43 @@ def test_caches_that_grew_do_not_bend_the_length_of_steps_that_were_done(tmp_pat
     (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
     prepare(configuration(tmp_path, length))
     assert replayed(directory, 0, 12).is_exact
+
+
+def in_earlier_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as versions recorded it that called the bitwise level D2."""
+    settings["runtime"]["determinism"] = {"bitwise": "D2"}[settings["runtime"]["determinism"]]
+    settings["checkpoint"]["arrays"] = settings["checkpoint"].pop("format")
+    settings["log"]["matmul_ceiling"] = settings["log"].pop("matmul_peak")
+    return settings
+
+
+@pytest.mark.parametrize("level", ["D2", "bitwise"])
+def test_a_run_of_a_version_with_other_names_resumes(tmp_path: Path, level: str) -> None:
+    """Its config.yaml, its checkpoints and their environment say D2: it is the same run, and nothing has changed."""
+    today, environment = resume.settings_for_manifest, NumpyEngine.environment
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr(resume, "settings_for_manifest", lambda config: in_earlier_names(today(config)))
+        earlier.setattr(NumpyEngine, "environment", lambda self: environment(self) | {"determinism": "D2"})
+        earlier.setitem(session.DETERMINISM, "D2", session.DETERMINISM["bitwise"])
+        killed_at(configuration(tmp_path, [KEEP, "runtime.determinism=D2"]), 6)
+    (directory,) = (tmp_path / "runs").iterdir()
+    layout = RunLayout(directory)
+    names = {"arrays": "format", "matmul_ceiling": "matmul_peak", "determinism: D2": "determinism: bitwise"}
+    for old, new in names.items():
+        text = layout.config.read_text()
+        assert text.count(f"\n  {new}") == 1
+        layout.config.write_text(text.replace(f"\n  {new}", f"\n  {old}"))
+    manifest = json.loads((layout.checkpoint(4) / "MANIFEST.json").read_text())
+    assert '"determinism": "D2"' in json.dumps(manifest)
+    run(configuration(tmp_path, [KEEP, f"runtime.determinism={level}"]))
+    assert list((tmp_path / "runs").iterdir()) == [directory]
+    assert not layout.configs.exists(), "no setting has changed"
+    assert events(directory, "environment_changed") == []
+    assert replayed(directory, 0, 12).is_exact
+    assert recorded_config(directory).runtime.determinism == "bitwise"
+    layout.config.write_text(layout.config.read_text().replace("lr: 0.01", "lr: 0.02"))
+    with pytest.raises(ConfigError, match=r"config.yaml was edited since the checkpoint"):
+        run(recorded_config(directory), resume_from=layout.checkpoint(4))
 
 
 @pytest.mark.parametrize("in_epochs", [False, True])

@@ -23,8 +23,8 @@ from crash_enumeration import crash_states, record
 from numpy_engine import NumpyEngine
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME, FileOperation
+from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.errors import CheckpointError
-from vorox.core.records import Batch, DataCursor, Progress
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import read_manifest

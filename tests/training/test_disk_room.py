@@ -63,7 +63,7 @@ def test_how_many_lie_there_at_once(
         pytest.param("torch", [], marks=pytest.mark.torch),
         pytest.param("torch", ["optimizer.name=muon"], marks=pytest.mark.torch),
         pytest.param("jax", ["runtime.num_threads=null"], marks=pytest.mark.jax),
-        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.arrays=orbax"], marks=pytest.mark.jax),
+        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.format=orbax"], marks=pytest.mark.jax),
     ],
 )
 def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str], tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor, Progress
+from vorox.core.engine import EvalValues
 from vorox.core.errors import DataError
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, EvalValues, Progress
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
 from vorox.training.evaluate import Evaluations, evaluate

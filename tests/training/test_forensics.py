@@ -14,9 +14,9 @@ import pytest
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox import backends
+from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
 from vorox.core.json_lines import read_lines
-from vorox.core.records import StepValues
 from vorox.core.run_lookup import run_directories
 from vorox.data.provenance_queries import RunDataIndex, where
 from vorox.experiments.artifacts import remove_run

@@ -11,9 +11,9 @@ import pytest
 
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine
+from vorox.core.engine import StepValues
 from vorox.core.errors import DataError, DoesNotFitError, NumericalError, Preempted
 from vorox.core.json_lines import read_lines
-from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
 from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
@@ -156,7 +156,7 @@ def test_a_machine_without_free_memory_is_no_crash(place: str, tmp_path: Path, m
     ("backend", "settings"),
     [
         pytest.param("torch", [], marks=pytest.mark.torch),
-        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.arrays=orbax"], marks=pytest.mark.jax),
+        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.format=orbax"], marks=pytest.mark.jax),
     ],
 )
 def test_out_of_memory_in_a_validation_loses_nothing(
@@ -302,7 +302,7 @@ def test_a_state_that_is_not_finite_is_never_saved(
     [
         pytest.param("torch", [], marks=pytest.mark.torch),
         pytest.param("jax", ["runtime.num_threads=null"], marks=pytest.mark.jax),
-        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.arrays=orbax"], marks=pytest.mark.jax),
+        pytest.param("jax", ["runtime.num_threads=null", "checkpoint.format=orbax"], marks=pytest.mark.jax),
     ],
 )
 @pytest.mark.parametrize("detached", [True, False])
@@ -323,7 +323,7 @@ def test_both_engines_name_the_array_and_what_takes_memory(
     engine.import_weights(weights.items())
     assert engine.snapshot(detached=detached).nonfinite_array() == name
     copies = {"torch": "torch_engine.checkpoint.state", "jax": "jax_engine.engine.JaxEngine._engine_state"}[backend]
-    copies = "jax_engine.engine.OrbaxSnapshot.of" if "checkpoint.arrays=orbax" in settings else copies
+    copies = "jax_engine.engine.OrbaxSnapshot.of" if "checkpoint.format=orbax" in settings else copies
     monkeypatch.setattr(f"vorox.backends.{copies}", _no_memory)
     with pytest.raises(DoesNotFitError) as failed:
         engine.snapshot(detached=detached)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vorox.core.batch import Batch, DataCursor, Progress
+from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
-from vorox.core.records import Batch, DataCursor, Progress, StepValues
 from vorox.training.chain import ReplayChain, read_chain
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 

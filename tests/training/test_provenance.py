@@ -22,9 +22,9 @@ from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
 from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.core.attempts import read_attempts
+from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
-from vorox.core.records import StepValues
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.experiments.metadata import MetadataCache
@@ -460,7 +460,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(self, batch, **kwargs)
             if batch.step + 1 == 3:
-                from vorox.core.records import StepValues
+                from vorox.core.engine import StepValues
                 result = type(result)(StepValues(float("nan"), 1.0, False, {}))
             return result
         NumpyEngine.train_step = train_step

@@ -16,7 +16,7 @@ from vorox.core.schema import RunConfig
 from vorox.training.checkpoint_store import latest_valid
 from vorox.training.display import NoDisplay, StepView
 
-ORBAX = ["checkpoint.arrays=orbax", "runtime.num_threads=null"]
+ORBAX = ["checkpoint.format=orbax", "runtime.num_threads=null"]
 CASES = [
     pytest.param("numpy", [], id="numpy"),
     pytest.param("torch", ["checkpoint.asynchronous=true"], id="torch", marks=pytest.mark.torch),

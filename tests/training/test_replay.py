@@ -20,11 +20,11 @@ from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.chained_log import HashChainedLog
-from vorox.core.counted import counted
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.lock import FileLock
 from vorox.core.log import RunLog
+from vorox.core.pluralize import pluralize
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
@@ -41,7 +41,7 @@ from vorox.training.replay import ReplayReport, replay
 from vorox.training.setup import Workload
 
 STEPS = 12
-CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
+CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def commit_anew(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 def test_bit_exact(directory: Path, first: int, last: int | None, start: int, steps: int, states: int) -> None:
     report = again(directory, first, last)
     assert report.is_exact
-    assert str(report) == f"bit-exact, {counted(steps, 'step')}"
+    assert str(report) == f"bit-exact, {pluralize(steps, 'step')}"
     assert (report.start_step, report.num_steps, report.num_states) == (start, steps, states)
     assert report.environment == ()
 

@@ -17,7 +17,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.experiments.tracking import read_metrics
 from vorox.training.checkpoint_store import step_directories
 
-CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "D2"}
+CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
 
 
 @pytest.fixture(autouse=True)

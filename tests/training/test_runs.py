@@ -14,8 +14,8 @@ import pytest
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
 from vorox.core.chained_log import HashChainedLog, LogPosition
+from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
-from vorox.core.records import StepValues
 from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
 from vorox.models.flops import flops_per_token
@@ -56,7 +56,7 @@ def test_the_straight_run_does_what_was_asked(straight: dict[str, Any]) -> None:
 def test_flops_of_a_logged_interval_are_those_of_the_rows_trained(tmp_path: Path) -> None:
     """Rows of 4 positions for 7 steps, then of 16: attention costs more per token from then on."""
     stages = [{"start_tokens": 0, "sequence_length_tokens": 4}, {"start_tokens": 7 * 64, "sequence_length_tokens": 16}]
-    config = configuration(tmp_path, [f"data.stages={json.dumps(stages)}", "log.matmul_ceiling=false"])
+    config = configuration(tmp_path, [f"data.stages={json.dumps(stages)}", "log.matmul_peak=false"])
     spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     short, long = flops_per_token(spec, 4), flops_per_token(spec, 16)
     found = {

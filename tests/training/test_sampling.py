@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numpy_engine import NumpyEngine
+from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.records import Int32Array
 from vorox.training.sampling import SamplingSettings, draw, generate
 
 VOCAB = 11

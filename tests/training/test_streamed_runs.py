@@ -173,7 +173,7 @@ def test_a_run_goes_on_streamed_where_it_was_cached_and_back(
 
 
 def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path) -> None:
-    from vorox.core.records import DataShard
+    from vorox.core.batch import DataShard
     from vorox.data.loader import first_cursor
     from vorox.training.dataloading import training_batches
     from vorox.training.run_plan import update_plan

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError
-from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import find_run

@@ -21,7 +21,7 @@ from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
 from vorox.cli.replay import replay
-from vorox.cli.streams import outliving_streams
+from vorox.cli.standard_streams import outliving_streams
 from vorox.cli.train import train
 from vorox.cli.variables import unknown_variables
 

@@ -93,7 +93,7 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
 
 def _key_of_option(name: str) -> str | None:
     """The key that an option names, dotted or a known word, with ``-`` for ``_`` if need be."""
-    from vorox.core.config.fields import schema_fields
+    from vorox.core.config.schema_fields import schema_fields
     from vorox.core.config.synonyms import SYNONYMS
 
     bare = name.removeprefix("--")
@@ -118,7 +118,7 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
     Raises:
         ConfigError: There are blanks around the ``=``.
     """
-    from vorox.core.config.fields import find_field
+    from vorox.core.config.schema_fields import find_field
     from vorox.core.config.synonyms import key_of
     from vorox.core.errors import ConfigError
 
@@ -138,7 +138,7 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
 
 
 def _no_such_option(name: str, options: Sequence[str]) -> Exception:
-    from vorox.core.config.fields import nearest
+    from vorox.core.config.schema_fields import nearest
     from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 

@@ -11,7 +11,7 @@ import typer
 
 from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.experiments.artifacts import CheckpointSummary
@@ -119,7 +119,7 @@ def verify(
     unreadable = [entry for entry in found if entry.state == "unreadable"]
     if unreadable:
         raise UnreadableCheckpointError(
-            f"{len(unreadable)} of {counted(len(found), 'checkpoint')} cannot be read: {unreadable[0].problem}",
+            f"{len(unreadable)} of {pluralize(len(found), 'checkpoint')} cannot be read: {unreadable[0].problem}",
             where=str(directory),
             hint=f"check the disk or the network share, then `vorox checkpoints verify {directory.name}` again",
         )
@@ -127,7 +127,7 @@ def verify(
     if corrupt:
         valid = [entry.step for entry in found if entry.state == "valid"]
         raise CheckpointError(
-            f"{len(corrupt)} of {counted(len(found), 'checkpoint')} "
+            f"{len(corrupt)} of {pluralize(len(found), 'checkpoint')} "
             f"{'is' if len(corrupt) == 1 else 'are'} corrupt: {', '.join(entry.name for entry in corrupt)}",
             where=str(directory),
             hint="resuming falls back to the newest valid one" if valid else "restore one from a copy",

@@ -110,7 +110,7 @@ def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
     overrides = list(words.overrides)
     if not words.data:
         return source, overrides
-    from vorox.core.config.own_text import config_for_text
+    from vorox.core.config.config_for_text import config_for_text
     from vorox.data.text.recognition import recognise
 
     prefix = "data.sources.0."
@@ -157,7 +157,7 @@ _CONFIGURATION_ENDINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".py"})
 
 
 def _explanation_lines(explanation: Explanation) -> list[str]:
-    from vorox.core.config.fields import schema_fields
+    from vorox.core.config.schema_fields import schema_fields
     from vorox.core.config.yaml_writer import write_inline
 
     field = explanation.field

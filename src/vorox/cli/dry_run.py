@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
 from vorox.cli.disk_plan import disk_lines
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -131,13 +131,13 @@ def _mirror_line(place: str) -> str:
 
 def _look_at_text(config: RunConfig) -> _Text:
     """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.data.cache_location import cache_root
     from vorox.data.corpus import exact_weights
     from vorox.data.source_listing import list_sources
     from vorox.data.text.holdout import held_out_bytes
 
-    root, display = cache_root(config.data), PreparationDisplay()
+    root, display = cache_root(config.data), BuildDisplay()
     try:
         listed = list_sources(config, exact_weights(config.data), root, display, build=False, is_dry=True)
     finally:
@@ -191,11 +191,11 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
 
 
 def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
-    from vorox.core.config.own_text import expected_ids
+    from vorox.core.config.config_for_text import expected_ids
 
     for source in (*text.listed.train, *text.listed.validation):
         size = humanize.size(source.size_bytes)
-        files = counted(len(source.files), "file")
+        files = pluralize(len(source.files), "file")
         yield f"data           {source.config.name}: {files}, {size} ({source.config.format})"
     for note in text.listed.notes:
         yield f"               note: {note.text}"
@@ -210,7 +210,7 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     if ids := expected_ids(config.tokenizer):
         yield f"               note: {ids}"
     for cache in text.caches:
-        state = f"ready, {counted(cache.rows, 'row')}" if cache.rows is not None else "to be built"
+        state = f"ready, {pluralize(cache.rows, 'row')}" if cache.rows is not None else "to be built"
         if config.data.mode == "streaming" and cache.name.endswith(" train"):
             kept = humanize.size(config.data.streaming.retention_bytes)
             state = f"built while it is read, at most {kept} kept"
@@ -221,11 +221,11 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     from vorox.core.config import model_label
     from vorox.models.flops import flops_per_token
 
-    heads = counted(spec.num_heads, "head") + (
+    heads = pluralize(spec.num_heads, "head") + (
         f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
     )
     yield (
-        f"model          {model_label(config)}: {counted(spec.num_layers, 'layer')} x {spec.hidden_size}, {heads}, "
+        f"model          {model_label(config)}: {pluralize(spec.num_layers, 'layer')} x {spec.hidden_size}, {heads}, "
         f"MLP {spec.intermediate_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions_tokens:,} positions"
     )
     by_kind: Counter[str] = Counter()
@@ -246,8 +246,8 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
     tokens = rows * config.data.sequence_length_tokens
     times = rows // (micro * parts)
     yield (
-        f"batch          {counted(rows, 'row')} = {times:,} x {counted(micro, 'row')} x {counted(parts, 'device')}; "
-        f"{counted(tokens, 'token')} a step"
+        f"batch          {pluralize(rows, 'row')} = {times:,} x {pluralize(micro, 'row')} x "
+        f"{pluralize(parts, 'device')}; {pluralize(tokens, 'token')} a step"
     )
 
 
@@ -274,9 +274,9 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     tokens = length.total_steps * length.tokens_per_step
     passes = tokens / max(1.0, text.num_train_tokens)
     yield (
-        f"length         {about}{counted(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "
+        f"length         {about}{pluralize(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "
         f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; "
-        f"warm-up {counted(length.warmup_steps, 'step')}"
+        f"warm-up {pluralize(length.warmup_steps, 'step')}"
     )
     for warning in length.warnings(text.num_train_tokens):
         yield f"               note: {warning}"

@@ -9,7 +9,7 @@ import typer
 
 from vorox.cli.arguments import sort_words
 from vorox.cli.output import AsJson, print_json
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.core.engine import Engine
@@ -102,14 +102,14 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
         said = ", ".join(
             f"{name} {value:.1e} (allowed {getattr(tolerances, name):.0e})" for name, value in largest.items()
         )
-        typer.echo(f"\nequal over {counted(len(found), 'step')}; largest differences: {said}")
+        typer.echo(f"\nequal over {pluralize(len(found), 'step')}; largest differences: {said}")
 
 
 def _corpus(config: RunConfig) -> Corpus:
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.data.corpus import prepare
 
-    display = PreparationDisplay()
+    display = BuildDisplay()
     try:
         return prepare(config, on_progress=display)
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -34,7 +34,7 @@ def replay(
     Nothing of the run is changed. If a step differs, it is named with the first quantity that does, and the exit code
     says what kind of thing differs: 4 the data, 5 the saved state, 7 the numbers.
     """
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.core.run_lookup import find_run
     from vorox.training import replay as replaying
 
@@ -44,7 +44,7 @@ def replay(
         words = ["replay", run, "--from", str(first_step), "--root", str(root), *(["--json"] if as_json else [])]
         raise typer.Exit(launch(nproc, [*words, *([] if last_step is None else ["--to", str(last_step)])]))
     directory = find_run(root, run)
-    display = PreparationDisplay()
+    display = BuildDisplay()
     try:
         report = replaying.replay(
             directory,
@@ -62,7 +62,7 @@ def replay(
     if report.difference is not None:
         raise _difference_error(report, str(directory))
     if not as_json:
-        states = f", {counted(report.num_states, 'saved state')} compared whole" if report.num_states else ""
+        states = f", {pluralize(report.num_states, 'saved state')} compared whole" if report.num_states else ""
         typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
 
 

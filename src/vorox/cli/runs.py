@@ -12,7 +12,7 @@ import typer
 
 from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table, print_wrapped
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.experiments.artifacts import RunSummary
@@ -209,10 +209,10 @@ def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
     for number, step in enumerate(shared):
         found = first_difference(chains[0][step], chains[1][step])
         if found is not None:
-            verdict = f"bit-equal for {counted(number, 'step')}; {found.quantity} differs at step {step:,}"
+            verdict = f"bit-equal for {pluralize(number, 'step')}; {found.quantity} differs at step {step:,}"
             difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
             return {"num_equal_steps": number, "difference": difference, "verdict": verdict}
-    verdict = f"bit-equal for {counted(len(shared), 'step')}, all that both have done"
+    verdict = f"bit-equal for {pluralize(len(shared), 'step')}, all that both have done"
     return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
 
 

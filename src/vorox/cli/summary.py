@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
 from vorox.cli.launch import nproc_option
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 from vorox.core.run_lookup import short_path
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def summary_lines(outcome: Outcome) -> list[str]:
     did = outcome.speed
     if step == outcome.begun_at_step:
         head = (
-            f"{directory.name} has finished all of its {counted(step, 'step')} already; to train it longer, see below"
+            f"{directory.name} has finished all of its {pluralize(step, 'step')} already; to train it longer, see below"
         )
     else:
         seconds = sum(did.seconds.values())
         head = (
-            f"{directory.name}: {counted(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
+            f"{directory.name}: {pluralize(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
             f"{humanize.duration(seconds)} at {humanize.speed(did.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]

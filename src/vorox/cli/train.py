@@ -20,12 +20,12 @@ from vorox.cli.train_options import (
     NumProcesses,
     Resume,
 )
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.core.config import ConfigSource
     from vorox.core.schema import RunConfig
     from vorox.training.display import Display, Level, StepView
@@ -228,7 +228,7 @@ def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal
         if changed <= lengths and recorded.train.num_steps is not None:
             typer.echo(
                 f"Going on with {directory.name}, which --minutes {minutes:g} began: "
-                f"{counted(recorded.train.num_steps, 'step')}. --resume never begins a new run."
+                f"{pluralize(recorded.train.num_steps, 'step')}. --resume never begins a new run."
             )
             return with_num_steps(config, recorded.train.num_steps), directory, None
     return config, "auto", minutes
@@ -241,10 +241,10 @@ def _run(
     command: Sequence[str],
     named_keys: Sequence[str],
 ) -> None:
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.cli.progress import open_display
     from vorox.cli.summary import summary_lines
-    from vorox.core.config.own_text import expected_ids
+    from vorox.core.config.config_for_text import expected_ids
     from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
     from vorox.run import train as train_run
@@ -253,7 +253,7 @@ def _run(
     if place is not None and place.process_index:  # the first process of the run speaks
         train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
-    preparation = PreparationDisplay()
+    preparation = BuildDisplay()
     display = _Screen(open_display(), preparation)
     typer.echo(_first_line(config))
     if ids := expected_ids(config.tokenizer):
@@ -280,7 +280,7 @@ def _run(
 class _Screen:
     """The display of a run, with the line of the preparation ended before anything else is shown."""
 
-    def __init__(self, display: Display, preparation: PreparationDisplay) -> None:
+    def __init__(self, display: Display, preparation: BuildDisplay) -> None:
         self._display, self._preparation = display, preparation
 
     def step(self, view: StepView) -> None:
@@ -307,11 +307,11 @@ def _first_line(config: RunConfig) -> str:
 
     train, data = config.train, config.data
     length = (
-        counted(train.num_steps, "step")
+        pluralize(train.num_steps, "step")
         if train.num_steps is not None
-        else counted(train.num_tokens, "token")
+        else pluralize(train.num_tokens, "token")
         if train.num_tokens is not None
-        else counted(train.num_epochs or 0, "epoch")
+        else pluralize(train.num_epochs or 0, "epoch")
     )
     sources = ", ".join(source.name for source in data.sources)
     label, name = model_label(config), config.run.name or ""

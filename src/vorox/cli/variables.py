@@ -33,7 +33,7 @@ def _advice(name: str) -> str:
     near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
     if near:
         return f"did you mean {near[0]}?"
-    from vorox.core.config.fields import leaf_keys
+    from vorox.core.config.schema_fields import leaf_keys
 
     meant = name.removeprefix("VOROX_").replace("__", "_").lower()
     key = next((key for key in leaf_keys() if key.replace(".", "_") == meant), "section.key")

@@ -14,15 +14,17 @@ Rules that every engine keeps (``tests/conformance`` holds it to them):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import Batch, DataShard, Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin, StepResult
 from vorox.core.staged_directory import StagedDirectory
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
@@ -46,6 +48,86 @@ class Tap(NamedTuple):
     point: TapPoint
     layer: int
     function: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """What one step measured, on the host.
+
+    Attributes:
+        loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms.
+        grad_norm: Global L2 norm of the gradient before clipping.
+        finite: Whether loss and gradient were finite. If not, no parameter was changed.
+        extra: Further metrics by registry name (accuracy, z-loss, activation statistics, ...).
+    """
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    extra: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteOrigin:
+    """Where numbers of a step stop being finite.
+
+    Attributes:
+        micro_batch: The first micro-batch with such a number, from 0.
+        loss: Its part of the loss.
+        activation: The first point of the residual stream, ``layer 3, after_attention``; empty if all are finite.
+        gradient: The first parameter, from the head backwards, with such a gradient; empty if there is none.
+    """
+
+    micro_batch: int
+    loss: float
+    activation: str
+    gradient: str
+
+    @classmethod
+    def of(
+        cls, micro_batch: int, loss: float, activations: Mapping[str, float], gradients: Mapping[str, bool]
+    ) -> NonfiniteOrigin | None:
+        """From what a pass over one micro-batch measured; ``None`` if all of it is finite.
+
+        Args:
+            micro_batch: Which one.
+            loss: Its part of the loss.
+            activations: Activation statistics by metric name, in the order of the layers.
+            gradients: Whether the gradient of a parameter is finite, in table order.
+        """
+        metric = next((name for name, value in activations.items() if not math.isfinite(value)), "")
+        _, layer, point, _ = metric.split("/") if metric else ("", "", "", "")
+        gradient = next((name for name, is_finite in reversed(list(gradients.items())) if not is_finite), "")
+        if not metric and not gradient and math.isfinite(loss):
+            return None
+        return cls(micro_batch, loss, f"layer {layer}, {point}" if metric else "", gradient)
+
+    def __str__(self) -> str:
+        place = self.activation or (f"the gradient of {self.gradient}" if self.gradient else "the loss")
+        return f"micro-batch {self.micro_batch}, {place}"
+
+
+class StepResult(Protocol):
+    """A step that may still be running on the device."""
+
+    def fetch(self) -> StepValues:
+        """Wait for the step and return its numbers. The only host synchronisation of a step; repeatable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EvalValues:
+    """Sums over one evaluation batch, on the host, so that batches of any size add up exactly.
+
+    Attributes:
+        loss_sum: Cross entropy summed over target tokens, in nats.
+        num_target_tokens: Tokens in the sum.
+        num_correct: Targets that had the highest logit.
+    """
+
+    loss_sum: float
+    num_target_tokens: int
+    num_correct: int
 
 
 class Decoder(Protocol):

@@ -1,10 +1,10 @@
-"""Taking secrets out of text before it is written or shown.
+"""Redaction of secrets in everything that is written or shown, and the secrets that this process holds.
 
-In: any text or plain JSON value. Out: the same with every secret replaced by ``[redacted]``. A secret is known by its
-form (credentials inside an address, tokens with a known prefix, private keys), by the name beside it
-(``api_key=...``, ``"password": "..."``, ``--hf-token ...``), or because a variable of this process's environment with
-such a name holds it. Numbers under names such as ``num_tokens`` are not secrets. When in doubt the text goes.
-``redact`` is idempotent.
+A text or plain JSON value goes in; the same with every secret replaced by ``[redacted]`` comes out. A secret is
+recognised by its form (credentials in a URL, tokens with a known prefix, private keys), by its name (``api_key=...``,
+``"password": "..."``, ``--hf-token ...``), or by its value: that of an environment variable with such a name, or one
+that was registered with ``hold_secret``. Numbers under names such as ``num_tokens`` are not secrets. In doubt, the
+text is redacted. ``redact`` is idempotent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from vorox.core.secrets import held_values
-
 MARK = "[redacted]"
 _MIN_ENVIRONMENT_SECRET = 8
 
-# Credentials of an address: up to the last @, because a password may hold / ? # and @ unescaped.
+# Credentials of a URL: up to the last @, because a password may contain / ? # and @ unescaped.
 _ADDRESS = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}+://)(?!USER:PASSWORD@HOST\b)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
 )
@@ -45,7 +43,7 @@ _AUTHORIZATION = re.compile(
     r"(?P<value>\[redacted\]|[^\s\"',]+)"
 )
 _BEARER = re.compile(r"(?i)(?P<name>\bbearer\s+)(?P<value>[A-Za-z0-9._~+/=\-]{6,})")
-# Possessive: nothing that follows a name can begin inside one, so a shorter name is not worth a try.
+# Possessive: nothing that follows a name can start inside one, so backtracking to a shorter name is useless.
 _NAME = re.compile(
     r"(?<!\w)(?P<flag>--)?(?P<name>\w[\w.\-]{0,200}+)\\{0,8}[\"']?"
     r"(?P<separator>\s{0,20}[!:=]{0,3}[=:]>?\s{0,20}|(?<=\w) {1,20}(?=[^\s\-]))"
@@ -63,8 +61,26 @@ _PLAIN_VALUE = re.compile(
 _TOKEN_END = re.compile(r"[\s,;&)\]}\"']")
 
 
+_held: dict[str, str] = {}
+
+
+def hold_secret(name: str, value: str) -> None:
+    """Keep a secret in memory for this process: it is never written, and redacted wherever it appears.
+
+    Args:
+        name: The environment variable that would hold it.
+        value: Such as a connection string from a configuration file.
+    """
+    _held[name] = value
+
+
+def held_secret(name: str) -> str | None:
+    """Return the secret kept under a name, if any."""
+    return _held.get(name)
+
+
 def redact(text: str) -> str:
-    """The text without its secrets."""
+    """Return the text without its secrets."""
     for secret in _environment_secrets():
         text = text.replace(secret, MARK)
     text = _ADDRESS.sub(rf"\g<scheme>{MARK}@", text)
@@ -76,11 +92,11 @@ def redact(text: str) -> str:
 
 
 def redact_value(value: Any, name: str = "") -> Any:
-    """A plain JSON value without its secrets; mappings are judged by their keys as well.
+    """Return a plain JSON value without its secrets; keys of mappings count as names.
 
     Args:
         value: Texts, numbers, lists and mappings; other objects become their (redacted) text.
-        name: The key that the value stands under, if any.
+        name: The key of the value, if any.
     """
     if value is None or isinstance(value, bool | int | float):
         return MARK if value is not None and not isinstance(value, bool) and _kind(name) == "always" else value
@@ -94,7 +110,7 @@ def redact_value(value: Any, name: str = "") -> Any:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without its secrets: also the value that follows ``--password``."""
+    """Return a command line without its secrets, including the value that follows ``--password``."""
     redacted: list[str] = []
     for index, argument in enumerate(arguments):
         before = arguments[index - 1] if index else ""
@@ -104,11 +120,11 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _redact_named(text: str) -> str:
-    """Replace values beside sensitive names. Scans by hand: a value that stays may itself hold a name."""
+    """Replace the values of sensitive names. Scans step by step: a value that is kept may itself contain a name."""
     pieces: list[str] = []
     kept, position = 0, 0
     while (match := _NAME.search(text, position)) is not None:
-        position = match.end("name")  # what stands behind a name that is not sensitive may be another name
+        position = match.end("name")  # a name that is not sensitive may be followed by another name
         found = _VALUE.match(text, match.end()) if _is_sensitive(match) else None
         if found is None or not _is_secret(match["name"], value := _cut(found[0], match["name"])):
             continue
@@ -119,7 +135,7 @@ def _redact_named(text: str) -> str:
 
 
 def _is_sensitive(match: re.Match[str]) -> bool:
-    """Whether a name with its separator announces a secret: a blank does so only after a flag."""
+    """Whether a secret follows a name and its separator; after a blank, only if the name is a flag."""
     if not match["separator"].strip():
         return bool(match["flag"] and _kind(match["name"]))
     bare_key = match["name"].lower() == "key" and "=" not in match["separator"]
@@ -127,7 +143,7 @@ def _is_sensitive(match: re.Match[str]) -> bool:
 
 
 def _cut(value: str, name: str) -> str:
-    """A bare value ends at a bracket or comma, except where these may belong to a password."""
+    """Truncate a bare value at a bracket or comma, except where these may be part of a password."""
     if value[0] in "\"'\\" or value.startswith(MARK) or _kind(name) == "always":
         return value
     end = _TOKEN_END.search(value)
@@ -144,7 +160,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(name: str) -> str:
-    """``always`` for names whose value is secret, ``unless_plain`` where a number is not, empty for other names."""
+    """Return ``always`` if any value of a name is secret, ``unless_plain`` if a number is not, else an empty string."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
     joined = re.sub(r"tokeni[sz]\w*", "", "".join(words))
     if any(part in joined for part in _ALWAYS) or {"pwd", "sig"} & set(words):
@@ -152,18 +168,18 @@ def _kind(name: str) -> str:
     if any(part in joined for part in _UNLESS_PLAIN) or joined.endswith("key") or words[-2:] == ["key", "id"]:
         return "unless_plain"
     if "tokens" in words and not {"access", "auth", "api", "refresh", "bearer"} & set(words):
-        return ""  # what this program counts all day
+        return ""  # a number of tokens
     return "unless_plain" if "token" in joined else ""
 
 
 def _environment_secrets() -> list[str]:
-    """Values of this process's environment under a sensitive name, and secrets that it holds, longest first."""
+    """Return the held secrets and the values of environment variables with a sensitive name, longest first."""
     found = {
         value
         for name, value in os.environ.items()
         if len(value) >= _MIN_ENVIRONMENT_SECRET and _is_secret(name, value) and not _is_path(value)
     }
-    return sorted({*found, *held_values()}, key=len, reverse=True)
+    return sorted({*found, *_held.values()}, key=len, reverse=True)
 
 
 def _is_path(value: str) -> bool:

@@ -30,7 +30,7 @@ from vorox.core.lock import FileLock
 from vorox.core.redaction import redact_arguments, redact_value
 from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
 from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links
-from vorox.core.same_run import latest_run
+from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
 
 RUN_FORMAT = "vorox-run/1"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.config.fields import nearest
+from vorox.core.config.schema_fields import nearest
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.atomic import make_directory
-from vorox.core.config.checks import exact_weight
+from vorox.core.config.cross_checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.data.growth_policies import GrowthPolicies
 from vorox.data.plan import Plan
 from vorox.data.plan_events import GrowthRule, PlanEvent, Segment, StageEvent
@@ -224,7 +224,7 @@ def _describe(segment: Segment) -> str:
     units = sum(part.end - part.start for part in segment.ranges)
     passes = f"passes {segment.epoch + 1:,} to {segment.next_epoch:,}" if segment.num_epochs > 1 else ""
     return (
-        f"Took up {counted(units, 'unit')} of source {segment.source!r} "
+        f"Took up {pluralize(units, 'unit')} of source {segment.source!r} "
         f"({segment.ranges[0].start:,} to {segment.ranges[-1].end:,}) for {passes or f'pass {segment.epoch + 1:,}'}: "
-        f"{counted(segment.num_rows, 'row')}"
+        f"{pluralize(segment.num_rows, 'row')}"
     )

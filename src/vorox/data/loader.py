@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import Batch, DataCursor, DataShard
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan, Readers
 from vorox.data.prefetch import Prefetcher

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, Int32Array
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor, Int32Array
 from vorox.data.cache.recipe import Recipe
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.data.cache.reader import CacheReader
 
 Float64Array = npt.NDArray[np.float64]
@@ -45,10 +45,10 @@ class DatasetEstimate:
 
     def __str__(self) -> str:
         if self.is_exact:
-            return f"{counted(self.tokens, 'token')} in {counted(self.rows, 'row')}"
+            return f"{pluralize(self.tokens, 'token')} in {pluralize(self.rows, 'row')}"
         error = "unknown error" if self.error_fraction is None else f"standard error {self.error_fraction:.1%}"
         return (
-            f"about {counted(self.tokens, 'token')} in {counted(self.rows, 'row')}, "
+            f"about {pluralize(self.tokens, 'token')} in {pluralize(self.rows, 'row')}, "
             f"from {self.built_bytes:,} of {self.all_bytes:,} bytes that are built ({error})"
         )
 

@@ -17,8 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
 from vorox.data.cache_opener import PrepareProgress
@@ -56,7 +56,7 @@ class ListedSources:
         if self.validation:
             files = sum(len(source.files) for source in self.validation)
             names = ", ".join(source.config.name for source in self.validation)
-            return f"{counted(files, 'file')} of data.validation.sources ({names})"
+            return f"{pluralize(files, 'file')} of data.validation.sources ({names})"
         return "; ".join(describe(source) for source in self.train)
 
 

@@ -2,7 +2,7 @@
 
 ``model.safetensors`` holds the parameters in fp32, under Hugging Face names when transformers knows the architecture,
 else under canonical ones; ``optimizer.safetensors`` each moment of each canonical parameter (``exp_avg.<name>``);
-``engine.json`` the counters and what the arrays belong to. With ``checkpoint.arrays=orbax`` the folder ``orbax``
+``engine.json`` the counters and what the arrays belong to. With ``checkpoint.format=orbax`` the folder ``orbax``
 (``models/orbax_arrays.py``) takes the place of the first two; ``engine.json`` says so, and both are read by either
 engine. Because all speak canonical names, a run that one engine saved can be continued by another whose optimizer keeps
 the same moments. Hashing and committing is the caller's.
@@ -25,7 +25,7 @@ import xxhash
 from vorox.core.atomic import pretty_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
-from vorox.core.schema import ArraysFormat
+from vorox.core.schema import CheckpointFormat
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.orbax_arrays import OrbaxArrays, weight_entries
@@ -132,7 +132,7 @@ def write_description(
     kinds: list[str],
     counters: Mapping[str, float],
     *,
-    arrays: ArraysFormat,
+    arrays: CheckpointFormat,
 ) -> None:
     """Write ``engine.json``: what the arrays belong to, and how they are stored."""
     body = {"format": FORMAT, "arrays": arrays, "spec": spec.to_json(), "kinds": kinds, "counters": dict(counters)}
@@ -251,9 +251,9 @@ def _read_body(path: Path) -> dict[str, Any]:
     if version != FORMAT or not known:
         raise CheckpointError(f"the engine's state has format {version}, needed is {FORMAT}", where=str(path))
     arrays = body.setdefault("arrays", "safetensors")
-    if arrays not in get_args(ArraysFormat):
+    if arrays not in get_args(CheckpointFormat):
         raise CheckpointError(
-            f"the arrays are stored as {arrays}; {' and '.join(get_args(ArraysFormat))} can be read",
+            f"the arrays are stored as {arrays}; {' and '.join(get_args(CheckpointFormat))} can be read",
             where=str(path),
             hint="export the run with the version that wrote it (vorox export) and start from that (--from-weights)",
         )

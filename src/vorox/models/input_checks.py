@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.records import IGNORED_LABEL, Batch
 from vorox.models.spec import ModelSpec
 
 

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Generator
 from dataclasses import replace
 
+from vorox.core.batch import Progress
 from vorox.core.errors import CheckpointError, Preempted
-from vorox.core.records import Progress
 from vorox.core.schema import RunConfig
 from vorox.data.growth import DataNotReady
 from vorox.training.checkpoint_writer import SavedCheckpoint

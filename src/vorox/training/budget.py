@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from vorox.core.batch import Batch
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
-from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus
 from vorox.training.dataloading import num_validation_rows, validation_set

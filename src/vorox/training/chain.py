@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json
+from vorox.core.batch import Progress
 from vorox.core.disk_errors import disk_error
+from vorox.core.engine import StepValues
 from vorox.core.errors import CheckpointError, DataError
-from vorox.core.records import Progress, StepValues
 from vorox.core.run_layout import RunLayout
 from vorox.training.history import StepHistory, read_history
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vorox.core import atomic, staged_directory
+from vorox.core.batch import Progress
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
-from vorox.core.records import Progress
 from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links
 from vorox.core.schema import CheckpointConfig

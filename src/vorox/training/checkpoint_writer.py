@@ -24,13 +24,13 @@ from types import TracebackType
 from typing import Any
 
 from vorox.core import atomic
-from vorox.core.counted import counted
+from vorox.core.batch import Progress
 from vorox.core.disk_errors import room_text
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
 from vorox.core.errors import CheckpointError, NumericalError, UnreadableCheckpointError
 from vorox.core.log import RunLog
-from vorox.core.records import Progress
+from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import StagedDirectory
@@ -205,7 +205,9 @@ class CheckpointWriter:
         is_last = is_last or progress.step >= self._horizon.total_steps
         postpones = skipped > 0 and (not is_last or done <= skipped)
         if postpones and not self._is_postponed:
-            text = f"No checkpoint at step {progress.step:,}: {counted(min(skipped, done), 'step')} in a row not finite"
+            text = (
+                f"No checkpoint at step {progress.step:,}: {pluralize(min(skipped, done), 'step')} in a row not finite"
+            )
             self._log.event("checkpoint_postponed", text, step=progress.step, level="warning")
         self._is_postponed = postpones
         return postpones

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from vorox.core.records import Batch, DataCursor, DataShard
+from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus
 from vorox.data.growth import PlanGrower, Tell, await_planned

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import IGNORED_LABEL, Batch, Progress
 from vorox.core.engine import Engine
 from vorox.core.errors import DataError
-from vorox.core.records import IGNORED_LABEL, Batch, Progress
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
 from vorox.training.history import StepHistory, read_history

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.batch import Int32Array
 from vorox.core.disk_errors import room_text
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.installation import install_command
-from vorox.core.records import Int32Array
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.data.tokenizers.token_ids import IDS_NAME

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vorox.core import atomic
-from vorox.core.engine import Engine
+from vorox.core.engine import Engine, NonfiniteOrigin
 from vorox.core.errors import VoroxError
 from vorox.core.json_lines import finite_json
 from vorox.core.log import RunLog
-from vorox.core.records import NonfiniteOrigin
 from vorox.core.run_layout import RunLayout
 from vorox.data.provenance_queries import RunDataIndex, where
 

@@ -8,9 +8,9 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import Batch
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
-from vorox.core.records import Batch
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.models.spec import ModelSpec

@@ -8,7 +8,7 @@ validation, a sample, the reading of a batch) the state is saved, and no copy is
 
 from __future__ import annotations
 
-from vorox.core.records import Progress
+from vorox.core.batch import Progress
 from vorox.data.growth import DataNotReady
 from vorox.training.between_steps import record, save, saved_on_failure, settle, stopped, wait_for_save
 from vorox.training.pending_steps import InFlightStep

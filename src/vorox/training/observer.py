@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-from vorox.core.counted import counted
-from vorox.core.records import Progress
+from vorox.core.batch import Progress
+from vorox.core.pluralize import pluralize
 from vorox.experiments.tracking import Tracker
 from vorox.models.memory_estimate import planned_memory
 from vorox.runtime.host_memory import HostMemory
@@ -145,7 +145,7 @@ class Observer:
             bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
             text = (
                 f"Validation at step {progress.step:,}: loss {found.loss:.4f}{bits}, "
-                f"accuracy {found.accuracy:.1%} of {counted(found.num_target_tokens, 'token')}"
+                f"accuracy {found.accuracy:.1%} of {pluralize(found.num_target_tokens, 'token')}"
             )
             self._log.event("validation", text, step=progress.step, loss=found.loss)
             for prompt, completion in completions:

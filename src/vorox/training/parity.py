@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vorox.core.batch import Batch
 from vorox.core.engine import Engine
-from vorox.core.records import Batch
 
 LOGIT_ROWS = 2
 QUANTITIES = ("logits", "loss", "grad_norm", "parameters", "update")

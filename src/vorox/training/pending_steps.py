@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vorox.core.counted import counted
+from vorox.core.batch import Batch, Progress
+from vorox.core.engine import StepResult, StepValues
 from vorox.core.errors import NumericalError
-from vorox.core.records import Batch, Progress, StepResult, StepValues
+from vorox.core.pluralize import pluralize
 from vorox.training.chain import ReplayChain
 
 
@@ -77,7 +78,7 @@ class SettledStep:
             record: Where the step is recorded; empty if it is not.
         """
         return NumericalError(
-            f"loss or gradient was not finite {counted(self.nonfinite_in_a_row, 'time')} in a row "
+            f"loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
             f"(loss {self.values.loss}, gradient norm {self.values.grad_norm})",
             where=f"step {self.number:,}" + (f", recorded in {record}" if record else ""),
             hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
-from vorox.core.records import DataShard
+from vorox.core.batch import DataShard
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus, plan_start

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vorox.core.attempts import AttemptRecord, read_attempts
+from vorox.core.batch import Progress
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
-from vorox.core.records import Progress
+from vorox.core.redaction import held_secret
 from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
-from vorox.core.secrets import held
 from vorox.data.difficulty_buckets import SourceReader
 from vorox.data.plan import Plan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
@@ -73,7 +73,7 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
             return RunLayout(run_directory).metadata_database
         case "postgres":
             require_psycopg()
-            dsn = held(config.metadata_dsn_variable) or os.environ.get(config.metadata_dsn_variable)
+            dsn = held_secret(config.metadata_dsn_variable) or os.environ.get(config.metadata_dsn_variable)
             if not dsn:
                 raise ConfigError(
                     f"the environment has no {config.metadata_dsn_variable}, the connection string of the metadata "

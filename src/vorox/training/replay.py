@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vorox.core.batch import Progress
 from vorox.core.config import config_digest
-from vorox.core.counted import counted
 from vorox.core.errors import CheckpointError, ConfigError, DataError
-from vorox.core.records import Progress
+from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
@@ -88,7 +88,7 @@ class ReplayReport:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"bit-exact, {counted(self.num_steps, 'step')}"
+            return f"bit-exact, {pluralize(self.num_steps, 'step')}"
         text = f"differs after {self.num_steps:,} bit-exact steps; {self.difference}"
         return text + (f" (the environment changed: {'; '.join(self.environment)})" if self.environment else "")
 
@@ -151,7 +151,7 @@ def _check_range(
         raise DataError("no step is recorded", where=str(recorded.path), hint="train the run first")
     if not 0 <= first_step < last_step <= known:
         raise ConfigError(
-            f"--from {first_step} --to {last_step} is no range of this run, which recorded {counted(known, 'step')}",
+            f"--from {first_step} --to {last_step} is no range of this run, which recorded {pluralize(known, 'step')}",
             where=str(recorded.path),
             hint=f"replay all of it: --from 0 --to {known}",
         )

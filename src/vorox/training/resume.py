@@ -16,9 +16,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from vorox.core import atomic
+from vorox.core.batch import DataCursor
 from vorox.core.config import (
     Difference,
     config_digest,
+    config_from_record,
     config_values,
     differences,
     dump_yaml,
@@ -26,11 +28,11 @@ from vorox.core.config import (
     in_digest,
     load_config,
 )
+from vorox.core.config.synonyms import current_value
 from vorox.core.config.yaml_writer import write_scalar
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.log import RunLog
-from vorox.core.records import DataCursor
 from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
@@ -142,7 +144,7 @@ def is_made_with(checkpoint: Checkpoint, config: RunConfig) -> bool:
 def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
     """The configuration that a checkpoint was made with, if it says so in a form that this version reads."""
     try:
-        return RunConfig.model_validate(metadata["settings"])
+        return config_from_record(metadata["settings"])
     except (KeyError, ValidationError):
         return None
 
@@ -260,10 +262,11 @@ def environment(engine: Engine) -> dict[str, str | int | bool]:
 
 def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """What changed, for people; empty if nothing did."""
+    before = {key: current_value(f"runtime.{key}", value) for key, value in recorded.items()}
     return [
-        f"{key} was {recorded.get(key, 'absent')}, is {current.get(key, 'absent')}"
-        for key in sorted({*recorded, *current})
-        if recorded.get(key) != current.get(key)
+        f"{key} was {before.get(key, 'absent')}, is {current.get(key, 'absent')}"
+        for key in sorted({*before, *current})
+        if before.get(key) != current.get(key)
     ]
 
 

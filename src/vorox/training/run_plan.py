@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from vorox.core.config.checks import exact_weight
+from vorox.core.config.cross_checks import exact_weight
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, plan_start

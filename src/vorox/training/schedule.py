@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension, load_function
+from vorox.core.pluralize import pluralize
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
 Shape = Callable[[int, int, int], float]
@@ -49,7 +49,7 @@ class Horizon:
         if self.warmup_steps < self.total_steps or self.warmup_steps == 0:
             return None
         return (
-            f"the warm-up takes {counted(self.warmup_steps, 'step')} and the run only {self.total_steps:,}: "
+            f"the warm-up takes {pluralize(self.warmup_steps, 'step')} and the run only {self.total_steps:,}: "
             "the learning rate never comes down and may never reach its peak"
         )
 
@@ -73,7 +73,7 @@ class Horizon:
         if self.tokens_per_step <= dataset_tokens:
             return None
         return (
-            f"a step has {counted(self.tokens_per_step, 'token')} and the text only {dataset_tokens:,.0f}: "
+            f"a step has {pluralize(self.tokens_per_step, 'token')} and the text only {dataset_tokens:,.0f}: "
             "every step reads all of it; lower data.sequence_length_tokens or train.global_batch_sequences"
         )
 
@@ -85,8 +85,8 @@ class Horizon:
         if cached_rows * self.tokens_per_step >= self.dataset_tokens * global_batch_sequences:
             return None
         return (
-            f"the warm-up of {counted(self.warmup_steps, 'step')} was fixed by the full dataset of about "
-            f"{self.dataset_tokens:,} tokens; {counted(cached_rows, 'row')} cached, {counted(steps, 'step')} of "
+            f"the warm-up of {pluralize(self.warmup_steps, 'step')} was fixed by the full dataset of about "
+            f"{self.dataset_tokens:,} tokens; {pluralize(cached_rows, 'row')} cached, {pluralize(steps, 'step')} of "
             "the run: the rate would still rise when they have all been read"
         )
 

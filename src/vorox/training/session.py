@@ -10,11 +10,11 @@ from collections.abc import Generator
 from typing import Any
 
 from vorox.core.config import config_digest, flat_values
-from vorox.core.counted import counted
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
 from vorox.core.log import RunLog
+from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
 from vorox.data.storage.waiting import told_of_waits
@@ -43,9 +43,9 @@ from vorox.training.step_sync import StepSync
 from vorox.training.stop import StopRequest
 
 DETERMINISM = {
-    "D0": "nothing is promised",
-    "D1": "the same batches, not the same bits",
-    "D2": "the same bits on this machine",
+    "none": "nothing is promised",
+    "data": "the same batches, not the same bits",
+    "bitwise": "the same bits on this machine",
 }
 
 
@@ -129,7 +129,7 @@ def _report_engine(workload: Workload, total_steps: int) -> None:
     workload.log.event(
         "engine",
         f"{workload.spec.num_parameters:,} parameters on {facts.get('device', workload.engine.name)}, "
-        f"{counted(total_steps, 'step')}; determinism {determinism}: {DETERMINISM[determinism]}",
+        f"{pluralize(total_steps, 'step')}; determinism {determinism}: {DETERMINISM[determinism]}",
         environment=facts,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 from vorox.models import flops
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
@@ -34,7 +34,7 @@ class SpeedMeter:
         self._workload = workload
         config = workload.config
         self._work = functools.cache(functools.partial(_work, workload.spec, config.data.document_mask))
-        self._measures = config.log.matmul_ceiling and workload.distributed.is_main
+        self._measures = config.log.matmul_peak and workload.distributed.is_main
         self._remeasured, self._reported_impossible = 0, False
         self._num_tokens = 0  # after the last step; the first one of a process only starts the clock
         throughput = Throughput(self._limits())
@@ -81,7 +81,7 @@ class SpeedMeter:
             num_tokens = config.train.global_batch_sequences * row_tokens
             seconds = self._work(num_tokens, row_tokens).least_flops / rate
             if seconds > _LONG_STEP_SECONDS:
-                text = f"A step of {counted(num_tokens, 'token')} takes at least {seconds:,.0f} s at this rate"
+                text = f"A step of {pluralize(num_tokens, 'token')} takes at least {seconds:,.0f} s at this rate"
                 self._workload.log.info(text)
         return Limits(
             peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,

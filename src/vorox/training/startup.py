@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vorox.core.batch import Progress
 from vorox.core.config import Difference, differences
-from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
-from vorox.core.records import Progress
+from vorox.core.pluralize import pluralize
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
@@ -218,10 +218,10 @@ def _as_begun(workload: Workload, begun: Horizon, now: Horizon) -> Horizon:
     train = workload.config.train
     if train.num_epochs is None or now.total_steps == begun.total_steps:
         return begun
-    known = counted(now.dataset_tokens, "token") if now.dataset_tokens is not None else "another number of rows"
+    known = pluralize(now.dataset_tokens, "token") if now.dataset_tokens is not None else "another number of rows"
     text = (
-        f"The caches are known to hold {known} by now: {counted(train.num_epochs, 'epoch')} of them: "
-        f"{counted(now.total_steps, 'step')}; the run began with {begun.total_steps:,}"
+        f"The caches are known to hold {known} by now: {pluralize(train.num_epochs, 'epoch')} of them: "
+        f"{pluralize(now.total_steps, 'step')}; the run began with {begun.total_steps:,}"
     )
     follows = train.follow_growth and now.total_steps > begun.total_steps
     what = "and is extended to them" if follows else "and keeps them (train.follow_growth=true would extend it)"
@@ -233,7 +233,7 @@ def _check_length(directory: Path, total_steps: int, step: int) -> None:
     """Refuse a length that the run has passed already."""
     if total_steps < step:
         raise ConfigError(
-            f"the run has done {counted(step, 'step')}, and the configuration asks for {total_steps:,}",
+            f"the run has done {pluralize(step, 'step')}, and the configuration asks for {total_steps:,}",
             where="train.num_steps",
             saved="nothing was changed",
             hint=f"give at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or go on "

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from vorox.core.batch import Batch, DataShard, Progress, rows_digest
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import NumericalError
-from vorox.core.records import Batch, DataShard, Progress, rows_digest
 from vorox.training.chain import ReplayChain
 from vorox.training.stop import Stop, StopRequest
 

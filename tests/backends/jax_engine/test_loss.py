@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from vorox.core.records import IGNORED_LABEL
+from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 
 pytestmark = pytest.mark.jax

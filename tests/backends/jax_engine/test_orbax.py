@@ -32,7 +32,7 @@ from vorox.models.orbax_arrays import FOLDER, OrbaxArrays
 
 pytestmark = pytest.mark.jax
 
-ORBAX: dict[str, Any] = {"checkpoint__arrays": "orbax"}
+ORBAX: dict[str, Any] = {"checkpoint__format": "orbax"}
 
 
 def saved(engine: JaxEngine, target: Path, *, detached: bool = False) -> Path:
@@ -66,7 +66,7 @@ def test_any_mesh_and_layout_restores_it(
     written: tuple[JaxEngine, Path], mesh: dict[str, int], scan_layers: bool, arrays: str
 ) -> None:
     engine, path = written
-    settings = {"optimizer__name": "muon", "runtime__scan_layers": scan_layers, "checkpoint__arrays": arrays}
+    settings = {"optimizer__name": "muon", "runtime__scan_layers": scan_layers, "checkpoint__format": arrays}
     other = on(mesh, DIVISIBLE["qwen3"], run__seed=9, **settings)
     shardings = jax.tree.map(lambda array: array.sharding, other.state)
     other.load(path)
@@ -124,11 +124,11 @@ def test_the_reader_agrees_with_orbax(written: tuple[JaxEngine, Path]) -> None:
 
 def test_either_format_is_read_whatever_is_set(tmp_path: Path) -> None:
     for before, after in (("safetensors", "orbax"), ("orbax", "safetensors")):
-        engine = on({}, DIVISIBLE["gpt2"], checkpoint__arrays=before)
+        engine = on({}, DIVISIBLE["gpt2"], checkpoint__format=before)
         losses(engine, 1)
         path = saved(engine, tmp_path / before, detached=True)
         assert (path / FOLDER).is_dir() == (before == "orbax")
-        other = on(MESHES["fsdp 4"], DIVISIBLE["gpt2"], checkpoint__arrays=after, run__seed=4)
+        other = on(MESHES["fsdp 4"], DIVISIBLE["gpt2"], checkpoint__format=after, run__seed=4)
         other.load(path)
         assert other.fingerprint() == engine.fingerprint()
 
@@ -234,7 +234,7 @@ def test_torch_reads_it(tmp_path: Path) -> None:
     values |= {"backend": "torch", "parallel": {}}
     with pytest.raises(ConfigError) as refused:
         backends.load("torch").create(RunConfig.model_validate(values), engine._spec, DistributedContext())
-    assert (refused.value.where, refused.value.exit_code) == ("checkpoint.arrays", 2)
+    assert (refused.value.where, refused.value.exit_code) == ("checkpoint.format", 2)
     values["checkpoint"] = {}
     other = backends.load("torch").create(RunConfig.model_validate(values), engine._spec, DistributedContext())
     other.import_weights(read_weights(path, engine._spec))

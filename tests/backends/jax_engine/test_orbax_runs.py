@@ -22,12 +22,12 @@ from vorox.training.checkpoint_store import latest_valid, step_directories
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 
-JAX = ["backend=jax", "runtime.num_threads=null", "checkpoint.arrays=orbax", "log.matmul_ceiling=false"]
+JAX = ["backend=jax", "runtime.num_threads=null", "checkpoint.format=orbax", "log.matmul_peak=false"]
 
 
 def test_a_run_with_orbax_is_the_run_with_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"run.directory={tmp_path / 'plain'}"
-    straight = run(configuration(tmp_path, [*JAX, "checkpoint.arrays=safetensors", place]))
+    straight = run(configuration(tmp_path, [*JAX, "checkpoint.format=safetensors", place]))
     original = JaxEngine.train_step
 
     def stopping(self: JaxEngine, batch: object, **arguments: float) -> object:

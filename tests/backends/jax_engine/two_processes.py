@@ -26,7 +26,7 @@ def main() -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (jax.device_count(), jax.local_device_count()) == (4, 2)
     engine = on(MESHES["data 2, fsdp 2"] if sys.argv[4] == "data" else MESHES["fsdp 4"], DIVISIBLE["qwen3"],
-                optimizer__name="muon", checkpoint__arrays="orbax", run__seed=21)  # fmt: skip
+                optimizer__name="muon", checkpoint__format="orbax", run__seed=21)  # fmt: skip
     snapshot = engine.snapshot(detached=True)
     arrays = [array for tree in snapshot.trees.values() for array in tree.values()]  # type: ignore[attr-defined]
     written = sum(part.data.nbytes for array in arrays for part in array.addressable_shards if part.replica_id == 0)

@@ -66,19 +66,19 @@ def test_auto_takes_the_first_that_exists(
 
 class TestDeterminism:
     def test_levels(self) -> None:
-        assert devices.prepare(configuration(), ALONE).determinism == "D2"
-        for level in ("D0", "D1", "D2"):
+        assert devices.prepare(configuration(), ALONE).determinism == "bitwise"
+        for level in ("none", "data", "bitwise"):
             assert devices.prepare(configuration(runtime__determinism=level), ALONE).determinism == level
 
     def test_d2_is_refused_where_it_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="cannot be kept on mps"):
-            devices._set_determinism("D2", torch.device("mps"), compiled=False)
+            devices._set_determinism("bitwise", torch.device("mps"), compiled=False)
         with pytest.raises(ConfigError, match="compiled CUDA kernels"):
-            devices._set_determinism("D2", CUDA, compiled=True)
+            devices._set_determinism("bitwise", CUDA, compiled=True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         with pytest.raises(ConfigError, match="needs CUBLAS_WORKSPACE_CONFIG before CUDA starts"):
-            devices._set_determinism("D2", CUDA, compiled=False)
+            devices._set_determinism("bitwise", CUDA, compiled=False)
 
     def test_d2_on_cuda_tells_pytorch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[bool] = []
@@ -88,11 +88,11 @@ class TestDeterminism:
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-        devices._set_determinism("D2", CUDA, compiled=False)
+        devices._set_determinism("bitwise", CUDA, compiled=False)
         assert asked == [True]
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user set is kept"
         assert not torch.utils.deterministic.fill_uninitialized_memory
-        devices._set_determinism("D1", CUDA, compiled=True)
+        devices._set_determinism("data", CUDA, compiled=True)
         assert asked == [True, False]
 
 
@@ -134,6 +134,6 @@ def test_environment_records_what_decides_the_bits() -> None:
     assert found["torch"] == torch.__version__
     assert found["num_threads"] == 1
     assert found["device_kind"] == "cpu"
-    assert found["determinism"] == "D2"
+    assert found["determinism"] == "bitwise"
     assert found["matrix_products"] in {"blas", "onednn"}
     assert found["instruction_set"] == torch.backends.cpu.get_cpu_capability()

@@ -27,8 +27,9 @@ from backends.torch_engine.small_models import (
     train,
 )
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
+from vorox.core.engine import StepValues
 from vorox.core.errors import DataError, DoesNotFitError
-from vorox.core.records import IGNORED_LABEL, Batch, DataCursor, StepValues
 
 pytestmark = pytest.mark.torch
 FAMILIES = pytest.mark.parametrize("model", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])

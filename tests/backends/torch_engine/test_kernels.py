@@ -23,7 +23,7 @@ LIBRARIES = [
 
 
 def compute(products: str = "blas", *, compiled: bool = False) -> Compute:
-    return Compute(torch.device("cpu"), torch.float32, "D2", 1, compiled, products)  # pyright: ignore[reportArgumentType]
+    return Compute(torch.device("cpu"), torch.float32, "bitwise", 1, compiled, products)  # pyright: ignore[reportArgumentType]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

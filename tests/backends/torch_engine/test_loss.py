@@ -15,7 +15,7 @@ from vorox.backends.torch_engine import loss as loss_module
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
 from vorox.backends.torch_engine.loss import HeadLoss, Labels
-from vorox.core.records import IGNORED_LABEL
+from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 
 pytestmark = pytest.mark.torch

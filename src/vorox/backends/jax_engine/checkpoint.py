@@ -36,15 +36,15 @@ HOST_MEMORY = "pinned_host"
 
 
 def require_orbax() -> None:
-    """Refuse ``checkpoint.arrays=orbax`` before step 1 where it cannot be honoured.
+    """Refuse ``checkpoint.format=orbax`` before step 1 where it cannot be honoured.
 
     Raises:
         ConfigError: Orbax is not installed.
     """
     if importlib.util.find_spec("orbax") is None:
         raise ConfigError(
-            "arrays = orbax needs orbax-checkpoint, which is not installed", where="checkpoint.arrays",
-            hint=f"{install_command('jax')}, or set checkpoint.arrays=safetensors",
+            "format = orbax needs orbax-checkpoint, which is not installed", where="checkpoint.format",
+            hint=f"{install_command('jax')}, or set checkpoint.format=safetensors",
         )  # fmt: skip
 
 

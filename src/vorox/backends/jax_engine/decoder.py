@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.records import Int32Array
 
 PROMPT_MULTIPLE_TOKENS = 16
 

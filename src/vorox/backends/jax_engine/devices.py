@@ -45,7 +45,7 @@ class Compute:
     Attributes:
         mesh: Devices by ``data``, ``fsdp`` and ``tensor``.
         dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
-        determinism: Level that is kept: D0, D1 or D2.
+        determinism: Level that is kept: none, data or bitwise.
         attention: Name of the attention that is used.
         float32_products: Precision that fp32 products ask of the hardware.
     """
@@ -97,11 +97,11 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     mesh = _mesh(config, platform)
     determinism = config.runtime.determinism
     if determinism == "auto":
-        determinism = "D2" if platform == "cpu" else "D1"
-    if determinism == "D2" and platform == "gpu":
+        determinism = "bitwise" if platform == "cpu" else "data"
+    if determinism == "bitwise" and platform == "gpu":
         raise ConfigError(
-            "determinism = D2 is not promised by XLA's GPU kernels, which are chosen by timing",
-            where="runtime.determinism", hint="use D1, or the CPU",
+            "determinism = bitwise is not promised by XLA's GPU kernels, which are chosen by timing",
+            where="runtime.determinism", hint="use data, or the CPU",
         )  # fmt: skip
     if config.precision.matmul == "tf32" and platform != "gpu":
         raise ConfigError(

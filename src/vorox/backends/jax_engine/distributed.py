@@ -17,9 +17,9 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from vorox.core.batch import DataShard
 from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, membership
 from vorox.core.errors import ConfigError
-from vorox.core.records import DataShard
 from vorox.core.schema import RunConfig
 
 

@@ -33,9 +33,9 @@ from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.results import JaxStepResult
 from vorox.backends.jax_engine.taps import Taps
+from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import EngineSnapshot, NamedArray
-from vorox.core.records import IGNORED_LABEL, Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
+from vorox.core.engine import EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
 from vorox.models.engine_state import EngineState, Snapshot
@@ -73,7 +73,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
         ConfigError: This machine or engine cannot honour a setting.
     """
     compute = devices.prepare(config, dist)
-    if config.checkpoint.arrays == "orbax":
+    if config.checkpoint.format == "orbax":
         require_orbax()
     budget = devices.memory_budget(config, spec, compute.mesh)
     budget.check_state()
@@ -330,7 +330,7 @@ class JaxEngine:
         """The complete training state as it is now; a detached one is a copy in host memory."""
         several = jax.process_count() > 1
         with devices.memory_errors("copying the state for a checkpoint", self._memory):
-            if self._config.checkpoint.arrays == "orbax":
+            if self._config.checkpoint.format == "orbax":
                 counters = {"updates": float(self.state.updates)}
                 known = self.fingerprint() if several else None
                 return OrbaxSnapshot.of(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vorox.core.records import IGNORED_LABEL
+from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 
 Array = jax.Array

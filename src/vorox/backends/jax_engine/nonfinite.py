@@ -15,7 +15,8 @@ import numpy as np
 
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import statistics
-from vorox.core.records import IGNORED_LABEL, NonfiniteOrigin
+from vorox.core.batch import IGNORED_LABEL
+from vorox.core.engine import NonfiniteOrigin
 
 
 def find_origin(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from vorox.backends.jax_engine.taps import statistics
-from vorox.core.records import StepValues
+from vorox.core.engine import StepValues
 
 
 class JaxStepResult:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vorox.core.records import Int32Array
+from vorox.core.batch import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.records import Int32Array
 from vorox.models.spec import ModelSpec
 
 

@@ -41,7 +41,7 @@ class Compute:
     Attributes:
         device: Where parameters live.
         dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
-        determinism: Level that is kept: D0, D1 or D2.
+        determinism: Level that is kept: none, data or bitwise.
         num_threads: Arithmetic threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library of the fp32 matrix products of the uncompiled CPU model.
@@ -78,7 +78,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     dtype = _select_dtype(config.precision.dtype, device)
     determinism = config.runtime.determinism
     if determinism == "auto":
-        determinism = "D2" if device.type == "cpu" else "D1"
+        determinism = "bitwise" if device.type == "cpu" else "data"
     default_threads = physical_cores() if device.type == "cpu" else torch.get_num_threads()
     num_threads = config.runtime.num_threads or default_threads
     if torch.get_num_threads() != num_threads:
@@ -124,7 +124,7 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
         ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block")),
         ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
         ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
-        ("checkpoint.arrays", config.checkpoint.arrays, ("safetensors",)),
+        ("checkpoint.format", config.checkpoint.format, ("safetensors",)),
     )
     for key, value, accepted in others:
         if value not in accepted:
@@ -178,24 +178,24 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
     """CPU kernels that we use are deterministic for a fixed number of threads; accelerators have to be told."""
     if device.type == "cpu":
         return
-    if level != "D2":
+    if level != "bitwise":
         torch.use_deterministic_algorithms(False)
         return
     if device.type == "mps":
         raise ConfigError(
-            "determinism = D2 cannot be kept on mps", where="runtime.determinism", hint="use D1 or the CPU"
+            "determinism = bitwise cannot be kept on mps", where="runtime.determinism", hint="use data, or the CPU"
         )
     if compiled:
         raise ConfigError(
-            "determinism = D2 cannot be kept by compiled CUDA kernels, which are chosen by timing",
+            "determinism = bitwise cannot be kept by compiled CUDA kernels, which are chosen by timing",
             where="runtime.determinism",
-            hint="set runtime.compile=false, or D1",
+            hint="set runtime.compile=false, or determinism=data",
         )
     if not torch.cuda.is_initialized():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS[0])
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_CUBLAS:
         raise ConfigError(
-            "determinism = D2 needs CUBLAS_WORKSPACE_CONFIG before CUDA starts",
+            "determinism = bitwise needs CUBLAS_WORKSPACE_CONFIG before CUDA starts",
             where="runtime.determinism",
             hint=f"set the environment variable CUBLAS_WORKSPACE_CONFIG={DETERMINISTIC_CUBLAS[0]}",
         )

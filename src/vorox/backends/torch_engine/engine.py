@@ -30,9 +30,9 @@ from vorox.backends.torch_engine.optim import Optimizer, flat_norm
 from vorox.backends.torch_engine.parameters import ParameterStore
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
+from vorox.core.batch import Batch, DataShard, Int32Array
 from vorox.core.distributed_context import DistributedContext, membership
-from vorox.core.engine import NamedArray
-from vorox.core.records import Batch, DataShard, EvalValues, Int32Array, NonfiniteOrigin
+from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models.engine_state import Snapshot
 from vorox.models.input_checks import check_length, check_tokens

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.loss import Labels
 from vorox.core.atomic import canonical_json
-from vorox.core.records import IGNORED_LABEL, Int32Array
+from vorox.core.batch import IGNORED_LABEL, Int32Array
 
 
 def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vorox.core.records import StepValues
+from vorox.core.engine import StepValues
 
 
 class TorchStepResult:

@@ -14,7 +14,7 @@ import typer
 from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.data.cache.options import BuildOptions
@@ -144,7 +144,7 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         for transform, count in report.transforms.items():
             added = f", added {count.added:,}" if count.added else ""
             word = transform.partition("/")[2]
-            typer.echo(f"{name}: {word} removed {count.removed:,} of {counted(count.taken, 'document')}{added}")
+            typer.echo(f"{name}: {word} removed {count.removed:,} of {pluralize(count.taken, 'document')}{added}")
         if report.stages is not None and report.stages.bottleneck:
             stages = {stage.name: stage for stage in report.stages.stages}
             slowest = stages[report.stages.bottleneck]

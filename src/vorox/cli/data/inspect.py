@@ -10,7 +10,7 @@ import typer
 from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, report_json, showing, tell
 from vorox.cli.output import AsJson, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 
 def verify(words: Words, as_json: AsJson = False) -> None:
@@ -113,10 +113,10 @@ def peek(
         print_json([asdict(row) for row in rows])
         return
     for row in rows:
-        typer.echo(f"{row.source} {row.split}, row {row.row:,}, {counted(row.padding_tokens, 'position')} of padding")
+        typer.echo(f"{row.source} {row.split}, row {row.row:,}, {pluralize(row.padding_tokens, 'position')} of padding")
         for segment in row.segments:
             record = f"{segment.uri}, record {segment.ordinal:,}"
             place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
-            typer.echo(f"  {counted(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {place}")
+            typer.echo(f"  {pluralize(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {place}")
             for line in humanize.printable(segment.text).split("\n"):
                 typer.echo(f"    \N{BOX DRAWINGS LIGHT VERTICAL} {line}")

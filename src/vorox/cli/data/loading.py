@@ -14,7 +14,7 @@ from vorox.cli.arguments import sort_words
 from vorox.cli.config import named_configuration
 
 if TYPE_CHECKING:
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
     from vorox.core.schema import RunConfig
     from vorox.data.cache.report import BuildReport
     from vorox.data.corpus import Corpus
@@ -32,15 +32,15 @@ def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
 
 
 @contextlib.contextmanager
-def showing() -> Generator[PreparationDisplay]:
+def showing() -> Generator[BuildDisplay]:
     """A display of long work. What Vorox warns of meanwhile (data that is waited for) has lines of its own."""
-    from vorox.cli.preparation import PreparationDisplay
+    from vorox.cli.build_display import BuildDisplay
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             display.message(record.getMessage())
 
-    display, lines, logger = PreparationDisplay(), Lines(logging.WARNING), logging.getLogger("vorox")
+    display, lines, logger = BuildDisplay(), Lines(logging.WARNING), logging.getLogger("vorox")
     logger.addHandler(lines)
     try:
         yield display

@@ -10,7 +10,7 @@ import typer
 
 from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.data.original_text import FoundText
@@ -52,7 +52,7 @@ def where(
     for row in rows:
         typer.echo(
             f"step {row.step:,}, slot {row.slot}: {row.source}, epoch {row.epoch}, row {row.row:,}, "
-            + counted(row.num_tokens, "token")
+            + pluralize(row.num_tokens, "token")
             + (f" and {row.padding_tokens:,} of padding" if row.padding_tokens else "")
         )
         for part, document in enumerate(row.documents):
@@ -80,7 +80,7 @@ def _document_line(document: DocumentOrigin) -> str:
     whole = "all" if document.num_tokens == document.document_tokens else f"{document.first_token:,} to {last:,} of"
     return (
         f"{document.uri}, record {document.ordinal:,}, bytes {document.byte_offset:,} to "
-        f"{document.byte_offset + document.byte_length:,}: {whole} {counted(document.document_tokens, 'token')}"
+        f"{document.byte_offset + document.byte_length:,}: {whole} {pluralize(document.document_tokens, 'token')}"
     )
 
 

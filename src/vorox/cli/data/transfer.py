@@ -11,7 +11,7 @@ import typer
 from vorox.cli import humanize
 from vorox.cli.data.loading import Words, load, showing
 from vorox.cli.output import AsJson, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 
 def export(
@@ -42,7 +42,9 @@ def export(
     ]
     titles = ["FILE", "DOCUMENTS", "TOKENS", "SIZE", "SHA256"]
     print_table(titles, rows, right="DOCUMENTS TOKENS SIZE")
-    typer.echo(f"\n{counted(report.documents, 'document')}, {counted(report.tokens, 'token')} in {report.directory}")
+    typer.echo(
+        f"\n{pluralize(report.documents, 'document')}, {pluralize(report.tokens, 'token')} in {report.directory}"
+    )
 
 
 def download(
@@ -72,4 +74,6 @@ def download(
     ]
     print_table(["FILE", "SIZE", "FETCHED", "VERSION"], rows, right="SIZE FETCHED")
     size = humanize.size(sum(file.size_bytes for file in report.files))
-    typer.echo(f"\n{counted(len(report.files), 'file')}, {size}, of commit {report.commit[:12]} in {report.directory}")
+    typer.echo(
+        f"\n{pluralize(len(report.files), 'file')}, {size}, of commit {report.commit[:12]} in {report.directory}"
+    )

@@ -12,7 +12,7 @@ import typer
 from vorox.cli import humanize
 from vorox.cli.data.loading import load
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.data.cache.gc import CacheUse
@@ -55,7 +55,7 @@ def gc(
     if not dry_run:
         if unused:
             size_bytes = sum(cache.size_bytes for cache in unused)
-            confirm(f"Remove {counted(len(unused), 'cache')}, {humanize.size(size_bytes)}?", yes=yes)
+            confirm(f"Remove {pluralize(len(unused), 'cache')}, {humanize.size(size_bytes)}?", yes=yes)
         freed = gc.remove(garbage) + gc.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]

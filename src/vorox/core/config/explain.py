@@ -1,4 +1,4 @@
-"""What a setting is: type, default, value here and where it came from, what is accepted, and what depends on it."""
+"""Explanations of settings: type, default, value and its origin, accepted values, dependencies; and the JSON schema."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from vorox.core.config.conditions import CONDITIONS
-from vorox.core.config.fields import REQUIRED, SchemaField, find_field, schema_fields, wildcard
-from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest, known_key
-from vorox.core.config.synonyms import synonyms_of
+from vorox.core.config.preset_rules import WITH_ITS_SOURCES
+from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest
+from vorox.core.config.schema_fields import (
+    REQUIRED,
+    SchemaField,
+    find_field,
+    in_yaml_words,
+    nearest,
+    schema_fields,
+    wildcard,
+)
+from vorox.core.config.setting_dependencies import DEPENDENCIES
+from vorox.core.config.synonyms import key_of, synonyms_of
 from vorox.core.config.yaml_reader import Json
 from vorox.core.config.yaml_writer import write_inline
+from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a key in one configuration and where it was said."""
+    """The value of a key in one configuration, and the place that set it."""
 
     key: str
     value: Json
@@ -25,15 +37,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything there is to say about one key.
+    """The explanation of one key.
 
     Attributes:
-        field: Its row of the schema.
+        field: Its row of the schema table.
         values: Its value in the given configuration: several for a key of a list, none without a configuration.
         needs: The setting without which it has no effect; empty if it always has one.
-        changes_run: Whether another value makes another run (see ``config.NOT_IN_DIGEST``).
+        changes_run: Whether another value makes another run (see ``resolve.NOT_IN_DIGEST``).
         keys: For a section, the keys directly inside it.
-        synonyms: Other names that are accepted for it.
+        synonyms: Its synonyms.
     """
 
     field: SchemaField
@@ -45,7 +57,7 @@ class Explanation:
 
     @property
     def default(self) -> str:
-        """The default on one line; empty for sections and for keys that have none."""
+        """The default on one line; empty for sections and for keys without a default."""
         if self.field.is_section or self.field.default is REQUIRED:
             return ""
         return write_inline(_plain(self.field.default))
@@ -71,21 +83,34 @@ def explain(key: str, resolved: ResolvedConfig | None = None) -> Explanation:
     """Explain a dotted key, with or without list indices.
 
     Args:
-        key: ``optimizer.lr``, ``data.sources.0.weight``, ``schedule``.
-        resolved: The configuration whose values are to be shown.
+        key: ``optimizer.lr``, ``data.sources.0.weight``, ``schedule``, or a synonym.
+        resolved: The configuration whose values are included.
 
     Raises:
-        ConfigError: There is no such key; the nearest are named.
+        ConfigError: The key does not exist; the error suggests the nearest ones.
     """
     key = known_key(key)
     field = find_field(key)
     assert field is not None
-    needs = next((condition.remedy for condition in CONDITIONS if condition.key == field.key), "")
+    needs = next((entry.remedy for entry in DEPENDENCIES if entry.key == field.key), "")
     depth = field.key.count(".") + (2 if field.type_name == "list of sections" else 1)
     inside = tuple(
         name for name in schema_fields() if name.startswith(f"{field.key}.") and name.count(".") == depth
     )  # fmt: skip
     return Explanation(field, _values(key, field, resolved), needs, in_digest(field.key), inside, synonyms_of(key))
+
+
+def known_key(key: str) -> str:
+    """Return the key itself, or the key that a synonym means.
+
+    Raises:
+        ConfigError: The key does not exist; the error suggests the nearest ones.
+    """
+    meant = key_of(key)
+    if find_field(meant) is None:
+        near = nearest(key)
+        raise ConfigError(f"Unknown key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
+    return meant
 
 
 def _values(key: str, field: SchemaField, resolved: ResolvedConfig | None) -> tuple[Value, ...]:
@@ -101,3 +126,32 @@ def _values(key: str, field: SchemaField, resolved: ResolvedConfig | None) -> tu
 
 def _plain(value: Any) -> Json:
     return list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of configuration files, for editors; no key is required, because presets fill them in."""
+    schema = RunConfig.model_json_schema()
+    for definition in [schema, *cast("Mapping[str, dict[str, Any]]", schema.get("$defs", {})).values()]:
+        definition.pop("required", None)
+        if definition.get("title") == "SourceConfig":
+            definition["required"] = ["name"]  # a preset may fill in the format
+        for entry in cast("Mapping[str, dict[str, Any]]", definition.get("properties", {})).values():
+            entry["description"] = in_yaml_words(str(entry.get("description", "")))
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Vorox run configuration"
+    properties = cast("dict[str, Any]", schema["properties"])
+    schema["properties"] = {
+        "preset": {
+            "type": "string",
+            "description": f"Base configuration: {', '.join(run_presets())}, or a file.",
+        },
+        WITH_ITS_SOURCES: {
+            "type": "object",
+            "description": "Settings that apply only while data.sources are the ones in this file.",
+        },
+        **properties,
+    }
+    sizes = sorted(model_presets().sizes)
+    model = cast("dict[str, Any]", schema["$defs"]["ModelConfig"]["properties"]["preset"])
+    model["examples"] = sizes
+    return schema

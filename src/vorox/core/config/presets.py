@@ -1,6 +1,6 @@
-"""What ships with Vorox: run presets (``presets/runs/*.yaml``) and architectures and sizes (``presets/models.yaml``).
+"""Presets that ship with Vorox: runs (``presets/runs``), models (``models.yaml``) and named sources (``sources.yaml``).
 
-Pure data, read with the same reader as a user's file. A preset is an ordinary configuration that has a name.
+Data only, read with the reader of users' files. A run preset is an ordinary configuration with a name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRESETS_DIRECTORY = Path(__file__).resolve().parents[2] / "presets"
 
 @dataclass(frozen=True, slots=True)
 class ModelPresets:
-    """Architecture defaults by family, and sizes by name; every value is a key of ``model``."""
+    """Architecture defaults by family and sizes by name; every value is a key of ``model``."""
 
     families: Mapping[str, Mapping[str, Json]]
     sizes: Mapping[str, Mapping[str, Json]]
@@ -25,10 +25,21 @@ class ModelPresets:
 
 @functools.cache
 def model_presets() -> ModelPresets:
-    path = PRESETS_DIRECTORY / "models.yaml"
-    document = read_mapping(path.read_text(encoding="utf-8"), path.name)
+    values = read_preset_file("models.yaml")
+    return ModelPresets(_mappings(values["families"]), _mappings(values["sizes"]))
+
+
+@functools.cache
+def source_presets() -> Mapping[str, Mapping[str, Json]]:
+    """Return the named sources; every value is a key of an entry of ``data.sources``."""
+    return {name: entry for name, entry in read_preset_file("sources.yaml").items() if isinstance(entry, dict)}
+
+
+def read_preset_file(name: str) -> dict[str, Json]:
+    """Return the mapping in a file of the presets' directory."""
+    document = read_mapping((PRESETS_DIRECTORY / name).read_text(encoding="utf-8"), name)
     assert not document.problems, document.problems
-    return ModelPresets(_mappings(document.value["families"]), _mappings(document.value["sizes"]))
+    return document.value
 
 
 def _mappings(value: Json) -> dict[str, Mapping[str, Json]]:
@@ -41,5 +52,5 @@ def _mappings(value: Json) -> dict[str, Mapping[str, Json]]:
 
 
 def run_presets() -> dict[str, Path]:
-    """Name and file of every run preset, sorted by name."""
+    """Return name and file of every run preset, sorted by name."""
     return {path.stem: path for path in sorted((PRESETS_DIRECTORY / "runs").glob("*.yaml"))}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
-from vorox.core.config.fields import SchemaField, admits, did_you_mean
+from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean
 from vorox.core.config.yaml_reader import Json, resolve_plain
 from vorox.core.config.yaml_writer import write_inline
 

@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.atomic import canonical_json
-from vorox.core.config.conditions import SOURCE_LISTS
-from vorox.core.config.fields import find_field, in_yaml_words, nearest, wildcard
 from vorox.core.config.overrides import Assignment, parse_override
-from vorox.core.config.presets import model_presets, run_presets
-from vorox.core.config.python_file import mapping_document, read_python
-from vorox.core.config.streaming_form import settle_streaming_form
-from vorox.core.config.synonyms import key_of
-from vorox.core.config.text_dependence import (
+from vorox.core.config.preset_rules import (
     WITH_ITS_SOURCES,
     fit_learning_rate,
     fit_warmup,
     names_sources,
     names_warmup,
 )
+from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.python_file import mapping_document, read_python
+from vorox.core.config.schema_fields import nearest, wildcard
+from vorox.core.config.schema_validation import validate
+from vorox.core.config.section_synonyms import translate_sections
+from vorox.core.config.setting_dependencies import SOURCE_LISTS
+from vorox.core.config.synonyms import update_record, value_in_digest
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
-from vorox.core.config.validation import validate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
 from vorox.core.config.yaml_writer import write_inline, write_yaml
 from vorox.core.disk_errors import disk_error
@@ -155,7 +155,7 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
         tree.apply_layer(layer.assignments if own_text else [*layer.assignments, *layer.with_its_sources])
         fit = fit or (own_text and bool(layer.with_its_sources))
     tree.apply_layer(said)
-    settle_streaming_form(tree)
+    translate_sections(tree)
     if fit:
         fit_learning_rate(tree)
     if isinstance(source, GivenConfig) and not names_warmup(said):
@@ -169,12 +169,19 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
     return ResolvedConfig(config, tree)
 
 
+def config_from_record(values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that a checkpoint recorded, also one of an earlier version.
+
+    Raises:
+        pydantic.ValidationError: The values are not those of a configuration that this version knows.
+    """
+    return RunConfig.model_validate(update_record(values))
+
+
 def _name_for_messages(source: ConfigSource | None) -> str:
-    if source is None:
-        return "the overrides"
     if isinstance(source, Mapping):
         return _MAPPING_NAME
-    return source.name if isinstance(source, GivenConfig) else str(source)
+    return "the overrides" if source is None else source.name if isinstance(source, GivenConfig) else str(source)
 
 
 class _Layer:
@@ -283,13 +290,13 @@ def model_label(config: RunConfig) -> str:
 
 def _name_run(tree: ConfigTree, source: str) -> None:
     """Unless somebody named the run, name it after its file and its model."""
-    if tree.said("run.name"):
+    if tree.is_explicit("run.name"):
         return
     stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
     preset = tree.get("model.preset")
     label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
     name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
-    tree.fill("run.name", name, "name of the configuration and the model")
+    tree.set_default("run.name", name, "name of the configuration and the model")
 
 
 def config_values(config: RunConfig) -> dict[str, Json]:
@@ -328,8 +335,12 @@ def in_digest(key: str) -> bool:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256, hex, over everything that decides the bits of the run."""
-    values = {key: value for key, value in flat_values(config).items() if in_digest(key)}
-    return hashlib.sha256(canonical_json(values)).hexdigest()
+    return hashlib.sha256(canonical_json(digest_values(config))).hexdigest()
+
+
+def digest_values(config: RunConfig) -> dict[str, Json]:
+    """Return the keys that decide the bits of the run, with their values as digests spell them."""
+    return {key: value_in_digest(key, value) for key, value in flat_values(config).items() if in_digest(key)}
 
 
 def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
@@ -351,45 +362,3 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
     old, new = flat_values(before), flat_values(after)
     keys = list(dict.fromkeys([*old, *new]))
     return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema of a configuration file, for editors: nothing is required, because presets and overrides fill in."""
-    schema = RunConfig.model_json_schema()
-    for definition in [schema, *cast("Mapping[str, dict[str, Any]]", schema.get("$defs", {})).values()]:
-        definition.pop("required", None)
-        if definition.get("title") == "SourceConfig":
-            definition["required"] = ["name"]  # a preset may fill in the format
-        for entry in cast("Mapping[str, dict[str, Any]]", definition.get("properties", {})).values():
-            entry["description"] = in_yaml_words(str(entry.get("description", "")))
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "Vorox run configuration"
-    properties = cast("dict[str, Any]", schema["properties"])
-    schema["properties"] = {
-        "preset": {
-            "type": "string",
-            "description": f"What this file stands on: {', '.join(run_presets())}, or a file.",
-        },
-        WITH_ITS_SOURCES: {
-            "type": "object",
-            "description": "Settings that hold only as long as nobody names other data.sources over this file.",
-        },
-        **properties,
-    }
-    sizes = sorted(model_presets().sizes)
-    model = cast("dict[str, Any]", schema["$defs"]["ModelConfig"]["properties"]["preset"])
-    model["examples"] = sizes
-    return schema
-
-
-def known_key(key: str) -> str:
-    """The key itself, if it is one, or the one that a synonym means.
-
-    Raises:
-        ConfigError: There is no such key; the nearest are named.
-    """
-    meant = key_of(key)
-    if find_field(meant) is None:
-        near = nearest(key)
-        raise ConfigError(f"there is no key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
-    return meant

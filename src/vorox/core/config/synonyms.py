@@ -1,16 +1,19 @@
-"""Second names of settings: what other codebases call them, accepted wherever a key is: command line and YAML.
+"""Synonyms of settings: names in other codebases, and names and values of earlier versions.
 
-A synonym is translated before anything else is done with it, so the resolved configuration, the record of a run and
-every message have one name only. ``vorox config explain`` knows them.
+A key or value of a command line, a file or a record goes in, the current one comes out. Synonyms are translated before
+anything else, so the resolved configuration, the record of a run and every message use the current name only.
+``vorox config explain`` lists them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from vorox.core.config.overrides import Assignment
+from vorox.core.config.yaml_reader import Json
 
 GPT_SYNONYMS: Final[Mapping[str, str]] = {
     "model.n_layer": "model.num_layers",
@@ -31,8 +34,20 @@ GPT_SYNONYMS: Final[Mapping[str, str]] = {
 Where no configuration is named, one of these starts from the preset ``gpt2-shards``, which has that trainer's defaults.
 """
 
+EARLIER_NAMES: Final[Mapping[str, str]] = {
+    "checkpoint.arrays": "checkpoint.format",
+    "log.matmul_ceiling": "log.matmul_peak",
+}
+"""Settings that earlier versions recorded under another name. None of them is part of a configuration's digest."""
+
+EARLIER_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "runtime.determinism": {"D0": "none", "D1": "data", "D2": "bitwise"},
+}
+"""Key to its values in earlier versions, each with the current one. Digests are computed over the earlier spelling."""
+
 SYNONYMS: Final[Mapping[str, str]] = {
     **GPT_SYNONYMS,
+    **EARLIER_NAMES,
     "train.target_epochs": "train.num_epochs",
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
@@ -79,21 +94,49 @@ SYNONYMS: Final[Mapping[str, str]] = {
     "log_interval": "log.every_steps",
     "logging_steps": "log.every_steps",
 }
-"""Synonym to the key that it means."""
+"""Synonym to key."""
 
 
 def key_of(name: str) -> str:
-    """The key that a dotted name means: itself, unless it is a synonym."""
+    """Return the key that a dotted name means: itself, unless it is a synonym."""
     return SYNONYMS.get(name, name)
 
 
 def synonyms_of(key: str) -> tuple[str, ...]:
-    """The other names of a key."""
+    """Return the synonyms of a key."""
     return tuple(sorted(name for name, meant in SYNONYMS.items() if meant == key))
 
 
-def translated(assignment: Assignment) -> Assignment:
-    """The same assignment to the key that is meant."""
+def current_value(key: str, value: Any) -> Any:
+    """Return the current spelling of a key's value."""
+    return EARLIER_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+
+
+def value_in_digest(key: str, value: Json) -> Json:
+    """Return the spelling of a key's value that digests are computed over: that of the first version."""
+    return next((first for first, now in EARLIER_VALUES.get(key, {}).items() if now == value), value)
+
+
+def update_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded values, sections as mappings, under current names and in current spellings.
+
+    Args:
+        values: A whole configuration as a checkpoint of this or an earlier version records it.
+    """
+    updated = copy.deepcopy(dict(values))
+    for old, new in EARLIER_NAMES.items():
+        (section, old_name), (_, new_name) = old.split("."), new.split(".")
+        if isinstance(updated.get(section), dict) and old_name in updated[section]:
+            updated[section].setdefault(new_name, updated[section].pop(old_name))
+    for key in EARLIER_VALUES:
+        section, name = key.split(".")
+        if isinstance(updated.get(section), dict) and name in updated[section]:
+            updated[section][name] = current_value(key, updated[section][name])
+    return updated
+
+
+def translate(assignment: Assignment) -> Assignment:
+    """Return the assignment to the current key that a synonym means."""
     name = ".".join(map(str, assignment.path))
     if name not in SYNONYMS:
         return assignment

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
-from vorox.core.config.fields import REQUIRED, did_you_mean, find_field, schema_fields
 from vorox.core.config.overrides import Assignment
 from vorox.core.config.presets import ModelPresets
-from vorox.core.config.synonyms import translated
+from vorox.core.config.schema_fields import REQUIRED, did_you_mean, find_field, schema_fields
+from vorox.core.config.synonyms import current_value, translate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
 
 
@@ -125,12 +125,12 @@ class ConfigTree:
         field = find_field(key)
         return None if field is None or field.default is REQUIRED else cast(Json, field.default)
 
-    def said(self, key: str) -> bool:
-        """Whether somebody gave this very key, were it null."""
+    def is_explicit(self, key: str) -> bool:
+        """Whether a layer sets this very key, even to null."""
         return tuple(key.split(".")) in self._origins
 
-    def fill(self, key: str, value: Json, origin: str) -> None:
-        """Set a key that nobody gave, below everything that somebody could."""
+    def set_default(self, key: str, value: Json, origin: str) -> None:
+        """Set a key that no layer sets, below every layer."""
         *sections, name = key.split(".")
         holder: Json = self.values
         for section in sections:
@@ -154,7 +154,7 @@ class ConfigTree:
         """Apply everything that one source says, over what is there."""
         layer = self._num_layers
         self._num_layers += 1
-        assignments = [translated(entry) for entry in assignments]
+        assignments = [translate(entry) for entry in assignments]
         self._expand_model(assignments, layer)
         for assignment in assignments:
             self._assign(assignment, layer)
@@ -163,8 +163,10 @@ class ConfigTree:
         path, value = assignment.path, assignment.value
         if isinstance(value, dict) and self._merges(path):
             for key, item in value.items():
-                self._assign(Assignment((*path, key), item, assignment.origin, assignment.nested), layer)
+                entry = Assignment((*path, key), item, assignment.origin, assignment.nested)
+                self._assign(translate(entry), layer)
             return
+        value = current_value(dotted(path), value)
         parent = self._parent(path, assignment)
         if parent is None:
             return

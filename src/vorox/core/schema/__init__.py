@@ -11,11 +11,11 @@ from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.optimizer import LossConfig, OptimizerConfig, ScheduleConfig
 from vorox.core.schema.runtime import ParallelConfig, PrecisionConfig, RunSection, RuntimeConfig
 from vorox.core.schema.section import Section
-from vorox.core.schema.train import ArraysFormat, CheckpointConfig, EvalConfig, LogConfig, TrainConfig
+from vorox.core.schema.train import CheckpointConfig, CheckpointFormat, EvalConfig, LogConfig, TrainConfig
 
 __all__ = [
-    "ArraysFormat",
     "CheckpointConfig",
+    "CheckpointFormat",
     "DataConfig",
     "EvalConfig",
     "LogConfig",

@@ -39,10 +39,10 @@ class RuntimeConfig(Section):
         description="jax: compile one block and scan over all, which compiles deep models faster; a block keeps its "
         "matrix products for the backward pass and computes the rest again.",
     )
-    determinism: Literal["auto", "D0", "D1", "D2"] = Field(
+    determinism: Literal["auto", "none", "data", "bitwise"] = Field(
         default="auto",
-        description="D0 nothing promised, D1 the same batches, D2 the same bits on the same machine. "
-        "auto: D2 on the CPU, D1 on accelerators.",
+        description="What repeats when a step is recomputed. none: nothing; data: the batches; bitwise: every bit, on "
+        "the same machine. auto: bitwise on the CPU, data on accelerators.",
     )
 
 

@@ -77,7 +77,7 @@ class EvalConfig(Section):
     )
 
 
-ArraysFormat = Literal["safetensors", "orbax"]
+CheckpointFormat = Literal["safetensors", "orbax"]
 """How the arrays of a checkpoint are stored."""
 
 
@@ -110,7 +110,7 @@ class CheckpointConfig(Section):
         description="Copy the state into host memory and write it in the background while training goes on. Off: "
         "training stands still until the checkpoint is committed, and nothing is copied.",
     )
-    arrays: ArraysFormat = Field(
+    format: CheckpointFormat = Field(
         default="safetensors",
         description="safetensors: whole arrays in the files of Hugging Face. orbax (jax): the parts that the devices "
         "hold, each written by its process; any mesh restores them. Either is read whatever is set here.",
@@ -144,7 +144,7 @@ class LogConfig(Section):
         description="Environment variable that holds the connection string of the PostgreSQL server.",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
     )
-    matmul_ceiling: bool = Field(
+    matmul_peak: bool = Field(
         default=True,
         description="Measure the matrix products of this model before step 1 and show the speed as a share of them.",
     )

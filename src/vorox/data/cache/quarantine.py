@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, SourceFile
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def report_quarantine(directory: Path, count: int) -> None:
         return
     listed = directory / DIRECTORY_NAME
     first = [f"{place}: {reason}" for place, reason in first_quarantined(directory)]
-    records = f"{counted(count, 'record')} {'was' if count == 1 else 'were'}"
+    records = f"{pluralize(count, 'record')} {'was' if count == 1 else 'were'}"
     more = f"; and {count - len(first):,} more" if count > len(first) else ""
     text = f"{records} left out because they cannot be read: {'; '.join(first)}{more}; all are listed in {listed}"
     fields = {"count": count, "first": first, "list": str(listed)}
@@ -117,7 +117,7 @@ def report_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[Sour
     for record in built.bad_records:
         if record.is_rest_of_file:
             uri, path = files[record.file_index].uri, quarantine_path(directory, built.unit_id)
-            kept = f"kept: {counted(record.ordinal, 'record')}, the first {record.byte_offset:,} bytes of its content"
+            kept = f"kept: {pluralize(record.ordinal, 'record')}, the first {record.byte_offset:,} bytes of its content"
             text = f"{uri} is damaged: {record.reason}; {kept}; listed in {path}"
             fields = {"uri": uri, "kept_records": record.ordinal, "kept_bytes": record.byte_offset, "list": str(path)}
             _log.warning("%s", text, extra={"event_kind": "damaged_file", "event_fields": fields})

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.inventory import read_files, read_units
@@ -94,7 +94,7 @@ class CacheReader:
         missing = manifest.missing_units()
         if complete and (len(missing) or manifest.planned_units == 0):
             raise DataError(
-                f"the cache is incomplete: {len(missing):,} of {counted(manifest.planned_units, 'unit')} "
+                f"the cache is incomplete: {len(missing):,} of {pluralize(manifest.planned_units, 'unit')} "
                 f"{'is' if len(missing) == 1 else 'are'} missing",
                 where=str(directory), hint="`vorox data build` with the same configuration completes it",
             )  # fmt: skip

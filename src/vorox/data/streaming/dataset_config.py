@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vorox.core.config.checks import find_problems
-from vorox.core.config.path_formats import format_of_path
+from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.file_extensions import format_of_path
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 

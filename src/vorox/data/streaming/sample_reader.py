@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vorox.core.atomic import canonical_json
-from vorox.core.records import DataCursor
+from vorox.core.batch import DataCursor
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan
 from vorox.data.plan import Plan, Positions

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from vorox.core.counted import counted
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.batching import batch_by_size
 from vorox.data.documents import Unit, UnitSpan
@@ -217,7 +217,7 @@ def refuse_emptiness(source: Source) -> None:
         if next(cut(source.config, stored, 0, end, 1), None) is not None:
             return
     raise DataError(
-        f"source {source.config.name!r} is empty: {counted(len(source.files), 'file')} without a record",
+        f"source {source.config.name!r} is empty: {pluralize(len(source.files), 'file')} without a record",
         where=source.files[0].uri, hint=f"check {source.key}.paths",
     )  # fmt: skip
 

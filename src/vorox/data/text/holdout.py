@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
-from vorox.core.counted import counted
 from vorox.core.errors import ConfigError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import Unit
 from vorox.data.text.cutting import UnitSplitter
@@ -116,7 +116,7 @@ def _has_records(
 
 def _refusal(source: Source, split: Split, rule: ValidationConfig) -> ConfigError:
     num_files = len(source.files)
-    files = f"{counted(num_files, 'file')}, {source.size_bytes:,} bytes"
+    files = f"{pluralize(num_files, 'file')}, {source.size_bytes:,} bytes"
     name = f"source {source.config.name!r} ({files})"
     what = {"file": "files", "document": "documents", "tail": "tails"}.get(rule.split)
     share = (
@@ -142,7 +142,7 @@ def describe(source: Source) -> str:
         if not held_out:
             return f"nothing of {name}"
         how = " by their names" if rule.split == "named" else ""
-        return f"{held_out:,} of {counted(files, 'file')} of {name}{how}, {files - held_out:,} to train on"
+        return f"{held_out:,} of {pluralize(files, 'file')} of {name}{how}, {files - held_out:,} to train on"
     if rule.split == "document":
         return f"{share} of the documents of {name}"
     return f"the last {share} of {source.files[0].uri.rpartition('/')[2] if files == 1 else f'every file of {name}'}"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.config.path_formats import format_of_path
-from vorox.core.config.source_presets import source_presets
+from vorox.core.config.file_extensions import format_of_path
+from vorox.core.config.presets import source_presets
 from vorox.core.errors import DataError, VoroxError
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema.data import SourceConfig

@@ -18,9 +18,9 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import Any, Final, cast
 
-from vorox.core.config.path_formats import format_of_path
-from vorox.core.counted import counted
+from vorox.core.config.file_extensions import format_of_path
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.documents import Document, UnitSpan
@@ -284,7 +284,9 @@ def _summary(
     left_out = len(files) - len(chosen)
     instead = f" ({', '.join(others)}: data.sources.0.format={others[0]} reads these instead)" if others else ""
     rest = f"\n  left out: {left_out:,} other{instead}" if left_out else ""
-    return f"Data {source['name']}: {source['format']}, {counted(len(chosen), 'file')}, {size:,} bytes, {detail}{rest}"
+    return (
+        f"Data {source['name']}: {source['format']}, {pluralize(len(chosen), 'file')}, {size:,} bytes, {detail}{rest}"
+    )
 
 
 def refuse_text_as_configuration(path: str) -> ConfigError | None:

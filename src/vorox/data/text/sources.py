@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vorox.core.atomic import canonical_json
-from vorox.core.config.conditions import source_conflicts
+from vorox.core.config.setting_dependencies import source_conflicts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig

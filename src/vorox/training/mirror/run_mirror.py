@@ -22,7 +22,7 @@ from vorox.core.log import Echo, Level, RunLog
 from vorox.core.run_context import recorded_config, run_id
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import is_run, same_run_directories
-from vorox.core.same_run import latest_run
+from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, absolute, check_writable, list_objects, remove_object
 from vorox.training.checkpoint_store import steps_to_keep

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from vorox.core.config.conditions import EXCLUSIVE, SOURCE_LISTS
+from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig

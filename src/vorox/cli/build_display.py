@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from vorox.cli.humanize import count, duration, eta, percent, printable
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
@@ -35,7 +35,7 @@ _WORDS = {
 }
 
 
-class PreparationDisplay:
+class BuildDisplay:
     """Callable as ``PrepareProgress``; ``close`` ends the line.
 
     Args:
@@ -131,7 +131,7 @@ def _figures(rates: Mapping[str, float]) -> list[str]:
     if rates.get("tokens_per_second"):
         figures.append(f"{count(rates['tokens_per_second'])} tokens/s")
     if rates.get("chunks"):
-        figures.append(counted(rates["chunks"], "chunk"))
+        figures.append(pluralize(rates["chunks"], "chunk"))
         figures.append(f"{percent(rates['utilisation_fraction'], 2)} full")
         smaller = (percent(rates[f"ratio_to_{name}"]) for name in ("uint32", "uint16"))
         figures.append("size {} of uint32, {} of uint16".format(*smaller))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vorox.core.counted import counted
+from vorox.core.pluralize import pluralize
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from vorox.core.counted import counted
         (12345678901, "12,345,678,901 steps"),
     ],
 )
-def test_counted(number: float, expected: str) -> None:
-    assert counted(number, "step") == expected
+def test_pluralize(number: float, expected: str) -> None:
+    assert pluralize(number, "step") == expected
 
 
 def test_an_irregular_plural() -> None:
-    assert [counted(number, "process", "processes") for number in (1, 2)] == ["1 process", "2 processes"]
+    assert [pluralize(number, "process", "processes") for number in (1, 2)] == ["1 process", "2 processes"]

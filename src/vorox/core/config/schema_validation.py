@@ -14,11 +14,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vorox.core.config.checks import find_problems
-from vorox.core.config.conditions import SOURCE_LISTS, settle_conditions
-from vorox.core.config.fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.preset_rules import fill_sources
 from vorox.core.config.remedies import remedy
-from vorox.core.config.source_presets import fill_sources
+from vorox.core.config.schema_fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
+from vorox.core.config.setting_dependencies import SOURCE_LISTS, resolve_dependencies
 from vorox.core.config.tree import ConfigTree, Problem, dotted
 from vorox.core.config.yaml_reader import Json, KeyPath, WholeFloat
 from vorox.core.schema import RunConfig
@@ -31,7 +31,7 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
     for section in ("data", "train"):  # so that what is missing is named one level deeper
         tree.values.setdefault(section, {})
     fill_sources(tree)
-    settle_conditions(tree)
+    resolve_dependencies(tree)
     values = _without_half_characters(_integers(tree.values, ()), (), tree)
     config, errors = _try(values)
     schema_problems = [problem for error in errors for problem in _describe(error, values, tree)]

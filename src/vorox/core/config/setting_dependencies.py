@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from vorox.core.config.fields import find_field
+from vorox.core.config.schema_fields import find_field
 from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
@@ -20,7 +20,7 @@ from vorox.core.schema.data import SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class Dependency:
     """A key that means something only under a certain value of another one, its switch."""
 
     key: str
@@ -78,43 +78,43 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-CONDITIONS: tuple[Condition, ...] = (
-    Condition(
+DEPENDENCIES: tuple[Dependency, ...] = (
+    Dependency(
         "checkpoint.mirror_wait_seconds", "checkpoint.mirror", lambda value: value is not None, "checkpoint.mirror"
     ),
-    Condition("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
+    Dependency("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
     *(
-        Condition(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
+        Dependency(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
         for sources in SOURCE_LISTS
         for key, switch, holds, remedy in _OF_A_SOURCE
     ),
-    Condition(
+    Dependency(
         "data.validation.held_out_fraction",
         "data.validation.sources",
         lambda value: not value,
         "data.validation.sources to be left out: they are validated on in place of a held-out share",
     ),
-    Condition(
+    Dependency(
         "data.validation.split",
         "data.validation.sources",
         lambda value: not value,
         "data.validation.sources to be left out: they are validated on in place of a held-out share",
     ),
-    Condition(
+    Dependency(
         "data.validation.held_out_fraction",
         "data.validation.split",
         lambda value: value != "named",
         "data.validation.split other than named",
     ),
     *(
-        Condition(key, "data.validation.held_out_fraction", lambda value: value != 0, "text that is held out")
+        Dependency(key, "data.validation.held_out_fraction", lambda value: value != 0, "text that is held out")
         for key in ("eval.every_steps", "eval.prompts", "eval.functions")
     ),
-    Condition(
+    Dependency(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"
     ),
     *(
-        Condition(f"data.pipeline.{key}", "data.pipeline.staged", _is(True), "data.pipeline.staged=true")
+        Dependency(f"data.pipeline.{key}", "data.pipeline.staged", _is(True), "data.pipeline.staged=true")
         for key in (
             "fetch_threads",
             "filter_threads",
@@ -124,53 +124,55 @@ CONDITIONS: tuple[Condition, ...] = (
             "queue_bytes",
         )
     ),
-    Condition("data.cache.grow", "data.mode", _is("cached"), "data.mode cached"),
-    Condition("data.streaming.retention_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
-    Condition("data.streaming.prefetch_segments", "data.mode", _is("streaming"), "data.mode streaming"),
-    Condition("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
-    Condition("data.sources.*.split_quantiles", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
-    Condition("data.sources.*.split_names", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
-    Condition(
+    Dependency("data.cache.grow", "data.mode", _is("cached"), "data.mode cached"),
+    Dependency("data.streaming.retention_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
+    Dependency("data.streaming.prefetch_segments", "data.mode", _is("streaming"), "data.mode streaming"),
+    Dependency("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
+    Dependency(
+        "data.sources.*.split_quantiles", "data.sources.*.split_by", lambda value: value is not None, "split_by"
+    ),
+    Dependency("data.sources.*.split_names", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
+    Dependency(
         "data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"
     ),
-    Condition("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
-    Condition("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
-    Condition("data.growth.later_passes", "data.growth.mode", _is("strict"), "mode strict"),
-    Condition("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Condition("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Condition("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Condition("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
-    Condition("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
-    Condition("tokenizer.vocab_size", "tokenizer.kind", _is("bpe", "none"), "kind bpe or none"),
-    Condition("tokenizer.end_of_text_id", "tokenizer.kind", _is("none"), "kind none"),
-    Condition("eval.prompts", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
-    Condition("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
-    Condition(
+    Dependency("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
+    Dependency("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
+    Dependency("data.growth.later_passes", "data.growth.mode", _is("strict"), "mode strict"),
+    Dependency("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
+    Dependency("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
+    Dependency("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
+    Dependency("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
+    Dependency("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
+    Dependency("tokenizer.vocab_size", "tokenizer.kind", _is("bpe", "none"), "kind bpe or none"),
+    Dependency("tokenizer.end_of_text_id", "tokenizer.kind", _is("none"), "kind none"),
+    Dependency("eval.prompts", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
+    Dependency("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
+    Dependency(
         "tokenizer.path",
         "tokenizer.kind",
         _is_or_function("file", "huggingface", "tiktoken"),
         "kind file, huggingface or tiktoken",
     ),
-    Condition("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),
-    Condition("tokenizer.pattern", "tokenizer.kind", _is("tiktoken"), "kind tiktoken"),
-    Condition("model.rope_theta", "model.positions", _is("rope"), "positions rope"),
-    Condition("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
-    Condition("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
-    Condition("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
-    Condition("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),
-    Condition("schedule.min_lr_fraction", "schedule.name", _is("cosine", "linear", "wsd"), "a falling schedule"),
-    Condition(
+    Dependency("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),
+    Dependency("tokenizer.pattern", "tokenizer.kind", _is("tiktoken"), "kind tiktoken"),
+    Dependency("model.rope_theta", "model.positions", _is("rope"), "positions rope"),
+    Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
+    Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
+    Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
+    Dependency("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),
+    Dependency("schedule.min_lr_fraction", "schedule.name", _is("cosine", "linear", "wsd"), "a falling schedule"),
+    Dependency(
         "schedule.final_weight_decay_fraction",
         "schedule.weight_decay",
         _is("linear", "cosine"),
         "schedule.weight_decay linear or cosine",
     ),
-    Condition("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
-    Condition("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
-    Condition("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
-    Condition("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
-    Condition("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),
-    Condition("eval.sample_top_k", "eval.prompts", bool, "eval.prompts"),
+    Dependency("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
+    Dependency("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
+    Dependency("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
+    Dependency("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
+    Dependency("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),
+    Dependency("eval.sample_top_k", "eval.prompts", bool, "eval.prompts"),
 )
 
 
@@ -186,12 +188,12 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 )
 
 
-def settle_conditions(tree: ConfigTree) -> None:
+def resolve_dependencies(tree: ConfigTree) -> None:
     """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
     _fit_micro_batch(tree)
     for key, value, switch, setting in IMPLIED:
-        if tree.get(switch) == setting and not tree.said(key):
-            tree.fill(key, value, f"{switch}={_show(setting)}")
+        if tree.get(switch) == setting and not tree.is_explicit(key):
+            tree.set_default(key, value, f"{switch}={_show(setting)}")
     for group in EXCLUSIVE:
         given = [key for key in group if tree.get(key) is not None]
         latest = max((tree.origin(key).layer for key in given), default=-1)
@@ -199,14 +201,14 @@ def settle_conditions(tree: ConfigTree) -> None:
             if tree.origin(key).layer < latest:
                 tree.reset(key)
     turned: dict[str, float] = {}  # keys that were reset, by the layer that made them meaningless
-    for condition in CONDITIONS:
-        for key in tree.expand_key(condition.key):
-            index = key.removeprefix(condition.key.partition("*")[0]).partition(".")[0]
-            switch = condition.switch.replace("*", index)
+    for dependency in DEPENDENCIES:
+        for key in tree.expand_key(dependency.key):
+            index = key.removeprefix(dependency.key.partition("*")[0]).partition(".")[0]
+            switch = dependency.switch.replace("*", index)
             field = find_field(key)
             value, setting = tree.get(key), tree.get(switch)
             default = field.default if field else None
-            if condition.holds(setting) or _same(value, default):
+            if dependency.holds(setting) or _same(value, default):
                 continue
             layer = turned.get(switch, tree.origin(switch).layer)
             if tree.origin(key).layer < layer:
@@ -216,7 +218,7 @@ def settle_conditions(tree: ConfigTree) -> None:
             said = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
             tree.problems.append(
                 Problem(
-                    f"{key}={_show(value)} has no effect{said}; it needs {condition.remedy}",
+                    f"{key}={_show(value)} has no effect{said}; it needs {dependency.remedy}",
                     tree.origin(key).text,
                     (key, switch),
                 )
@@ -234,7 +236,7 @@ def _fit_micro_batch(tree: ConfigTree) -> None:
         return
     each, rest = divmod(cast(int, rows), cast(int, parts[0]) * cast(int, parts[1]))
     if not rest and 0 < each < cast(int, micro):
-        tree.fill("train.micro_batch_sequences", each, f"train.global_batch_sequences={rows}")
+        tree.set_default("train.micro_batch_sequences", each, f"train.global_batch_sequences={rows}")
 
 
 def _same(value: Json, default: object) -> bool:

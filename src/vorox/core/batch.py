@@ -1,14 +1,13 @@
-"""The nouns that every room shares: what a batch, a position in the data, a step's result and a run's progress are.
+"""Batches, cursors into the data, and the progress of a run.
 
-Shape legend: A micro-batches of a step, B rows of a micro-batch, T positions of a row.
+Shapes: A micro-batches of a step, B rows of a micro-batch, T positions of a row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,86 +121,6 @@ class Batch:
 def rows_digest(row_digests: npt.NDArray[np.uint64]) -> str:
     """128-bit hash of the digests of rows in slot order, as hex."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(row_digests).tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class StepValues:
-    """What one step measured, on the host.
-
-    Attributes:
-        loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms.
-        grad_norm: Global L2 norm of the gradient before clipping.
-        finite: Whether loss and gradient were finite. If not, no parameter was changed.
-        extra: Further metrics by registry name (accuracy, z-loss, activation statistics, ...).
-    """
-
-    loss: float
-    grad_norm: float
-    finite: bool
-    extra: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class NonfiniteOrigin:
-    """Where numbers of a step stop being finite.
-
-    Attributes:
-        micro_batch: The first micro-batch with such a number, from 0.
-        loss: Its part of the loss.
-        activation: The first point of the residual stream, ``layer 3, after_attention``; empty if all are finite.
-        gradient: The first parameter, from the head backwards, with such a gradient; empty if there is none.
-    """
-
-    micro_batch: int
-    loss: float
-    activation: str
-    gradient: str
-
-    @classmethod
-    def of(
-        cls, micro_batch: int, loss: float, activations: Mapping[str, float], gradients: Mapping[str, bool]
-    ) -> NonfiniteOrigin | None:
-        """From what a pass over one micro-batch measured; ``None`` if all of it is finite.
-
-        Args:
-            micro_batch: Which one.
-            loss: Its part of the loss.
-            activations: Activation statistics by metric name, in the order of the layers.
-            gradients: Whether the gradient of a parameter is finite, in table order.
-        """
-        metric = next((name for name, value in activations.items() if not math.isfinite(value)), "")
-        _, layer, point, _ = metric.split("/") if metric else ("", "", "", "")
-        gradient = next((name for name, is_finite in reversed(list(gradients.items())) if not is_finite), "")
-        if not metric and not gradient and math.isfinite(loss):
-            return None
-        return cls(micro_batch, loss, f"layer {layer}, {point}" if metric else "", gradient)
-
-    def __str__(self) -> str:
-        place = self.activation or (f"the gradient of {self.gradient}" if self.gradient else "the loss")
-        return f"micro-batch {self.micro_batch}, {place}"
-
-
-class StepResult(Protocol):
-    """A step that may still be running on the device."""
-
-    def fetch(self) -> StepValues:
-        """Wait for the step and return its numbers. The only host synchronisation of a step; repeatable."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EvalValues:
-    """Sums over one evaluation batch, on the host, so that batches of any size add up exactly.
-
-    Attributes:
-        loss_sum: Cross entropy summed over target tokens, in nats.
-        num_target_tokens: Tokens in the sum.
-        num_correct: Targets that had the highest logit.
-    """
-
-    loss_sum: float
-    num_target_tokens: int
-    num_correct: int
 
 
 @dataclass(frozen=True, slots=True)

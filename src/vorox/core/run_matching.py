@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from vorox.core.atomic import canonical_json
-from vorox.core.config import flat_values, flatten, in_digest, load_config
+from vorox.core.config import digest_values, flatten, load_config
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts, run_directories, same_run_directories
@@ -48,10 +48,10 @@ def _began_with(directory: Path, config: RunConfig) -> bool:
     try:
         recorded = json.loads(layout.record.read_bytes())["config_digest"]
         known = flatten(yaml.safe_load(layout.config.read_bytes()))
-        before = flat_values(load_config(layout.config))
+        before = digest_values(load_config(layout.config))
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, VoroxError):
         return False
-    now = {key: value for key, value in flat_values(config).items() if in_digest(key)}
+    now = digest_values(config)
     if any(key not in before or before[key] != value for key, value in now.items() if key not in known):
         return False
     common = {key: value for key, value in now.items() if key in known}

@@ -7,7 +7,7 @@ data:
 ```
 
 Both sections are taken out of the tree, and the keys that they mean are filled in. The connection string is kept for
-this process only (``core.secrets``): the resolved configuration says ``log.metadata: postgres`` and no more.
+this process only (``core/redaction.py``): the resolved configuration says ``log.metadata: postgres`` and no more.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from __future__ import annotations
 from typing import Final, cast
 from urllib.parse import unquote, urlsplit
 
-from vorox.core import secrets
-from vorox.core.config.conditions import EXCLUSIVE
-from vorox.core.config.path_formats import format_of_path
-from vorox.core.config.source_presets import source_presets
+from vorox.core.config.file_extensions import format_of_path
+from vorox.core.config.presets import source_presets
+from vorox.core.config.setting_dependencies import EXCLUSIVE
 from vorox.core.config.tree import ConfigTree
 from vorox.core.config.yaml_reader import Json
+from vorox.core.redaction import hold_secret
 
 _SETTINGS: Final = ("prefetch_size", "shuffle_buffer", "cache_dsn")
 _SOURCE: Final = ("name", "urls")
 _SHORTEST_PASSWORD = 8  # a shorter one is a word that occurs in every message
 
 
-def settle_streaming_form(tree: ConfigTree) -> None:
+def translate_sections(tree: ConfigTree) -> None:
     """Translate both sections, if they are there."""
     settings, source = _take(tree, "data.settings", _SETTINGS), _take(tree, "data.source", _SOURCE)
     if source:
@@ -56,8 +56,8 @@ def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]
 
 
 def _fill(tree: ConfigTree, key: str, value: Json, origin: str) -> None:
-    if not tree.said(key):
-        tree.fill(key, value, origin)
+    if not tree.is_explicit(key):
+        tree.set_default(key, value, origin)
 
 
 def _translate_prefetch(tree: ConfigTree, samples: Json) -> None:
@@ -77,10 +77,10 @@ def _translate_dsn(tree: ConfigTree, dsn: Json) -> None:
         tree.add_problem(what, tree.origin(key), (key,))
         return
     variable = str(tree.get("log.metadata_dsn_variable"))
-    secrets.hold(variable, dsn)
+    hold_secret(variable, dsn)
     password = unquote(urlsplit(dsn).password or "")
     if len(password) >= _SHORTEST_PASSWORD:
-        secrets.hold(f"password in {variable}", password)
+        hold_secret(f"password in {variable}", password)
     _fill(tree, "log.metadata", "postgres", key)
 
 
@@ -107,6 +107,6 @@ def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:
         )  # fmt: skip
         tree.add_problem(what, tree.origin(key), (key,))
         entry["format"] = "python_stdlib"  # so that what follows from it is not reported as well
-    tree.fill("data.sources", [entry], key)
+    tree.set_default("data.sources", [entry], key)
     if all(tree.get(length) is None for length in EXCLUSIVE[0]):
-        tree.fill("train.num_epochs", 1.0, "one pass over data.source")
+        tree.set_default("train.num_epochs", 1.0, "one pass over data.source")

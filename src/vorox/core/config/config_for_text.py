@@ -10,9 +10,9 @@ import copy
 import functools
 from typing import Any, cast
 
-from vorox.core.config.presets import PRESETS_DIRECTORY
+from vorox.core.config.presets import read_preset_file
 from vorox.core.config.resolve import GivenConfig
-from vorox.core.config.yaml_reader import Json, read_mapping
+from vorox.core.config.yaml_reader import Json
 from vorox.core.schema.data import TokenizerConfig
 
 _SMALLEST_BPE = 512
@@ -39,10 +39,7 @@ def expected_ids(tokenizer: TokenizerConfig) -> str:
 
 @functools.cache
 def _table() -> dict[str, Json]:
-    path = PRESETS_DIRECTORY / "own_text.yaml"
-    document = read_mapping(path.read_text(encoding="utf-8"), path.name)
-    assert not document.problems, document.problems
-    return document.value
+    return read_preset_file("own_text.yaml")
 
 
 def config_for_text(

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from vorox.cli.preparation import PreparationDisplay
+from vorox.cli.build_display import BuildDisplay
 
 RATES = {
     "text_mb_per_second": 3.21,
@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 def drive(stream: io.StringIO) -> None:
     clock = Clock()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     display("list stdlib", 1, 1, {})
     for second in range(31):
         clock.now = float(second)
@@ -73,7 +73,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int, name: str, monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     stream, clock = Terminal(), Clock()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     for second in range(31):
         clock.now = float(second)
         display(f"build {name} train", second, 30, RATES)
@@ -86,7 +86,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int, name: str, monkeypatch
 
 def test_only_what_is_known_is_shown() -> None:
     stream, clock = io.StringIO(), Clock()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     for second in range(3):
         clock.now = float(second)
         display("wait stdlib train", 5, 30, {"text_mb_per_second": 0.0})
@@ -96,7 +96,7 @@ def test_only_what_is_known_is_shown() -> None:
 
 def test_what_is_over_in_an_instant_shows_nothing() -> None:
     stream = io.StringIO()
-    display = PreparationDisplay(stream, Clock())
+    display = BuildDisplay(stream, Clock())
     display.step("replaying", 1, 1)
     display.close()
     assert stream.getvalue() == ""
@@ -104,7 +104,7 @@ def test_what_is_over_in_an_instant_shows_nothing() -> None:
 
 def test_a_closed_stream_stops_nothing() -> None:
     clock, stream = Clock(), io.StringIO()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     stream.close()
     for second in range(3):
         clock.now = float(second)
@@ -116,7 +116,7 @@ def test_a_closed_stream_stops_nothing() -> None:
 def test_what_is_said_meanwhile_has_a_line_of_its_own(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     clock = Clock()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     display("build code train", 0, 10, {})
     clock.now = 1.0
     display("build code train", 1, 10, {})
@@ -131,7 +131,7 @@ def test_what_is_said_meanwhile_has_a_line_of_its_own(stream: io.StringIO, monke
 
 def test_what_is_checked_is_shown_with_its_speed() -> None:
     stream, clock = io.StringIO(), Clock()
-    display = PreparationDisplay(stream, clock)
+    display = BuildDisplay(stream, clock)
     for second in range(0, 21, 5):
         clock.now = float(second)
         display.step("check code train", second * 40_000_000, 1_600_000_000)
