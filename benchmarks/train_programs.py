@@ -307,7 +307,7 @@ def main() -> None:
         "litgpt pretrain": script("litgpt_pretrain", ["litgpt", "lightning", "docstring_parser"], litgpt_rate),
     }  # fmt: skip
     absent = {name: contender.missing for name, contender in contenders.items() if contender.missing}
-    absent |= {name: "not asked for" for name in contenders if given.peers and name not in {VOROX, *given.peers}}
+    absent |= {name: "not requested" for name in contenders if given.peers and name not in {VOROX, *given.peers}}
     present = {name: contender for name, contender in contenders.items() if name not in absent}
     commits = {name: commit_of(present[name].directory) for name in (VOROX, "nanoGPT") if name in present}
     record: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Which attention heads does a model need? Each one silenced in turn, on a finished run of either engine.
+"""Head ablation: zero each attention head in turn and measure the validation loss of a finished run.
 
     python examples/ablate_a_head.py RUN [--layer 0]
 
-A head speaks through its columns of the output projection; with zeros there it says nothing. Weights travel under
-canonical names, so no line here knows the framework.
+A head contributes through its columns of the output projection, so zeroing them removes it. Parameter names are the same
+for both engines, so the script works for either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import vorox
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Print and return the validation loss of the whole model and without each head of a layer."""
+    """Print and return the validation loss of the whole model, and without each head of a layer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
     parser.add_argument("--layer", type=int, default=0)
@@ -25,18 +25,18 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     def mean_loss() -> float:
         return model.evaluate(run.validation_batches()).loss
 
-    found = {"whole": mean_loss()}
-    name = f"blocks.{options.layer}.attention.output.weight"
-    weight = model.weights()[name]
+    losses = {"whole": mean_loss()}
+    parameter = f"blocks.{options.layer}.attention.output.weight"
+    weight = model.weights()[parameter]
     width = weight.shape[1] // run.config.model.num_heads
     for head in range(run.config.model.num_heads):
-        silenced = weight.copy()
-        silenced[:, head * width : (head + 1) * width] = 0.0
-        model.set_weights({name: silenced})
-        found[f"without head {head}"] = mean_loss()
-    for what, loss in found.items():
-        print(f"{what:<16} validation loss {loss:.4f}")  # noqa: T201
-    return found
+        ablated = weight.copy()
+        ablated[:, head * width : (head + 1) * width] = 0.0
+        model.set_weights({parameter: ablated})
+        losses[f"without head {head}"] = mean_loss()
+    for name, loss in losses.items():
+        print(f"{name:<16} validation loss {loss:.4f}")  # noqa: T201
+    return losses
 
 
 if __name__ == "__main__":

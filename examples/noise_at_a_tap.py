@@ -1,8 +1,8 @@
-"""How much does a model mind noise in its residual stream? One point and layer at a time, on a finished run.
+"""Noise sensitivity: add noise to the residual stream of one layer at a time and measure the validation loss.
 
     python examples/noise_at_a_tap.py RUN [--point after_attention] [--strength 0.1]
 
-Works for runs of both engines: only the function that adds the noise is written in the engine's own framework.
+Works on finished runs of both engines; only the function that adds the noise depends on the framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import vorox
 def torch_noise(strength: float) -> Callable[[Any], Any]:
     import torch
 
-    generator = torch.Generator().manual_seed(0)  # your own generator: training's draws stay what they are
+    generator = torch.Generator().manual_seed(0)  # a separate generator leaves the engine's untouched
 
     def add(x_BTD: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(x_BTD.shape, generator=generator).to(x_BTD)
@@ -51,14 +51,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     def mean_loss() -> float:
         return model.evaluate(run.validation_batches()).loss
 
-    found = {"nowhere": mean_loss()}
+    losses = {"nowhere": mean_loss()}
     for layer in range(run.config.model.num_layers):
         detach = model.attach(options.point, layer, NOISE[run.config.backend](options.strength))
-        found[f"layer {layer}"] = mean_loss()
+        losses[f"layer {layer}"] = mean_loss()
         detach()
-    for place, loss in found.items():
+    for place, loss in losses.items():
         print(f"noise {place:<10} validation loss {loss:.4f}")  # noqa: T201
-    return found
+    return losses
 
 
 if __name__ == "__main__":
