@@ -2,8 +2,8 @@
 
     python examples/ablate_a_head.py RUN [--layer 0]
 
-A head contributes through its columns of the output projection, so zeroing them removes it. Parameter names are the same
-for both engines, so the script works for either.
+A head contributes through its columns of the output projection, so zeroing them removes it. Parameters have the same
+names in both engines, so the script works with either.
 """
 
 from __future__ import annotations
