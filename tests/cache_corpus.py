@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vorox.data.cache.build import build
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache.unit_builder import UnitBuilder

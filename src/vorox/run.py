@@ -27,7 +27,7 @@ from vorox.core.pluralize import pluralize
 from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import PrepareProgress, prepare
 from vorox.data.tokenizers.store import kept_by_run
 from vorox.models.memory_estimate import check_host_memory

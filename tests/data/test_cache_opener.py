@@ -14,9 +14,8 @@ import pytest
 
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema import RunConfig
-from vorox.data.cache.build import build
+from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache_location import all_units, find_location
 from vorox.data.cache_opener import CacheOpener, recipe_for

@@ -11,7 +11,7 @@ import pytest
 
 from servers.web import WebServer, http_server
 from vorox.core.schema import RunConfig
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.cache_opener import CacheOpener
 from vorox.data.corpus import prepare
 from vorox.data.source_listing import list_sources

@@ -16,7 +16,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import prepare
 from vorox.data.inspection import peek, stats, verify

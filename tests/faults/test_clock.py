@@ -17,15 +17,14 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli.progress import LiveDisplay
 from vorox.core import atomic
 from vorox.core.run_lookup import find_run
-from vorox.data.cache import usage
-from vorox.data.cache.build import build
+from vorox.data.cache import retention
+from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.gc import find_caches, find_garbage, remove_unused
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import chunk_path
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
-from vorox.data.cache.usage import mark_used
+from vorox.data.cache.retention import mark_used
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
@@ -95,9 +94,9 @@ def test_garbage_collection_removes_nothing_in_use_when_the_clock_jumps(
     with replacing(rebuilt, wanted=True) as fresh, Leases(built) as leases:
         build(fresh, work_of(corpus), corpus.units, BuildOptions(last_unit=1))
         assert leases.acquire(3000)
-        now, disk_now = time.time(), usage.disk_time
+        now, disk_now = time.time(), retention.disk_time
         monkeypatch.setattr(time, "time", lambda: now + jump_seconds)
-        monkeypatch.setattr(usage, "disk_time", lambda directory: disk_now(directory) + jump_seconds)
+        monkeypatch.setattr(retention, "disk_time", lambda directory: disk_now(directory) + jump_seconds)
         assert find_garbage(root) == []
         caches = {cache.directory: cache for cache in find_caches(root, tmp_path / "runs")}
         assert caches[built].is_busy

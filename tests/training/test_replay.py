@@ -33,7 +33,7 @@ from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.usage import USED_NAME
+from vorox.data.cache.retention import USED_NAME
 from vorox.data.plan import Plan
 from vorox.training.chain import bits, link
 from vorox.training.checkpoint_store import step_directories

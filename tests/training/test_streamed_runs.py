@@ -17,7 +17,7 @@ import pytest
 from disk_usage import bytes_at_one_instant
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import prepare
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.run import Outcome, make_workload

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache import inventory
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.planning import planned_inputs
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.documents import Unit
 from vorox.data.text.cutting import cut_units
@@ -92,7 +92,7 @@ def find_location(root: Path, source: Source, split: Split, recipe: Recipe, *, g
     if not (directory / RECIPE_NAME).exists():
         return CacheLocation(directory, source, None, 0)
     manifest = Manifest.open(directory)
-    files, units = inventory.planned(directory, manifest)
+    files, units = planned_inputs(directory, manifest)
     if not units:
         return CacheLocation(directory, source, None, 0)
     return CacheLocation(directory, source, units, min(len(files), len(source.files)))
@@ -107,7 +107,7 @@ def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[
     for directory in sorted(root.glob(f"{_family(source, split, recipe)}*")):
         if not (directory / RECIPE_NAME).exists():
             continue
-        files, _ = inventory.planned(directory, Manifest.open(directory))
+        files, _ = planned_inputs(directory, Manifest.open(directory))
         indexes = [place_of.get((file.size_bytes, file.version)) for file in files]
         known = [index for index in indexes if index is not None]
         if files and len(known) == len(files):

@@ -17,16 +17,15 @@ from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.build import BuildTarget, build, build_in_background, build_pair, rebuild_unit
+from vorox.data.cache.build import BuildOptions, BuildTarget, build, build_in_background, build_pair, rebuild_unit
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.report import BuildProgress, BuildReport, build_report
+from vorox.data.cache.retention import mark_used
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.cache.usage import mark_used
 from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
 from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME

@@ -19,7 +19,7 @@ from vorox.core.config.cross_checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache.scheduler import BuildScheduler

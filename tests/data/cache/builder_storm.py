@@ -19,9 +19,8 @@ import numpy as np
 
 from cache_corpus import build_corpus, small_corpus, work_of
 from vorox.core.errors import DataError
-from vorox.data.cache.build import build, rebuild_unit
+from vorox.data.cache.build import BuildOptions, build, rebuild_unit
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.unit_builder import UnitBuilder
 

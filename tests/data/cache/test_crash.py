@@ -50,7 +50,7 @@ def with_bad_line() -> object:
 def check_readable(directory: Path) -> int:
     """Whatever is committed can be read in full; returns the units that are."""
     if not (directory / RECIPE_NAME).exists():
-        with pytest.raises(DataError, match="no cache here"):
+        with pytest.raises(DataError, match="No cache here"):
             CacheReader.open(directory, RECIPE)
         return 0
     reader = CacheReader.open(directory, RECIPE, complete=False)

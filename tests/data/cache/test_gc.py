@@ -15,15 +15,13 @@ import pytest
 
 from cache_corpus import build_corpus, recipe_for, small_corpus, work_of
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.cache.build import build
+from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.gc import find_caches, find_garbage, remove, remove_cache, remove_unused
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.options import BuildOptions
-from vorox.data.cache.pins import DIRECTORY_NAME as PINS_NAME
-from vorox.data.cache.pins import pin, pins_of, unpin
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
+from vorox.data.cache.retention import PINS_NAME, pin, read_pins, unpin
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 
@@ -184,17 +182,17 @@ def test_a_pin_keeps_a_cache_and_is_seen_at_the_last_moment(tmp_path: Path) -> N
     pin(directory, "a", "two")
     (directory / PINS_NAME / "b.json").write_bytes(b"\0torn")
     (cache,) = find_caches(tmp_path, tmp_path / "runs")
-    assert [str(one) for one in cache.pins] == ["a: two", "b: a pin that cannot be read"]
+    assert [str(one) for one in cache.pins] == ["a: two", "b: unreadable pin"]
     assert not cache.may_go
     assert remove_unused([cache]) == 0
     assert CacheReader.open(directory).verify() is None
     assert unpin(directory, "a")
     assert not unpin(directory, "a")
     assert unpin(directory, "b")
-    assert pins_of(directory) == ()
+    assert read_pins(directory) == ()
     (after,) = find_caches(tmp_path, tmp_path / "runs")
     assert remove_unused([after]) > 0
     assert not directory.exists()
     for name in ("", ".x", "a/b", "x" * 101):
-        with pytest.raises(ConfigError, match="cannot be the name of a pin"):
+        with pytest.raises(ConfigError, match="Invalid pin name"):
             pin(directory, name)

@@ -17,7 +17,6 @@ from processor_cost import cost
 from vorox.core.atomic import make_directory
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
-from vorox.data.cache import inventory
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import (
     LOG_NAME,
@@ -28,8 +27,19 @@ from vorox.data.cache.manifest import (
     planned_entry,
     unit_entry,
 )
+from vorox.data.cache.planning import has_planned, planned_inputs, record_inputs
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.recipe import RECIPE_NAME, Recipe, check_recipe, read_recipe, write_recipe
+from vorox.data.cache.recipe import (
+    RECIPE_NAME,
+    UNITS_NAME,
+    Recipe,
+    check_recipe,
+    read_files,
+    read_recipe,
+    read_units,
+    source_set_digest,
+    write_recipe,
+)
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 
 RECIPE = recipe_for(ByteTokenizer())
@@ -73,7 +83,7 @@ def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
     transformed = dataclasses.replace(RECIPE, transforms=changes["transforms"])
     write_recipe(tmp_path, transformed)
     assert read_recipe(tmp_path) == transformed
-    with pytest.raises(DataError, match=r"transforms: .*a:b.* here, null asked for"):
+    with pytest.raises(DataError, match=r"transforms: .*a:b.* here, null expected"):
         check_recipe(tmp_path, transformed, RECIPE)
 
 
@@ -115,13 +125,13 @@ def test_another_recipe_is_refused_with_both_digests_and_the_difference():
     other = dataclasses.replace(RECIPE, row_tokens=65)
     with pytest.raises(DataError) as caught:
         check_recipe(Path("cache"), RECIPE, other)
-    for part in (RECIPE.digest, other.digest, "row_tokens: 33 here, 65 asked for"):
+    for part in (RECIPE.digest, other.digest, "row_tokens: 33 here, 65 expected"):
         assert part in caught.value.what
     assert "vocab_size" not in caught.value.what
 
 
 def test_no_recipe_is_no_cache(tmp_path):
-    with pytest.raises(DataError, match="no cache here"):
+    with pytest.raises(DataError, match="No cache here"):
         read_recipe(tmp_path)
 
 
@@ -135,14 +145,14 @@ def planned(num_files: int, num_units: int) -> Manifest:
 def test_inventory_survives_the_disk_and_grows_by_appending(tmp_path):
     files = tuple(SourceFile(f"/f{i}", i, f"v{i}") for i in range(2500))
     units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0), UnitSpan(i, i + 1, 2 * i + 2, 3))) for i in range(2300))
-    inventory.record(tmp_path, Manifest.empty(), files[:1700], units[:800])
-    assert not inventory.is_recorded(tmp_path, planned(1700, 800), files, units)
-    before = (tmp_path / inventory.UNITS_NAME).read_bytes()
-    inventory.record(tmp_path, planned(1700, 800), files, units)
-    assert inventory.read_files(tmp_path) == list(files)
-    assert inventory.read_units(tmp_path) == list(units)
-    assert inventory.is_recorded(tmp_path, planned(2500, 2300), files, units)
-    assert (tmp_path / inventory.UNITS_NAME).read_bytes().startswith(before)
+    record_inputs(tmp_path, Manifest.empty(), files[:1700], units[:800])
+    assert not has_planned(tmp_path, planned(1700, 800), files, units)
+    before = (tmp_path / UNITS_NAME).read_bytes()
+    record_inputs(tmp_path, planned(1700, 800), files, units)
+    assert read_files(tmp_path) == list(files)
+    assert read_units(tmp_path) == list(units)
+    assert has_planned(tmp_path, planned(2500, 2300), files, units)
+    assert (tmp_path / UNITS_NAME).read_bytes().startswith(before)
 
 
 @pytest.mark.parametrize("num_left", [1, 700, 2300])
@@ -151,44 +161,44 @@ def test_what_a_build_listed_that_died_before_it_planned_it_does_not_count(tmp_p
     units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0),)) for i in range(2300))
     others = tuple(SourceFile(f"/g{i}", i, f"w{i}") for i in range(num_left))
     other_units = tuple(Unit(100 + i, (UnitSpan(150 + i, 0, 7, 0),)) for i in range(num_left))
-    inventory.record(tmp_path, Manifest.empty(), files[:150], units[:100])
-    inventory.record(tmp_path, planned(150, 100), files[:150] + others, units[:100] + other_units)
-    found = inventory.planned(tmp_path, planned(150, 100))
+    record_inputs(tmp_path, Manifest.empty(), files[:150], units[:100])
+    record_inputs(tmp_path, planned(150, 100), files[:150] + others, units[:100] + other_units)
+    found = planned_inputs(tmp_path, planned(150, 100))
     assert found == (list(files[:150]), list(units[:100]))
-    inventory.record(tmp_path, planned(150, 100), files, units)
-    assert inventory.read_files(tmp_path) == list(files)
-    assert inventory.read_units(tmp_path) == list(units)
+    record_inputs(tmp_path, planned(150, 100), files, units)
+    assert read_files(tmp_path) == list(files)
+    assert read_units(tmp_path) == list(units)
 
 
 def test_a_moved_file_is_followed_and_a_changed_one_refused(tmp_path):
     corpus = small_corpus()
     all_of_it = planned(2, len(corpus.units))
-    inventory.record(tmp_path, Manifest.empty(), corpus.files, corpus.units)
+    record_inputs(tmp_path, Manifest.empty(), corpus.files, corpus.units)
     moved = (dataclasses.replace(corpus.files[0], uri="/elsewhere"), corpus.files[1])
-    assert not inventory.is_recorded(tmp_path, all_of_it, moved, corpus.units)
-    inventory.record(tmp_path, all_of_it, moved, corpus.units)
-    assert inventory.read_files(tmp_path) == list(moved)
+    assert not has_planned(tmp_path, all_of_it, moved, corpus.units)
+    record_inputs(tmp_path, all_of_it, moved, corpus.units)
+    assert read_files(tmp_path) == list(moved)
     changed = (moved[0], dataclasses.replace(moved[1], version="other"))
     for files, units, name in (
         (changed, corpus.units, moved[1].uri),
         (moved[:1], corpus.units, moved[1].uri),
-        (moved, corpus.units[:-1], "unit"),
-        (moved, (*corpus.units[:1], dataclasses.replace(corpus.units[1], spans=())), "unit 1"),
+        (moved, corpus.units[:-1], "Unit"),
+        (moved, (*corpus.units[:1], dataclasses.replace(corpus.units[1], spans=())), "Unit 1"),
     ):
-        for action in (inventory.record, inventory.is_recorded):
+        for action in (record_inputs, has_planned):
             with pytest.raises(DataError, match=name):
                 action(tmp_path, all_of_it, files, units)
-    assert inventory.read_files(tmp_path) == list(moved)
+    assert read_files(tmp_path) == list(moved)
 
 
 def test_source_set_depends_on_content_and_not_on_place():
     corpus = small_corpus()
     unit = corpus.units[-1]
     moved = [dataclasses.replace(file, uri="/elsewhere") for file in corpus.files]
-    assert inventory.source_set_digest(unit, moved) == inventory.source_set_digest(unit, corpus.files)
+    assert source_set_digest(unit, moved) == source_set_digest(unit, corpus.files)
     changed = [dataclasses.replace(file, version="other") for file in corpus.files]
-    assert inventory.source_set_digest(unit, changed) != inventory.source_set_digest(unit, corpus.files)
-    assert inventory.source_set_digest(corpus.units[0], corpus.files) != inventory.source_set_digest(unit, corpus.files)
+    assert source_set_digest(unit, changed) != source_set_digest(unit, corpus.files)
+    assert source_set_digest(corpus.units[0], corpus.files) != source_set_digest(unit, corpus.files)
 
 
 # Manifest
@@ -327,7 +337,7 @@ def test_a_hundred_million_rows_open_and_are_addressed_at_once(tmp_path):
     corpus_file = SourceFile("/corpus", 64 << 30, "v")
     spans = [Unit(unit, (UnitSpan(0, unit << 20, (unit + 1) << 20, unit),)) for unit in range(num_units)]
     write_recipe(tmp_path, RECIPE)
-    inventory.record(tmp_path, Manifest.empty(), [corpus_file], spans)
+    record_inputs(tmp_path, Manifest.empty(), [corpus_file], spans)
     entries = [planned_entry(num_units), *(unit_of(unit, [rows - unit % 3]) for unit in range(num_units))]
     manifest_in(tmp_path, entries).write_snapshot(tmp_path)
     generator = np.random.default_rng(1)

@@ -350,7 +350,7 @@ def test_the_tokenizer_must_be_that_of_the_recipe(tmp_path):
 
 def test_another_source_is_refused(tmp_path):
     build_corpus(tmp_path, small_corpus())
-    with pytest.raises(DataError, match="is not what the cache was built from"):
+    with pytest.raises(DataError, match="differs from the one that the cache was built from"):
         build_corpus(tmp_path, small_corpus(seed=6))
 
 
@@ -368,7 +368,7 @@ def test_an_unreadable_source_is_told_from_an_unwritable_cache(tmp_path):
     def refuse(operation: FileOperation) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(operation.path))
 
-    with atomic.observe(refuse), pytest.raises(DataError, match="the cache cannot be written: Permission") as caught:
+    with atomic.observe(refuse), pytest.raises(DataError, match="Cannot write to the cache: Permission") as caught:
         build_corpus(tmp_path / "other", corpus)
     assert "write permission" in caught.value.hint
 

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from cache_corpus import ByteTokenizer, Corpus, corpus_of, recipe_for
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig, PipelineConfig, SourceConfig, TransformConfig
-from vorox.data.cache.build import build
+from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
 from vorox.data.cache.unit_builder import UnitBuilder
@@ -289,10 +288,10 @@ def test_a_damaged_list_of_duplicates_is_refused_and_found_again(tmp_path):
     raw = path.read_bytes()
     for place in range(0, len(raw), 7):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
-        with pytest.raises(DataError, match="cannot be read"):
+        with pytest.raises(DataError, match="Cannot read the duplicates"):
             next(work.at(tmp_path).run([corpus.units[3]]))
     path.write_bytes(duplicates_path(tmp_path, work.transforms[0], 2).read_bytes())
-    with pytest.raises(DataError, match="of another unit"):
+    with pytest.raises(DataError, match="belongs to a different unit"):
         next(work.at(tmp_path).run([corpus.units[3]]))
     for file in path.parent.iterdir():
         file.unlink()
@@ -314,7 +313,7 @@ def test_lists_that_follow_from_other_text_are_refused(tmp_path):
         lists[name] = lists_of(work, tmp_path / name)
     lists["small"](0).write_bytes(lists["other"](0).read_bytes())
     grown = work_of(large, transforms).at(tmp_path / "small")
-    with pytest.raises(DataError, match="follows from other text") as caught:
+    with pytest.raises(DataError, match="computed from a different text") as caught:
         grown.find_duplicates(large.units)
     assert caught.value.where == str(lists["small"](0))
     work = work_of(small, transforms).at(tmp_path / "again")
@@ -323,7 +322,7 @@ def test_lists_that_follow_from_other_text_are_refused(tmp_path):
     again(0).write_bytes(
         dataclasses.replace(read_unit_duplicates(again(0)), removed_R3=np.array([[0, 0, 0]])).to_bytes()[0]
     )
-    with pytest.raises(DataError, match="follows from other text") as caught:  # unit 1 names another unit 0
+    with pytest.raises(DataError, match="computed from a different text") as caught:  # unit 1 names another unit 0
         work_of(large, transforms).at(tmp_path / "again").find_duplicates(large.units)
     assert caught.value.where == str(again(1))
 

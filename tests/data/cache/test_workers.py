@@ -18,9 +18,8 @@ from cache_corpus import ByteTokenizer, Corpus, build_corpus, small_corpus, work
 from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache import ray_workers
-from vorox.data.cache.build import build, build_in_background
+from vorox.data.cache.build import BuildOptions, build, build_in_background
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
 from vorox.data.cache.planning import prepare_directory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress

@@ -15,8 +15,8 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
-from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.residency import MARKER_NAME, DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream, StreamReader
@@ -221,7 +221,7 @@ def test_a_failing_network_delays_a_unit_and_drops_none(tmp_path, cached, prefet
 def test_room_for_less_than_is_read_at_once_is_refused_with_what_it_takes(tmp_path):
     with (
         Opened(tmp_path, corpus(), 500, SegmentRule(8, 8)) as opened,
-        pytest.raises(DataError, match="retention_bytes is 500, and the segments") as caught,
+        pytest.raises(DataError, match="retention_bytes is 500, but the segments") as caught,
     ):
         opened.grown_to(8)
     assert "max_segment_units" in (caught.value.hint or "")
@@ -231,7 +231,7 @@ def test_a_cache_that_is_meant_to_stay_is_never_touched(tmp_path):
     text = corpus()
     build_corpus(tmp_path, text)
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.psc"))
-    with pytest.raises(DataError, match="a cache that is meant to stay"):
+    with pytest.raises(DataError, match="chunks of a permanent cache"):
         Opened(tmp_path, text)
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*.psc")) == before
     assert not (tmp_path / MARKER_NAME).exists()
@@ -338,7 +338,7 @@ def test_text_that_is_cut_otherwise_than_before_is_refused(tmp_path):
     stale = UnitList(tmp_path / "stream", work_of(text), CorpusSplitter(corpus_of_other_units().units))
     stale.split(2)
     shutil.copytree(tmp_path / "moved", tmp_path / "stream")
-    with pytest.raises(DataError, match="no longer cut as it was"):
+    with pytest.raises(DataError, match="has other boundaries"):
         stale.record()
 
 

@@ -17,7 +17,7 @@ import zstandard
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.cache.options import BuildOptions
+from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text import content

@@ -17,7 +17,7 @@ from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
-    from vorox.data.cache.options import BuildOptions
+    from vorox.data.cache.build import BuildOptions
     from vorox.data.cache.report import BuildReport
 
 Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Processes, or Ray tasks, that build at once.")]
@@ -46,7 +46,7 @@ def build(
 ) -> None:
     """Make the tokenizer and the caches that a run of this configuration reads."""
     from vorox.core.errors import ConfigError
-    from vorox.data.cache.options import BuildOptions
+    from vorox.data.cache.build import BuildOptions
 
     if force_rebuild and repair:
         raise ConfigError(
@@ -70,7 +70,7 @@ def fill(
     as_json: AsJson = False,
 ) -> None:
     """Build what is missing and what is lost or damaged of what was there, and nothing else."""
-    from vorox.data.cache.options import BuildOptions
+    from vorox.data.cache.build import BuildOptions
 
     options = BuildOptions(
         verify="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
@@ -80,7 +80,7 @@ def fill(
 
 def repair(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
     """Check every byte of every chunk and build again what is lost or damaged."""
-    from vorox.data.cache.options import BuildOptions
+    from vorox.data.cache.build import BuildOptions
 
     _make(
         words, _OPTIONS, BuildOptions(verify="full", workers=workers, executor=executor, wait_for="complete"), as_json
@@ -89,7 +89,7 @@ def repair(words: Words, workers: Workers = 1, executor: Executor = "process", a
 
 def grow(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
     """Take up files that are new into the caches that were begun with the others (data.cache.grow=true)."""
-    from vorox.data.cache.options import BuildOptions
+    from vorox.data.cache.build import BuildOptions
 
     options = BuildOptions(workers=workers, executor=executor, wait_for="complete")
     _make(words, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))

@@ -90,20 +90,20 @@ def pin(
     cache: Cache = None,
 ) -> None:
     """Keep the caches of a configuration: gc removes none of them until they are unpinned."""
-    from vorox.data.cache import pins
+    from vorox.data.cache import retention
 
     for directory in _chosen(words or [], cache):
-        pins.pin(directory, name, reason)
+        retention.pin(directory, name, reason)
         typer.echo(f"pinned  {directory}  ({name})")
 
 
 def unpin(words: PinWords = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
     """Take a pin off the caches of a configuration."""
-    from vorox.data.cache import pins
+    from vorox.data.cache import retention
 
     for directory in _chosen(words or [], cache):
-        there = ", ".join(pin.name for pin in pins.pins_of(directory))
-        if pins.unpin(directory, name):
+        there = ", ".join(pin.name for pin in retention.read_pins(directory))
+        if retention.unpin(directory, name):
             typer.echo(f"unpinned  {directory}  ({name})")
         else:
             typer.echo(f"not pinned as {name}  {directory}  (pins: {there or 'none'})")

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vorox.core.errors import DataError
-from vorox.data.cache import inventory
-from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.build_queue import BuildQueue, Mode, never
 from vorox.data.cache.companion import HeldRecords, PairedScheduler
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import BuildOptions
-from vorox.data.cache.planning import prepare_directory
+from vorox.data.cache.planning import has_planned, prepare_directory
 from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
 from vorox.data.cache.quarantine import first_quarantined, report_quarantine
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
@@ -25,12 +24,46 @@ from vorox.data.cache.report import BuildReport, build_report, transform_counts
 from vorox.data.cache.residency import Permanent
 from vorox.data.cache.scheduler import BuildScheduler, OnProgress
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.cache.verify import damaged_units
+from vorox.data.cache.verify import Depth, damaged_units
 from vorox.data.cache.workers import run_processes
 from vorox.data.documents import Unit
 
-_DEFAULTS = BuildOptions()
+Executor = Literal["process", "ray"]
 _BACKGROUND_DRAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How caches are built.
+
+    Attributes:
+        build: Build what is missing. Off: refuse instead.
+        verify: Check all chunks first, this closely, and rebuild damaged ones.
+        mode: Which missing unit is next: ``forward`` the lowest, ``inverse`` the highest, ``gaps`` those below one that
+            is done, then the others.
+        workers: Builders that work at once; 1 builds with the threads of this process.
+        executor: What several workers are: processes, or Ray tasks (also a single one).
+        force_rebuild: Build everything again and replace what is there once the new cache is complete.
+        wait_for: ``first_segment`` returns when the first units of the training text are built and lets the others
+            follow; ``complete`` when all are. None: as ``data.growth.mode`` says.
+        last_unit: Build only units below this; None for all.
+        stop: Polled between units; once it returns true, the build ends and what was committed stays.
+        on_mend: Called with a message for every unit that is rebuilt because a chunk was found damaged while reading.
+    """
+
+    build: bool = True
+    verify: Depth | None = None
+    mode: Mode = "forward"
+    workers: int = 1
+    executor: Executor = "process"
+    force_rebuild: bool = False
+    wait_for: Literal["complete", "first_segment"] | None = None
+    last_unit: int | None = None
+    stop: Callable[[], bool] = never
+    on_mend: Callable[[str], None] | None = None
+
+
+_DEFAULTS = BuildOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +274,7 @@ def _complete(directory: Path, builder: UnitBuilder, units: Sequence[Unit], last
     check_recipe(directory, read_recipe(directory), builder.recipe)
     manifest = Manifest.open(directory)
     manifest.check_recipe(directory, builder.recipe.digest)
-    if not inventory.is_recorded(directory, manifest, builder.files, units):
+    if not has_planned(directory, manifest, builder.files, units):
         return None
     done = manifest.planned_units == len(units) and not len(manifest.missing_units(0, last_unit))
     return manifest if done else None

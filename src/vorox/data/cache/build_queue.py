@@ -11,9 +11,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import Mode
+
+Mode = Literal["forward", "inverse", "gaps"]
+
+
+def never() -> bool:
+    return False
 
 
 class BuildQueue:

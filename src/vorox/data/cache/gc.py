@@ -22,10 +22,9 @@ from vorox.core.run_layout import RunLayout
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
 from vorox.data.cache.leases import STALE_SECONDS, is_held, lease_path
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.pins import Pin, pins_of
 from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
-from vorox.data.cache.usage import idle_seconds, time_of
+from vorox.data.cache.retention import Pin, disk_time_or_local, idle_seconds, read_pins
 
 STREAMS_NAME = "streams"
 """Below the root: caches of which chunks come and go."""
@@ -76,7 +75,7 @@ class CacheUse:
 def find_garbage(root: Path) -> list[Garbage]:
     """What in the caches below a root nothing names and nobody holds."""
     found: list[Garbage] = []
-    now = time_of(root)
+    now = disk_time_or_local(root)
     for directory in _caches(root):
         if directory.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX)):
             if not _is_busy(directory, now) and idle_seconds(directory, now) > STALE_SECONDS:
@@ -92,13 +91,13 @@ def remove(garbage: Sequence[Garbage]) -> int:
     freed = 0
     for item in garbage:
         if item.path.is_dir():
-            if _is_busy(item.path, time_of(item.path)):
+            if _is_busy(item.path, disk_time_or_local(item.path)):
                 continue
             remove_cache(item.path)
         elif _CHUNK_NAME.fullmatch(item.path.name):
             directory = item.path.parents[2]
             with Manifest.open(directory).exclusive(directory) as manifest:
-                if not _is_unnamed(directory, item.path, manifest, time_of(directory)):
+                if not _is_unnamed(directory, item.path, manifest, disk_time_or_local(directory)):
                     continue
                 remove_file(item.path)
         else:
@@ -122,7 +121,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
         with contextlib.suppress(DataError):
             found.append((directory, tuple(sorted(readers.get(read_recipe(directory).digest, ())))))
     by_source = {_source_and_content(directory): users for directory, users in found if users}
-    now = time_of(root)
+    now = disk_time_or_local(root)
     return [
         CacheUse(
             directory,
@@ -130,7 +129,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
             idle_seconds(directory, now),
             users or by_source.get(_source_and_content(directory), ()),
             _is_busy(directory, now),
-            pins_of(directory),
+            read_pins(directory),
         )
         for directory, users in found
     ]
@@ -140,8 +139,9 @@ def remove_unused(caches: Sequence[CacheUse]) -> int:
     """Remove whole caches, but for those that were pinned or taken up since; returns the bytes that were freed."""
     freed = 0
     for cache in caches:
-        if cache.may_go and not pins_of(cache.directory) and not _is_busy(cache.directory, time_of(cache.directory)):
-            remove_cache(cache.directory)
+        directory = cache.directory
+        if cache.may_go and not read_pins(directory) and not _is_busy(directory, disk_time_or_local(directory)):
+            remove_cache(directory)
             freed += cache.size_bytes
     return freed
 

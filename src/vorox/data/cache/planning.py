@@ -1,29 +1,35 @@
-"""Planning a cache: its directory, recipe, files and units recorded before anything is built.
+"""Planning a cache: its directory, recipe, files and units are recorded before any unit is built.
 
-A directory, a ``UnitBuilder`` and the units go in; a manifest that plans them comes out. Any number of builders may
-plan at once: the cache's lock serialises them, and each finds what the others recorded.
+Any number of builders may plan concurrently: the cache's lock serialises them, and each finds what the others recorded.
+Files and units count once the manifest has planned them; new ones are appended. A source file may move (same content
+under another uri, the latest one counts), but not change.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from vorox.core.atomic import is_disk_full, make_directory, sweep_temporary
-from vorox.core.disk_errors import disk_error, room_text
+from vorox.core.atomic import make_directory, sweep_temporary
 from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
-from vorox.data.cache import inventory
+from vorox.data.cache.build_queue import never
 from vorox.data.cache.manifest import LOCK_NAME, Manifest, planned_entry
-from vorox.data.cache.options import never
-from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe, write_recipe
+from vorox.data.cache.recipe import (
+    RECIPE_NAME,
+    FileLog,
+    UnitLog,
+    check_recipe,
+    read_files,
+    read_recipe,
+    read_units,
+    write_recipe,
+)
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.documents import Unit
+from vorox.data.documents import SourceFile, Unit
+
+_SOURCE_CHANGED = "the source changed after the cache was built: restore it, or build into another data.cache.directory"
 
 
 def prepare_directory(
@@ -34,20 +40,20 @@ def prepare_directory(
     stop: Callable[[], bool] = never,
     on_compared: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Sweep what dead builders left, record what is to be built, and find duplicates if a transform removes them.
+    """Plan a cache, remove temporary files of dead builders, and find duplicates if a transform removes them.
 
     Args:
-        directory: The cache; created if need be.
-        builder: What its units are a function of.
+        directory: The cache; created if it does not exist.
+        builder: The unit builder of the cache.
         units: All units.
         stop: Once it returns true, the search for duplicates ends early.
         on_compared: Called with the bytes of text compared so far.
 
     Raises:
-        DataError: The cache has another recipe or source, or is damaged.
+        DataError: The cache has a different recipe or source, or is damaged.
     """
-    with planning(directory, builder) as manifest:
-        inventory.record(directory, manifest, builder.files, units)
+    with planning_lock(directory, builder) as manifest:
+        record_inputs(directory, manifest, builder.files, units)
         if manifest.planned_units < len(units) or manifest.planned_files < len(builder.files):
             entry = planned_entry(len(units), builder.recipe.digest, len(builder.files))
             manifest = manifest.appended(directory, [entry])
@@ -56,17 +62,17 @@ def prepare_directory(
 
 
 @contextlib.contextmanager
-def planning(directory: Path, builder: UnitBuilder) -> Generator[Manifest]:
-    """Sweep what dead builders left, record the recipe, and hold the cache's lock so that nobody else plans.
+def planning_lock(directory: Path, builder: UnitBuilder) -> Generator[Manifest]:
+    """Hold the cache's lock for planning; temporary files of dead builders are removed and the recipe is recorded.
 
     Raises:
-        DataError: The cache has another recipe, or is damaged.
+        DataError: The cache has a different recipe, or is damaged.
     """
     make_directory(directory)
     chunk_directories = sorted((directory / "chunks").glob("*"))
     lists = (directory / name for name in ("manifest", "quarantine", "leases"))
-    for place in (directory, *lists, *chunk_directories):
-        sweep_temporary(place)
+    for folder in (directory, *lists, *chunk_directories):
+        sweep_temporary(folder)
     with FileLock(directory / LOCK_NAME):
         if (directory / RECIPE_NAME).exists():
             check_recipe(directory, read_recipe(directory), builder.recipe)
@@ -78,23 +84,68 @@ def planning(directory: Path, builder: UnitBuilder) -> Generator[Manifest]:
         yield manifest
 
 
-def source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
-    """Bytes of the source that each unit is made of."""
-    return np.array([unit.size_bytes for unit in units], np.int64)
+def planned_inputs(directory: Path, manifest: Manifest) -> tuple[list[SourceFile], list[Unit]]:
+    """Return the planned files and units. Entries beyond them come from a build that died before it planned them."""
+    files, units = read_files(directory), read_units(directory)
+    num_files = manifest.planned_files or (len(files) if manifest.planned_units else 0)
+    return files[:num_files], units[: manifest.planned_units]
 
 
-def write_error(error: OSError, directory: Path, *, saved: str, needed_bytes: int) -> DataError:
-    """Return the error for a write to the cache that the system refused."""
-    where = str(error.filename or directory)
-    if not is_disk_full(error):
-        known = disk_error(error, where)
-        return DataError(
-            f"the cache cannot be written: {os.strerror(error.errno) if error.errno else error}", where=where,
-            saved=saved,
-            hint=known.hint if known else "give write permission, or set data.cache.directory to a place that has it",
+def has_planned(directory: Path, manifest: Manifest, files: Sequence[SourceFile], units: Sequence[Unit]) -> bool:
+    """Whether exactly these files and units are planned.
+
+    Raises:
+        DataError: The planned files or units contradict them.
+    """
+    known_files, known_units = planned_inputs(directory, manifest)
+    _check_files(directory, known_files, files)
+    check_units(directory, known_units, units)
+    return known_files == list(files) and len(known_units) == len(units)
+
+
+def record_inputs(directory: Path, manifest: Manifest, files: Sequence[SourceFile], units: Sequence[Unit]) -> None:
+    """Bring both lists up to the given files and units, durably. The caller holds the cache's lock.
+
+    Raises:
+        DataError: The planned files or units contradict them.
+    """
+    known_files, known_units = planned_inputs(directory, manifest)
+    _check_files(directory, known_files, files)
+    check_units(directory, known_units, units)
+    file_log, unit_log = FileLog(directory), UnitLog(directory)
+    if file_log.files != list(files):
+        moved = [index for index, known in enumerate(known_files) if known != files[index]]
+        file_log.replace(moved, len(known_files), files)
+    if unit_log.units != list(units):
+        unit_log.append(len(known_units), units[len(known_units) :])
+
+
+def _check_files(directory: Path, known: Sequence[SourceFile], files: Sequence[SourceFile]) -> None:
+    if len(known) > len(files):
+        missing = known[len(files)]
+        raise DataError(
+            f"The source has {len(files):,} files, but the cache was built from {len(known):,}; missing: {missing.uri}",
+            where=str(directory), hint=_SOURCE_CHANGED,
         )  # fmt: skip
-    return DataError(
-        f"no room for the rest of the cache: {room_text(needed_bytes, directory, error)}",
-        where=where, saved=saved,
-        hint="make room, or set data.cache.directory to another disk, and run the same command again",
-    )  # fmt: skip
+    for recorded, file in zip(known, files, strict=False):
+        if (recorded.size_bytes, recorded.version) != (file.size_bytes, file.version):
+            raise DataError(
+                f"File {file.uri} ({file.size_bytes:,} bytes, version {file.version}) differs from the one that the "
+                f"cache was built from: {recorded.uri} ({recorded.size_bytes:,} bytes, version {recorded.version})",
+                where=str(directory), hint=_SOURCE_CHANGED,
+            )  # fmt: skip
+
+
+def check_units(directory: Path, known: Sequence[Unit], units: Sequence[Unit]) -> None:
+    """Refuse units that do not start with the known ones.
+
+    Raises:
+        DataError: A unit differs; the message has the first.
+    """
+    if list(known) != list(units[: len(known)]):
+        first = next(index for index, unit in enumerate(known) if index >= len(units) or unit != units[index])
+        raise DataError(
+            f"Unit {first} has other boundaries than when the cache was built ({len(known):,} units then, "
+            f"{len(units):,} now)",
+            where=str(directory), hint=_SOURCE_CHANGED,
+        )  # fmt: skip

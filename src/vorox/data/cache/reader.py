@@ -26,9 +26,8 @@ from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import SEGMENT_BYTES
-from vorox.data.cache.inventory import read_files, read_units
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
-from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
+from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.rows import RowBlock

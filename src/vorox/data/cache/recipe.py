@@ -1,28 +1,36 @@
-"""What a cache is made of: the recipe that its rows are a function of.
+"""What a cache is built from: its recipe, source files and units.
 
-Everything that decides the content or the address of a single row is in here, and nothing else: the codec and the
-size of compressed blocks may differ from chunk to chunk of one cache. A cache directory carries its recipe in
-``RECIPE.json``; a cache of another recipe refuses to open.
+``RECIPE.json`` holds every setting that decides the content or the address of a row, and nothing else: chunks of one
+cache may differ in codec and block size. A cache with a different recipe is refused.
+
+``FILES.jsonl`` and ``UNITS.jsonl`` list the source files and the units. Both are append-only and hash-chained; an index
+stays valid once the manifest has planned it (``planning.py``), because documents refer to files, and rows to units, by
+index.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vorox.core.atomic import canonical_json, pretty_json, write_file
+from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
+from vorox.data.documents import SourceFile, Unit, UnitSpan
 from vorox.data.packing import PackingMethod
 
 RECIPE_NAME = "RECIPE.json"
+FILES_NAME = "FILES.jsonl"
+UNITS_NAME = "UNITS.jsonl"
 FORMAT = "vorox-cache/2"
 DEFAULT_CHUNK_ROWS = 4096
 _LARGEST_VOCABULARY_OF_TWO_BYTES = 1 << 16
+_ENTRIES_PER_LINE = 1000
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,14 @@ class Recipe:
 
     Attributes:
         tokenizer: Fingerprint of the tokenizer.
-        vocab_size: Every token id is below it; up to 65,536 the cache stores two bytes a token, else four.
-        end_of_text_id: Token behind every document, also what padding is filled with.
+        vocab_size: Number of token ids; up to 65,536 the cache stores two bytes per token, else four.
+        end_of_text_id: Token after every document; rows are padded with it.
         row_tokens: Tokens of a row: sequence length plus one.
-        source: What the source is, JSON values only.
-        split: Which part of it this is and how the split is defined, JSON values only.
-        packing: How documents become rows.
+        source: Identity of the source, JSON values only.
+        split: Which part of the source this is and how the split is defined, JSON values only.
+        packing: How documents are packed into rows.
         chunk_rows: Rows of a full chunk: part of every row's address.
-        transforms: What happens to documents before they are packed, JSON values only; absent where nothing does.
+        transforms: The transforms applied to documents before packing, JSON values only; absent if there are none.
     """
 
     tokenizer: str
@@ -91,17 +99,17 @@ def write_recipe(directory: Path, recipe: Recipe) -> None:
 
 
 def read_recipe(directory: Path) -> Recipe:
-    """The recipe of a cache directory.
+    """Read the recipe of a cache directory.
 
     Raises:
-        DataError: There is none, it is damaged, or it is of a format that this version does not read.
+        DataError: It is missing, damaged, or in a format that this version does not read.
     """
     path = directory / RECIPE_NAME
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"no cache here: {error.strerror}", where=str(path), hint="`vorox data build` makes it"
+            f"No cache here: {error.strerror}", where=str(path), hint="run `vorox data build` to build it"
         ) from error  # fmt: skip
     try:
         body = json.loads(raw)
@@ -112,8 +120,8 @@ def read_recipe(directory: Path) -> Recipe:
         raise _damaged(path) from error
     if stored_format != FORMAT:
         raise DataError(
-            f"the cache has format {stored_format!r}, this version reads {FORMAT!r}", where=str(path),
-            hint="build a new one, or read it with the version that made it",
+            f"The cache has format {stored_format!r}, but this version reads {FORMAT!r}", where=str(path),
+            hint="build a new cache, or read this one with the version that wrote it",
         )  # fmt: skip
     if not intact:
         raise _damaged(path)
@@ -121,23 +129,23 @@ def read_recipe(directory: Path) -> Recipe:
 
 
 def check_recipe(directory: Path, found: Recipe, expected: Recipe) -> None:
-    """Refuse a cache that was made differently.
+    """Refuse a cache that was built by a different recipe.
 
     Raises:
-        DataError: Naming both digests and the values that differ.
+        DataError: The recipes differ; the message has both digests and the values that differ.
     """
     if found.digest == expected.digest:
         return
     left, right = found.to_json(), expected.to_json()
     differences = ", ".join(
-        f"{key}: {_short(left.get(key))} here, {_short(right.get(key))} asked for"
+        f"{key}: {_short(left.get(key))} here, {_short(right.get(key))} expected"
         for key in {**left, **right}
         if left.get(key) != right.get(key)
     )
     raise DataError(
-        f"the cache was made by recipe {found.digest}, not by {expected.digest} ({differences})",
+        f"The cache was built by recipe {found.digest}, expected {expected.digest} ({differences})",
         where=str(directory),
-        hint="give the configuration that made it, or another data.cache.directory, and build again",
+        hint="use the configuration that it was built with, or build into another data.cache.directory",
     )
 
 
@@ -148,6 +156,90 @@ def _short(value: Any) -> str:
 
 def _damaged(path: Path) -> DataError:
     return DataError(
-        "the recipe does not match its own hash", where=str(path),
-        hint="remove the cache directory and build it again; nothing in it can be trusted to be what it says",
+        "The recipe does not match its own hash", where=str(path),
+        hint="remove the cache directory and build it again; none of its content can be trusted",
     )  # fmt: skip
+
+
+class FileLog:
+    """The list of source files.
+
+    Attributes:
+        files: All files listed, planned or not.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._log = HashChainedLog(directory / FILES_NAME)
+        self.files: list[SourceFile] = []
+        for body in self._log.read()[0]:
+            first = int(body["first"])
+            entries = [SourceFile(uri, int(size_bytes), version) for uri, size_bytes, version in body["files"]]
+            if "void_from" in body:
+                del self.files[int(body["void_from"]) :]
+            self.files[first : first + len(entries)] = entries
+
+    def replace(self, moved: Iterable[int], first: int, files: Sequence[SourceFile]) -> None:
+        """Write the files that changed, durably.
+
+        Args:
+            moved: Indices of files below ``first`` that have a new uri.
+            first: Files from this index on are replaced.
+            files: All files, as they are listed afterwards.
+        """
+        runs = [(index, index + 1) for index in moved]
+        runs += [(index, index + _ENTRIES_PER_LINE) for index in range(first, len(files), _ENTRIES_PER_LINE)]
+        bodies: list[dict[str, Any]] = [
+            {"first": start, "files": [[file.uri, file.size_bytes, file.version] for file in files[start:end]]}
+            for start, end in runs
+        ]
+        if len(self.files) > first:
+            bodies.insert(0, {"first": first, "void_from": first, "files": []})
+        self._log.append(bodies)
+
+
+class UnitLog:
+    """The list of units. It is read incrementally.
+
+    Attributes:
+        units: All units listed, planned or not, ``unit_id`` being the index.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.units: list[Unit] = []
+        self._log, self._position = HashChainedLog(directory / UNITS_NAME), LogPosition()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the entries added since the last call."""
+        bodies, self._position = self._log.read_after(self._position)
+        for body in bodies:
+            del self.units[int(body["first"]) :]
+            for spans in body["units"]:
+                self.units.append(Unit(len(self.units), tuple(UnitSpan(*span) for span in spans)))
+
+    def append(self, first: int, units: Sequence[Unit]) -> None:
+        """Replace the units from number ``first`` on, durably. The caller holds the cache's lock."""
+        bodies = [
+            {"first": first + at, "units": [_span_lists(unit) for unit in units[at : at + _ENTRIES_PER_LINE]]}
+            for at in range(0, len(units), _ENTRIES_PER_LINE)
+        ]
+        self._log.append(bodies, after=self._position)
+        self.refresh()
+
+
+def read_files(directory: Path) -> list[SourceFile]:
+    return FileLog(directory).files
+
+
+def read_units(directory: Path) -> list[Unit]:
+    return UnitLog(directory).units
+
+
+def source_set_digest(unit: Unit, files: Sequence[SourceFile]) -> bytes:
+    """Return the SHA-256 of a unit's input: its spans and the content of their files, independent of their location."""
+    pinned = [[files[span.file_index].size_bytes, files[span.file_index].version] for span in unit.spans]
+    return hashlib.sha256(canonical_json([_span_lists(unit), pinned])).digest()
+
+
+def _span_lists(unit: Unit) -> list[list[int]]:
+    return [[span.file_index, span.start_byte, span.end_byte, span.first_ordinal] for span in unit.spans]

@@ -14,8 +14,7 @@ from pathlib import Path
 from vorox.core.atomic import remove_directory, sync_directory
 from vorox.core.errors import ConfigError
 from vorox.data.cache.leases import DIRECTORY_NAME, Leases, is_held, read_holder
-from vorox.data.cache.pins import pin, pins_of
-from vorox.data.cache.usage import time_of
+from vorox.data.cache.retention import disk_time_or_local, pin, read_pins
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"
@@ -45,7 +44,7 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
     _refuse_builders(directory)
     if old.exists():
         remove_directory(old)
-    for kept in pins_of(directory):
+    for kept in read_pins(directory):
         pin(fresh, kept.name, kept.reason)
     if directory.exists():
         directory.rename(old)
@@ -57,7 +56,7 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
 
 def _refuse_builders(directory: Path) -> None:
     for path in sorted((directory / DIRECTORY_NAME).glob("u*")):
-        if is_held(path, time_of(directory)):
+        if is_held(path, disk_time_or_local(directory)):
             raise ConfigError(
                 f"the cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
                 hint="wait for it to finish or stop it, then build anew", saved="the cache as it is",

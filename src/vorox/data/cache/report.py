@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
-from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.transforms.apply import Counts, TransformCount, add_counts
 
 

@@ -1,51 +1,68 @@
-"""Which units have their chunks on disk, and whether there is room for more.
+"""Which chunks may be on disk: all of a permanent cache, or what fits a disk budget that several caches share.
 
-A scheduler asks before it builds a unit and before it writes one. A cache that stays is ``Permanent``; one whose
-chunks come and go within a disk budget has a residency of its own. Invariant: residency decides what is on disk and
-when, never what is in it.
+The scheduler checks residency before it builds a unit and before it writes one. The caches of a stream are evictable:
+they join a ``DiskBudget``, reserve room before they write a unit, and rank their units by how soon each is needed. A
+directory with a ``CACHE`` file is evictable: everything below its ``chunks/`` can be rebuilt, and nothing else is ever
+removed.
+
+Invariants: residency decides which chunks are on disk, never what they contain; the chunk files of all caches of a
+budget, partial ones included, never exceed its limit; a unit is evicted only for one that is needed sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from vorox.core.atomic import remove_file, write_file
+from vorox.core.errors import DataError
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.options import Depth
-from vorox.data.cache.verify import is_intact
+from vorox.data.cache.verify import Depth, is_intact
+
+MARKER_NAME = "CACHE"
+_MARKER = b"""The chunk files in here are made again when they are needed: a stream of Vorox removes and rebuilds them.
+What is in manifest/ cannot be made again without reading the whole source; keep it as long as the runs that use it.
+"""
+_POLL_SECONDS = 1.0
+"""Evictions by other processes are found by polling."""
+
+_CHUNK = re.compile(r"u(\d{9,})-(\d+)\.psc")
 
 
 class Residency(Protocol):
-    """Whose chunks are on disk."""
+    """The policy that decides which units have their chunks on disk."""
 
     @property
     def damaged(self) -> Collection[int]:
-        """Units that are done and must be built again."""
+        """Committed units that must be rebuilt."""
         ...
 
     def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
-        """Whether a unit is done and its chunks are on disk; asked right before it would be built."""
+        """Whether a unit is committed and its chunks are on disk; checked immediately before building it."""
         ...
 
     def room(self, unit: int, size_bytes: int, /) -> AbstractContextManager[bool]:
-        """Hold room for the chunks of a unit while they are written. False: given up, the unit is dropped."""
+        """Reserve disk space while the chunks of a unit are written. False: no room, drop the unit."""
         ...
 
-    def written(self, unit: int, /) -> None:
-        """The chunks of a unit are on disk."""
+    def mark_written(self, unit: int, /) -> None:
+        """Record that the chunks of a unit are on disk."""
         ...
 
 
 class Permanent:
-    """Chunks that stay; there is always room.
+    """The residency of a cache that keeps all chunks; there is always room.
 
     Args:
         directory: The cache.
-        damaged: Units with a chunk that is lost or damaged.
-        depth: How closely to check whether another builder has rebuilt one of them meanwhile.
+        damaged: Units with a lost or damaged chunk.
+        depth: How thoroughly to check whether another builder has already rebuilt one of them.
     """
 
     def __init__(self, directory: Path, damaged: Collection[int] = (), depth: Depth = "quick") -> None:
@@ -63,5 +80,171 @@ class Permanent:
         del unit, size_bytes
         yield True
 
-    def written(self, unit: int, /) -> None:
+    def mark_written(self, unit: int, /) -> None:
         self.damaged.discard(unit)
+
+
+class Evictable(Protocol):
+    """A cache under a disk budget. Its methods are called while ``DiskBudget.changed`` is held."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    def poll_peers(self) -> None:
+        """Find out what other processes read; called before units are ranked."""
+        ...
+
+    def eviction_priority(self, unit: int, /) -> int:
+        """0 for a unit that is being read or awaited, which is never evicted; the higher, the later it is needed."""
+        ...
+
+    def evicted(self, unit: int, /) -> None:
+        """Record that the chunk files of a unit have been removed."""
+        ...
+
+
+def mark_evictable(directory: Path) -> None:
+    """Record durably that the chunks of a directory may be removed.
+
+    Raises:
+        DataError: It already holds chunks of a permanent cache.
+    """
+    if is_evictable(directory):
+        return
+    if resident_units(directory):
+        raise DataError(
+            "The directory holds chunks of a permanent cache", where=str(directory),
+            hint="a stream needs a directory of its own: set data.cache.directory to another path",
+        )  # fmt: skip
+    write_file(directory / MARKER_NAME, _MARKER)
+
+
+def is_evictable(directory: Path) -> bool:
+    """Whether the chunks of a directory may be removed."""
+    return (directory / MARKER_NAME).exists()
+
+
+def resident_units(directory: Path) -> dict[int, dict[Path, int]]:
+    """Return the chunk files on disk with their sizes, by unit; partial files are included."""
+    found: dict[int, dict[Path, int]] = {}
+    chunks = directory / "chunks"
+    with contextlib.suppress(FileNotFoundError):
+        for folder in sorted(os.scandir(chunks), key=lambda entry: entry.name):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for entry in sorted(os.scandir(folder.path), key=lambda entry: entry.name):
+                    match = _CHUNK.search(entry.name)
+                    with contextlib.suppress(FileNotFoundError):
+                        size = entry.stat().st_size
+                        found.setdefault(int(match[1]) if match else -1, {})[Path(entry.path)] = size
+    return found
+
+
+def remove_chunks(files: Mapping[Path, int]) -> int:
+    """Remove chunk files and return their size in bytes; partial files belong to their writer and stay."""
+    removed_bytes = 0
+    for path, size in files.items():
+        if path.name.startswith("u"):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                remove_file(path)
+            removed_bytes += size
+    return removed_bytes
+
+
+class DiskBudget:
+    """The disk space that the evictable caches of a process share.
+
+    Args:
+        limit_bytes: Limit on the total size of their chunk files.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.changed = threading.Condition()
+        """Guards the budget and all of its caches; notified on every change."""
+        self.closed = False
+        self._caches: list[Evictable] = []
+        self._reserved: dict[tuple[Path, int], int] = {}
+
+    def join(self, cache: Evictable) -> None:
+        with self.changed:
+            self._caches.append(cache)
+
+    def close(self) -> None:
+        """Release every thread that waits for room."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def room(self, cache: Evictable, unit: int, size_bytes: int, *, gives_way: Callable[[], bool]) -> Generator[bool]:
+        """Reserve room for the chunks of a unit while they are written; wait until enough other units can be evicted.
+
+        Args:
+            cache: The cache of the unit.
+            unit: The unit.
+            size_bytes: Size of its chunks.
+            gives_way: Whether another unit has become more urgent; polled on every change.
+
+        Yields:
+            Whether there is room. False: a more urgent unit is pending, or the budget was closed.
+
+        Raises:
+            DataError: The unit is awaited, and so is every unit on disk.
+        """
+        with self.changed:
+            there_is_room = self._make_room(cache, unit, size_bytes, gives_way)
+            if there_is_room:
+                self._reserved[cache.directory, unit] = size_bytes
+        if not there_is_room:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            with self.changed:
+                del self._reserved[cache.directory, unit]
+                self.changed.notify_all()
+
+    def _make_room(self, cache: Evictable, unit: int, size_bytes: int, gives_way: Callable[[], bool]) -> bool:
+        while not self.closed:
+            resident = self._resident()
+            used_bytes = sum(self._reserved.values()) + sum(sum(files.values()) for _, _, files in resident)
+            for one in self._caches:
+                one.poll_peers()
+            own = cache.eviction_priority(unit)
+            ranked = [
+                (owner.eviction_priority(other), number, owner, other, files)
+                for number, (owner, other, files) in enumerate(resident)
+                if (owner, other) != (cache, unit)
+            ]
+            for priority, _, owner, other, files in sorted(ranked, key=lambda entry: entry[:2], reverse=True):
+                if used_bytes + size_bytes <= self.limit_bytes or priority <= own:
+                    break
+                used_bytes -= remove_chunks(files)
+                owner.evicted(other)
+            if used_bytes + size_bytes <= self.limit_bytes:
+                return True
+            if gives_way():
+                return False
+            if own == 0:
+                raise self._too_small(cache, used_bytes + size_bytes)
+            self.changed.wait(_POLL_SECONDS)
+        return False
+
+    def _resident(self) -> list[tuple[Evictable, int, dict[Path, int]]]:
+        """The units on disk, except those being written."""
+        return [
+            (cache, unit, files)
+            for cache in self._caches
+            if is_evictable(cache.directory)
+            for unit, files in resident_units(cache.directory).items()
+            if (cache.directory, unit) not in self._reserved
+        ]
+
+    def _too_small(self, cache: Evictable, needed_bytes: int) -> DataError:
+        return DataError(
+            f"data.streaming.retention_bytes is {self.limit_bytes:,}, but the segments that are read at the same time "
+            f"need at least {needed_bytes:,}",
+            where=str(cache.directory),
+            hint="raise data.streaming.retention_bytes, or lower data.growth.max_segment_units (in a new run)",
+        )

@@ -10,27 +10,28 @@ on the order of the units nor on interruptions, the number of builders or the co
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.errors import VoroxError
+from vorox.core.atomic import is_disk_full
+from vorox.core.disk_errors import disk_error, room_text
+from vorox.core.errors import DataError, VoroxError
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.build_queue import BuildQueue, never
 from vorox.data.cache.commit import adopt_unit, commit_unit
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
-from vorox.data.cache.options import never
-from vorox.data.cache.planning import source_bytes, write_error
 from vorox.data.cache.report import BuildProgress, committed
 from vorox.data.cache.residency import Permanent, Residency
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit
-from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.pipeline.pipeline import PipelineStatistics
 
 SNAPSHOT_FROM_BYTES = 1 << 15
 """A shorter log, of some ninety chunks, opens as quickly without a snapshot."""
@@ -89,7 +90,7 @@ class BuildScheduler:
         self._writing_bytes = self._pending_bytes = 0
         self._reported_generation = -1
         self.manifest = Manifest.empty()
-        self._sizes_U = source_bytes(units)
+        self._sizes_U = _source_bytes(units)
         self.progress = BuildProgress(
             0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=builder.recipe.row_tokens
         )
@@ -263,7 +264,7 @@ class BuildScheduler:
             )  # fmt: skip
             self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
             self._rebuilding.discard(unit)
-            self.residency.written(unit)
+            self.residency.mark_written(unit)
         self.queue.settle(unit)
         self.units_built += counts
         self.observe(manifest)
@@ -285,7 +286,7 @@ class BuildScheduler:
     def _unit_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes of the source of every unit that is known by now."""
         if len(self._sizes_U) < len(self.units):
-            self._sizes_U = np.append(self._sizes_U, source_bytes(self.units[len(self._sizes_U) :]))
+            self._sizes_U = np.append(self._sizes_U, _source_bytes(self.units[len(self._sizes_U) :]))
             self.progress = replace(self.progress, units=len(self.units), source_bytes=int(self._sizes_U.sum()))
         return self._sizes_U
 
@@ -325,7 +326,7 @@ class BuildScheduler:
 
     def _translated(self, error: OSError) -> VoroxError:
         done = f"{self.progress.units_done} of {len(self.units)} units; the next build goes on from there"
-        return write_error(error, self.directory, saved=done, needed_bytes=self._needed_bytes())
+        return cache_write_error(error, self.directory, saved=done, needed_bytes=self._needed_bytes())
 
     def _needed_bytes(self) -> int:
         """Bytes of chunks that are not written yet; of units not read yet, by the ratio of the others."""
@@ -337,3 +338,25 @@ class BuildScheduler:
         known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self._writing_bytes
         rate = known_bytes / known_text_bytes if known_text_bytes else _FIRST_GUESS_CACHE_PER_TEXT_BYTE
         return self._pending_bytes + round(rate * (int(sizes.sum()) - known_text_bytes))
+
+
+def _source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
+    """Return the bytes of source text of each unit."""
+    return np.array([unit.size_bytes for unit in units], np.int64)
+
+
+def cache_write_error(error: OSError, directory: Path, *, saved: str, needed_bytes: int) -> DataError:
+    """Return the error for a failed write to a cache."""
+    where = str(error.filename or directory)
+    if not is_disk_full(error):
+        known = disk_error(error, where)
+        return DataError(
+            f"Cannot write to the cache: {os.strerror(error.errno) if error.errno else error}", where=where,
+            saved=saved,
+            hint=known.hint if known else "grant write permission, or set data.cache.directory to a writable path",
+        )  # fmt: skip
+    return DataError(
+        f"No space left for the rest of the cache: {room_text(needed_bytes, directory, error)}",
+        where=where, saved=saved,
+        hint="free some space, or set data.cache.directory to another disk, and run the same command again",
+    )  # fmt: skip

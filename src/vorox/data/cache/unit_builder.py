@@ -12,20 +12,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache import inventory
 from vorox.data.cache.assemble import Encoder, chunk_contents, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.recipe import Recipe
+from vorox.data.cache.recipe import Recipe, source_set_digest
 from vorox.data.documents import BadRecord, SourceFile, Unit
-from vorox.data.pipeline.duplicates import corpus_wide
-from vorox.data.pipeline.first_pass import FirstPass, find_duplicates
-from vorox.data.pipeline.pipeline import Pipeline, Stage, run_serial
+from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_checks, find_duplicates
+from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
-from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.tokenizers.fast_path import rebuild_mixed
 from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
@@ -193,16 +191,22 @@ class UnitBuilder:
         """The stages from a unit to its chunks; ``on_documents`` is called in one of their threads."""
         applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
         stages = UnitStages(
-            self.files, self.read_unit, self.tokenizer, self.recipe, applier, self.directory, self._packed
+            self.files,
+            self.read_unit,
+            self.tokenizer,
+            self.recipe,
+            applier,
+            partial(duplicate_checks, self.directory, self.files),
+            self._pack,
         )
         return stages if on_documents is None else replace(stages, on_documents=on_documents)
 
     def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
         """What the header of a chunk says that it belongs to."""
-        source_set = inventory.source_set_digest(unit, self.files)
+        source_set = source_set_digest(unit, self.files)
         return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
 
-    def _packed(self, gathered: TokenizedDocuments) -> BuiltUnit:
+    def _pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
         unit, documents_D = gathered.unit, gathered.documents_D
         contents: list[ChunkContent] = []
         if not gathered.gave_up:

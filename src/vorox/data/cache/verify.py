@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -18,13 +19,21 @@ from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import ChunkRecord
-from vorox.data.cache.inventory import UNITS_NAME, read_files, read_units, source_set_digest
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
-from vorox.data.cache.options import Depth
 from vorox.data.cache.quarantine import verify_quarantine
-from vorox.data.cache.recipe import Recipe, check_recipe, read_recipe
+from vorox.data.cache.recipe import (
+    UNITS_NAME,
+    Recipe,
+    check_recipe,
+    read_files,
+    read_recipe,
+    read_units,
+    source_set_digest,
+)
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.prefetch import map_ordered
+
+Depth = Literal["quick", "full"]
 
 MOST_BYTES_HELD = 1 << 29
 """What the chunks that are checked at the same time may come to in memory."""

@@ -1,9 +1,11 @@
-"""Stages in threads with bounded queues between them, or the same stages in a row.
+"""Run stages in threads with bounded queues between them, or serially.
 
-Items go in at the front; each stage takes items from the queue before it and puts its results into the queue behind it.
-A ``Stage`` makes one item of one item and may have several threads; a ``Flow`` sees all items in order and yields as
-many as it likes, in one thread. Invariants: the output, and the place of a failure, are those of ``run_serial``;
-however a pipeline ends, no thread is left running.
+Each stage takes items from the queue before it and puts results into the queue after it. A ``Stage`` maps one item to
+one item and may have several threads; a ``Flow`` sees all items in order, in one thread, and yields any number of
+them. ``Pipeline.statistics`` reports the counters of stages and queues at any time.
+
+Invariants: the output, and the place of a failure, are those of ``run_serial``; no thread is left running however a
+pipeline ends.
 """
 
 from __future__ import annotations
@@ -16,16 +18,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vorox.data.pipeline.queues import CreditQueue
-from vorox.data.pipeline.statistics import PipelineStatistics, StageStatistics
+from vorox.data.pipeline.queues import CreditQueue, QueueStatistics
 
 _JOIN_SECONDS = 10.0
-"""How long an ending pipeline waits for a thread that is in the middle of something, such as a read that hangs."""
+"""How long an ending pipeline waits for a busy thread, such as one in a hanging read."""
 _POLL_SECONDS = 0.1
 
 
 class Item(Protocol):
-    """What flows through a pipeline: its size, and its place for messages."""
+    """A value that flows through a pipeline: its size, and its place for messages."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -39,9 +40,9 @@ class Stage:
 
     Attributes:
         name: For statistics and messages.
-        work: Makes an item of an item.
-        threads: How many work at once.
-        reserve_bytes: Bytes to reserve for the result before it is made; None for the size of the input.
+        work: Maps an item to an item.
+        threads: Number of threads.
+        reserve_bytes: Bytes to reserve for the result before it is computed; None: the size of the input.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A function of all items in order, which may give more or fewer.
+    """A function of all items in order, which may yield more or fewer items.
 
     Attributes:
         name: For statistics and messages.
@@ -64,8 +65,68 @@ class Flow:
     threads: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """Counters of a stage.
+
+    Attributes:
+        name: ``fetch``, ``decode``, ``filter``, ``tokenize``, ``augment``, ``gather``, ``pack`` or ``write``.
+        threads: Number of threads.
+        items: Items produced.
+        size_bytes: Their bytes.
+        busy_seconds: Working time, summed over the threads.
+        wait_seconds: Time waiting for input or for room in the output queue, summed over the threads.
+    """
+
+    name: str
+    threads: int
+    items: int
+    size_bytes: int
+    busy_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatistics:
+    """Counters of a pipeline at one moment.
+
+    Attributes:
+        seconds: Running time so far.
+        stages: In the order of the flow; the last is the consumer.
+        queues: The queues between them.
+    """
+
+    seconds: float
+    stages: tuple[StageStatistics, ...]
+    queues: tuple[QueueStatistics, ...]
+
+    @property
+    def bottleneck(self) -> str:
+        """The stage whose threads were busy for the largest share of the time; empty before any item is done."""
+        if self.seconds <= 0 or not any(stage.items for stage in self.stages):
+            return ""
+        return max(self.stages, key=lambda stage: stage.busy_seconds / stage.threads).name
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counters under their names in the metric registry."""
+        return dict(self._metrics())
+
+    def _metrics(self) -> Iterator[tuple[str, float]]:
+        for stage in self.stages:
+            yield f"pipeline/{stage.name}/items", float(stage.items)
+            yield f"pipeline/{stage.name}/bytes", float(stage.size_bytes)
+            yield f"pipeline/{stage.name}/busy_seconds", stage.busy_seconds
+            yield f"pipeline/{stage.name}/wait_seconds", stage.wait_seconds
+        for queue in self.queues:
+            place = queue.name.replace(">", "_to_")
+            yield f"pipeline/{place}/depth", float(queue.depth)
+            yield f"pipeline/{place}/held_bytes", float(queue.held_bytes)
+            yield f"pipeline/{place}/producer_wait_seconds", queue.producer_wait_seconds
+            yield f"pipeline/{place}/consumer_wait_seconds", queue.consumer_wait_seconds
+
+
 class _Failure:
-    """An exception on its way to the consumer, behind everything that comes before it."""
+    """An exception that travels to the consumer in order, after all earlier items."""
 
     size_bytes = 0
 
@@ -76,7 +137,7 @@ class _Failure:
 
 @dataclass
 class _Counter:
-    """What the threads of one stage did so far."""
+    """Counters shared by the threads of one stage."""
 
     items: int = 0
     size_bytes: int = 0
@@ -91,7 +152,7 @@ class _Counter:
 
 
 class InputQueue:
-    """The input of the first stage, with the interface of a queue: any thread takes one item at a time."""
+    """The input of the first stage, with the interface of a queue; thread-safe."""
 
     def __init__(self, items: Iterable[Any], stop: Callable[[], bool], most_in_flight: int | None) -> None:
         self._items = iter(items)
@@ -126,7 +187,7 @@ class InputQueue:
         return self._ended or most is None or self.taken - self._finished < most
 
     def finish_one(self) -> None:
-        """Make room for another item: the consumer is done with one."""
+        """Count an item that the consumer is done with, which makes room for another."""
         with self._changed:
             self._finished += 1
             self._changed.notify_all()
@@ -141,7 +202,7 @@ _Source = CreditQueue | InputQueue
 
 
 def run_serial(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Generator[Any]:
-    """Yield what a ``Pipeline`` of the same stages yields, computed in the calling thread."""
+    """Run the stages in the calling thread; yields the same items as a ``Pipeline`` of them."""
     flow = iter(items)
     for stage in stages:
         flow = stage.work(flow) if isinstance(stage, Flow) else map(stage.work, flow)
@@ -149,16 +210,16 @@ def run_serial(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Generato
 
 
 class Pipeline:
-    """Stages that work at the same time. Iterate over it once.
+    """Stages that run concurrently. Iterate over it once.
 
     Args:
-        items: Input; taken one by one, in a thread, when there is room.
+        items: Input; read one item at a time, in a thread, when there is room.
         stages: In the order of the flow, at least one.
-        queue_bytes: Credits of each queue.
+        queue_bytes: Capacity of each queue.
         consumer: Name of the caller's work on the results, for statistics.
-        stop: Called before an item is taken; once it returns true, items in flight are finished and no others begun.
-        most_in_flight: Items that are taken and not yet dealt with by the caller, at most, where the stages make one
-            item of each; None for as many as the queues have room for.
+        stop: Called before an item is read; once it returns true, items in flight are finished and no more are read.
+        most_in_flight: Limit on items read but not yet consumed, where the stages map items one to one; None: the
+            queues alone set the limit.
         poll: Called in the iterating thread before every item, at the end, and ten times a second while it waits.
     """
 
@@ -177,12 +238,12 @@ class Pipeline:
         self._poll = poll
         self._consumer = consumer
         self._failed = False
-        self._front = InputQueue(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
+        self._input = InputQueue(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
         names = [*(stage.name for stage in stages), consumer]
         self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
         self._counters = [_Counter() for _ in names]
         self._threads = [
-            threading.Thread(  # what holds for the caller, such as a budget of retries, holds for its threads
+            threading.Thread(  # threads inherit the caller's context, such as its retry budget
                 target=contextvars.copy_context().run,
                 args=(self._run, index),
                 name=f"vorox-{stage.name}-{number}",
@@ -197,8 +258,8 @@ class Pipeline:
         """Yield the results of the last stage, in order.
 
         Raises:
-            BaseException: Whatever a stage raised, behind all items that come before it, with a note that names the
-                stage and the place.
+            BaseException: The exception of a stage, raised after all earlier items, with a note that names the stage
+                and the place.
         """
         self._started_seconds = time.perf_counter()
         for thread in self._threads:
@@ -210,7 +271,7 @@ class Pipeline:
                     raise item.error
                 self._counters[-1].add(1, item.size_bytes, 0.0)
                 yield item
-                self._front.finish_one()
+                self._input.finish_one()
         finally:
             self._close()
 
@@ -238,41 +299,41 @@ class Pipeline:
         return PipelineStatistics(seconds, stages, queues)
 
     def _close(self) -> None:
-        self._front.cancel()
+        self._input.cancel()
         for queue in self._queues:
             queue.cancel()
-        give_up = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
-            thread.join(max(give_up - time.monotonic(), 0.0))
+            thread.join(max(deadline - time.monotonic(), 0.0))
         self._ended_seconds = time.perf_counter()
 
     def _run(self, index: int) -> None:
-        """The life of one thread."""
-        before = self._queues[index - 1] if index else self._front
+        """The main function of one thread."""
+        source = self._queues[index - 1] if index else self._input
         stage = self._stages[index]
         if isinstance(stage, Stage):
-            self._run_stage(stage, before, self._queues[index], self._counters[index])
+            self._run_stage(stage, source, self._queues[index], self._counters[index])
         else:
-            self._run_flow(stage, before, self._queues[index], self._counters[index])
+            self._run_flow(stage, source, self._queues[index], self._counters[index])
 
-    def _run_stage(self, stage: Stage, before: _Source, behind: CreditQueue, counter: _Counter) -> None:
-        while (taken := before.get()) is not None:
+    def _run_stage(self, stage: Stage, source: _Source, target: CreditQueue, counter: _Counter) -> None:
+        while (taken := source.get()) is not None:
             sequence, item = taken
-            size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and _is_good(item) else item.size_bytes
-            if not behind.reserve(sequence, size_bytes):
+            size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and _is_result(item) else item.size_bytes
+            if not target.reserve(sequence, size_bytes):
                 return
-            if _is_good(item):
+            if _is_result(item):
                 started = time.perf_counter()
                 try:
                     item = stage.work(item)
                 except BaseException as error:
                     item = self._failure(error, stage.name, item.place)
-                counter.add(int(_is_good(item)), item.size_bytes, time.perf_counter() - started)
-            behind.fill(sequence, item, item.size_bytes)
-        behind.finish(before.taken)
+                counter.add(int(_is_result(item)), item.size_bytes, time.perf_counter() - started)
+            target.fill(sequence, item, item.size_bytes)
+        target.finish(source.taken)
 
-    def _run_flow(self, flow: Flow, before: _Source, behind: CreditQueue, counter: _Counter) -> None:
-        inputs = _Inputs(before)
+    def _run_flow(self, flow: Flow, source: _Source, target: CreditQueue, counter: _Counter) -> None:
+        inputs = _Inputs(source)
         outputs = flow.work(iter(inputs))
         sequence = 0
         while True:
@@ -284,29 +345,29 @@ class Pipeline:
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
-            is_result = item is not None and _is_good(item)
+            is_result = item is not None and _is_result(item)
             counter.add(int(is_result), item.size_bytes if item else 0, busy_seconds)
-            if item is None or not behind.put(sequence, item, item.size_bytes):
+            if item is None or not target.put(sequence, item, item.size_bytes):
                 break
             sequence += 1
-            if not _is_good(item):
+            if not _is_result(item):
                 break
-        behind.finish(sequence)
+        target.finish(sequence)
 
     def _failure(self, error: BaseException, stage: str, place: str) -> _Failure:
         self._failed = True
         return _Failure(error, stage, place)
 
 
-def _is_good(item: Any) -> bool:
+def _is_result(item: Any) -> bool:
     return not isinstance(item, _Failure)
 
 
 class _Inputs:
-    """The items before a flow, and the failure that ended them if one did."""
+    """The input items of a flow, and the failure that ended them, if any."""
 
-    def __init__(self, before: _Source) -> None:
-        self._before = before
+    def __init__(self, source: _Source) -> None:
+        self._source = source
         self.failure: _Failure | None = None
         self.place = ""
         self.wait_seconds = 0.0
@@ -314,7 +375,7 @@ class _Inputs:
     def __iter__(self) -> Iterator[Any]:
         while True:
             started = time.perf_counter()
-            taken = self._before.get()
+            taken = self._source.get()
             self.wait_seconds += time.perf_counter() - started
             if taken is None:
                 return

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -22,18 +21,21 @@ from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.assemble import Encoder, encode, finish_documents
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, SourceFile, TokenDocument, Unit
-from vorox.data.pipeline.duplicates import duplicates_of
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
 from vorox.data.storage import Fetched, reading_from
 from vorox.data.text.content import SequentialReads
 from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
+from vorox.data.transforms.registry import Transform
 
 ReadUnit = Callable[[Unit], Iterable[Record]]
 """The records of a unit, in order. ``text.UnitReader`` is one that can be pickled and that fetches apart."""
 
 OnDocuments = Callable[[int, int, int], None]
 """Called with the documents, UTF-8 bytes of text and tokens that were added, in the order of the units."""
+
+DuplicateChecks = Callable[[Sequence[Transform], Unit], Mapping[int, IsDuplicate]]
+"""The duplicate checks of a unit, by the number of the transform that removes duplicates."""
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
@@ -153,7 +155,7 @@ class UnitStages:
         tokenizer: Text to ids.
         recipe: What the rows are a function of.
         applier: The transforms.
-        directory: Where the first pass left the duplicates that it found.
+        duplicate_checks: Returns the duplicate checks of a unit: ``duplicates.duplicate_checks`` of its cache.
         pack: Makes the result of a gathered unit.
         on_documents: Called by ``gather`` for every batch, in its thread.
     """
@@ -163,7 +165,7 @@ class UnitStages:
     tokenizer: Encoder
     recipe: Recipe
     applier: Applier
-    directory: Path | None
+    duplicate_checks: DuplicateChecks
     pack: Callable[[TokenizedDocuments], Item]
     on_documents: OnDocuments = _ignore_documents
 
@@ -224,7 +226,7 @@ class UnitStages:
                     ) from error
 
     def _batches(self, unit: Unit, records: Iterator[Record]) -> Iterator[DocumentBatch]:
-        duplicates = duplicates_of(self.directory, self.files, self.applier.transforms, unit)
+        duplicates = self.duplicate_checks(self.applier.transforms, unit)
         documents: list[AnyDocument] = []
         bad_records: list[BadRecord] = []
         size_bytes = bad_in_a_row = 0

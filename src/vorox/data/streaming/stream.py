@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import read_recipe
+from vorox.data.cache.residency import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.rows import RowBlock
 from vorox.data.storage.waiting import may_wait
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
@@ -190,11 +190,11 @@ class Stream:
             yield there_is_room
         self.units_rebuilt += there_is_room and is_recorded
 
-    def written(self, unit: int, /) -> None:
+    def mark_written(self, unit: int, /) -> None:
         del unit
         self._queue.refresh()
 
-    # What the disk budget asks: see ``cache.disk_budget``.
+    # What the disk budget asks: see ``cache.residency``.
 
     def poll_peers(self) -> None:
         self._peers = self._window.peers()

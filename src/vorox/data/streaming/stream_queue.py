@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from vorox.data.cache.build_queue import BuildQueue
-from vorox.data.cache.disk_budget import DiskBudget, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.planning import write_error
+from vorox.data.cache.residency import DiskBudget, resident_units
+from vorox.data.cache.scheduler import cache_write_error
 from vorox.data.streaming.prefetch_scheduler import PrefetchScheduler, SegmentRule
 from vorox.data.streaming.read_windows import UnitRange
 from vorox.data.streaming.unit_list import UnitList
@@ -152,7 +152,7 @@ class StreamQueue(BuildQueue):
             is_mine = self._units.extend(num_units, stop) is not None
         except OSError as error:
             saved = f"{len(self.manifest.units)} units are recorded"
-            refused = write_error(error, self._directory, saved=saved, needed_bytes=self._budget.limit_bytes)
+            refused = cache_write_error(error, self._directory, saved=saved, needed_bytes=self._budget.limit_bytes)
             refused.__cause__ = error
             self.fail(self.manifest.planned_units, refused)
         except Exception as error:  # of whatever kind: the reader that waits must see it

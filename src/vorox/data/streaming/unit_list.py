@@ -15,13 +15,13 @@ from typing import Protocol
 from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
-from vorox.data.cache import inventory
-from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.manifest import Manifest, planned_entry
-from vorox.data.cache.planning import planning
+from vorox.data.cache.planning import check_units, planning_lock, record_inputs
+from vorox.data.cache.recipe import UnitLog
+from vorox.data.cache.residency import mark_evictable
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
-from vorox.data.pipeline.first_pass import FirstPass
+from vorox.data.pipeline.duplicates import FirstPass
 
 LOCK_NAME = "CUTTING"
 """Held while a process splits the source further."""
@@ -60,7 +60,7 @@ class UnitList:
         self.units: list[Unit] = []
         self.is_all = False
         self._directory, self._builder, self._splitter = directory, builder.at(directory), splitter
-        self._log = inventory.UnitLog(directory)
+        self._log = UnitLog(directory)
         self._pieces: Iterator[tuple[Unit, bool]] | None = None
         self._passes: dict[int, FirstPass] = {}
         self._num_checked = 0
@@ -79,7 +79,7 @@ class UnitList:
         if planned > len(self._log.units):
             self._log.refresh()
         first, last = self._num_checked, min(planned, len(self.units))
-        inventory.check_units(self._directory, self._log.units[first:last], self.units[first:])
+        check_units(self._directory, self._log.units[first:last], self.units[first:])
         self._num_checked = max(first, planned)
         if planned > len(self.units):
             self.units += self._log.units[len(self.units) : planned]
@@ -119,10 +119,10 @@ class UnitList:
             if self._is_recorded:
                 manifest = stack.enter_context(self._manifest.exclusive(self._directory))
             else:
-                manifest = stack.enter_context(planning(self._directory, self._builder))
+                manifest = stack.enter_context(planning_lock(self._directory, self._builder))
                 self._log.refresh()
                 listed = self._log.units[: manifest.planned_units]
-                inventory.record(self._directory, manifest, self._builder.files, listed)
+                record_inputs(self._directory, manifest, self._builder.files, listed)
             self._is_recorded = True
             self.see(manifest)
             fresh = self.units[manifest.planned_units :]
