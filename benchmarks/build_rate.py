@@ -226,10 +226,10 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     from vorox.data.cache.format import encode_chunk
     from vorox.data.cache.unit_builder import UnitBuilder
     from vorox.data.cache_opener import recipe_for
-    from vorox.data.text.cutting import cut_units
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader
-    from vorox.data.tokenizers.store import tokenizer_for
+    from vorox.data.text.unit_splitter import split_into_units
+    from vorox.data.tokenizers.store import resolve_tokenizer
 
     used: dict[str, float] = {}
 
@@ -244,7 +244,7 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
         data = config.data
         source = timed("list and hash the files", list_source, data.sources[0])
         tokenizer = timed(
-            "open the tokenizer", tokenizer_for, config.tokenizer, data, [source], [],
+            "open the tokenizer", resolve_tokenizer, config.tokenizer, data, [source], [],
             root=root, build=True, on_progress=lambda *_: None,
         )  # fmt: skip
         recipe = recipe_for(data, source, "train", tokenizer)
@@ -252,7 +252,7 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
             source.files, UnitReader(source, "train", data.validation), tokenizer, recipe, contender.codec
         )
         stages = work.stages()
-        for unit in cut_units(source, "train", data.validation, data.cache.unit_bytes):
+        for unit in split_into_units(source, "train", data.validation, data.cache.unit_bytes):
             batches = timed("read, parse and check", lambda units: list(stages.decode(units)), iter([unit]))
             done = [timed("tokenize, with the records of documents", stages.tokenize, batch) for batch in batches]
             (gathered,) = timed("gather", lambda items: list(stages.gather(items)), iter(done))

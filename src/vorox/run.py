@@ -29,7 +29,7 @@ from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import PrepareProgress, prepare
-from vorox.data.tokenizers.store import kept_by_run
+from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.models.memory_estimate import check_host_memory
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
@@ -148,7 +148,7 @@ def make_workload(
     """
     if not dist.is_main:  # where caches are shared, they are built by then
         dist.barrier("corpus")
-    kept = None if tokenizer_directory is None else kept_by_run(tokenizer_directory, config.tokenizer)
+    kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
     options = BuildOptions(on_mend=log.warning)
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:

@@ -14,8 +14,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.shard_format import read_header, read_shard, write_shard
-from vorox.data.text.cutting import cut_units
-from vorox.data.text.sources import for_tokenizer, list_source, read_unit
+from vorox.data.text.sources import list_source, read_unit, with_tokenizer
+from vorox.data.text.unit_splitter import split_into_units
 
 KINDS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 
@@ -77,7 +77,7 @@ def test_every_lie_of_a_header_is_refused(tmp_path: Path, content: bytes, messag
     if content:
         config = SourceConfig(name="s", format="bin", paths=(str(path),), end_of_text_id=0)
         with pytest.raises(DataError) as again:
-            cut_units(list_source(config), "train", ValidationConfig(held_out_fraction=0), 100)
+            split_into_units(list_source(config), "train", ValidationConfig(held_out_fraction=0), 100)
         assert again.value.what == caught.value.what
 
 
@@ -100,8 +100,8 @@ class TestSource:
         everything = ValidationConfig(held_out_fraction=0)
         for said, expected in ((None, [[5, 6], [7, 8]]), (8, [[5, 6, 9, 7], [9]])):
             listed = list_source(self.config(tmp_path, end_of_text_id=said))
-            bound = for_tokenizer(listed, self.FINGERPRINT, 9, ["t.json"])
-            units = cut_units(bound, "train", everything, 1 << 20)
+            bound = with_tokenizer(listed, self.FINGERPRINT, 9, ["t.json"])
+            units = split_into_units(bound, "train", everything, 1 << 20)
             records = [record for unit in units for record in read_unit(bound, unit, "train", everything)]
             assert [r.tokens.tolist() for r in records if isinstance(r, TokenDocument)] == expected
         assert len({bound.definition["end_of_text_id"], "9"}) == 2, "another end of text is another recipe"
@@ -110,16 +110,16 @@ class TestSource:
     def test_the_tokenizer_must_be_the_runs_own(self, tmp_path: Path, declared: str) -> None:
         write_shard(tmp_path / "a.bin", np.array([5, 9], np.uint16))
         listed = list_source(self.config(tmp_path, declared))
-        assert for_tokenizer(listed, self.FINGERPRINT, 9, ["t.json"]).config.end_of_text_id == 9
+        assert with_tokenizer(listed, self.FINGERPRINT, 9, ["t.json"]).config.end_of_text_id == 9
         with pytest.raises(ConfigError, match="written with tokenizer") as caught:
-            for_tokenizer(listed, "f" * 64, 9, ["other.json"])
+            with_tokenizer(listed, "f" * 64, 9, ["other.json"])
         assert caught.value.where == "data.sources.tokenizer"
 
     def test_shards_without_their_end_of_text_are_put_aside_not_loaded(self, tmp_path: Path) -> None:
         write_shard(tmp_path / "a.bin", np.arange(100_000, dtype=np.uint32) % 1000)
         listed = list_source(self.config(tmp_path, end_of_text_id=5_000, max_record_bytes=1 << 16))
         everything = ValidationConfig(held_out_fraction=0)
-        (unit,) = cut_units(listed, "train", everything, 1 << 20)
+        (unit,) = split_into_units(listed, "train", everything, 1 << 20)
         (record,) = read_unit(listed, unit, "train", everything)
         assert isinstance(record, BadRecord)
         assert (record.byte_offset, record.byte_length) == (1024, 400_000)

@@ -19,7 +19,7 @@ from vorox.data.corpus import Corpus, prepare
 from vorox.data.loader import open_batches
 from vorox.data.provenance_queries import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
-from vorox.data.tokenizers.store import kept_by_run
+from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.experiments.tracking import read_metrics
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.dataloading import validation_set
@@ -138,7 +138,7 @@ class Run:
             ConfigError: The run has no validation set.
             DataError: A cache is missing or damaged.
         """
-        kept = kept_by_run(RunLayout(self.directory).tokenizer, self.config.tokenizer)
+        kept = load_run_tokenizer(RunLayout(self.directory).tokenizer, self.config.tokenizer)
         corpus = prepare(self.config, build=False, tokenizer=kept)
         batches = validation_set(self.config, corpus)
         if batches is None:

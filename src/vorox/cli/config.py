@@ -111,13 +111,13 @@ def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
     if not words.data:
         return source, overrides
     from vorox.core.config.config_for_text import config_for_text
-    from vorox.data.text.recognition import recognise
+    from vorox.data.text.format_detection import detect_source
 
     prefix = "data.sources.0."
     given = [
         word.removeprefix("--").removeprefix(prefix) for word in overrides if f"{prefix}" in word.partition("=")[0]
     ]
-    text = recognise(words.data, {name: value for name, _, value in (word.partition("=") for word in given)})
+    text = detect_source(words.data, {name: value for name, _, value in (word.partition("=") for word in given)})
     typer.echo(text.summary, err=True)
     is_base = any(word.removeprefix("--").startswith("preset=") for word in overrides)
     if source is not None or is_base:
@@ -145,9 +145,9 @@ def configuration_source(name: str) -> str | Path:
     try:
         return RunLayout(find_run("runs", name)).config
     except ConfigError:
-        from vorox.data.text.recognition import refuse_text_as_configuration
+        from vorox.data.text.format_detection import text_path_error
 
-        refusal = refuse_text_as_configuration(name) if path.exists() else None
+        refusal = text_path_error(name) if path.exists() else None
         if refusal is not None:
             raise refusal from None
         return name  # load_config says what there is instead

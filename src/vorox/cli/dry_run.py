@@ -21,8 +21,8 @@ from vorox.core.pluralize import pluralize
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
     from vorox.data.source_listing import ListedSources
+    from vorox.data.text.holdout import Split
     from vorox.data.text.sources import Source
-    from vorox.data.text.splits import Split
     from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.models.spec import ModelSpec
     from vorox.training.schedule import Horizon
@@ -135,7 +135,7 @@ def _look_at_text(config: RunConfig) -> _Text:
     from vorox.data.cache_location import cache_root
     from vorox.data.corpus import exact_weights
     from vorox.data.source_listing import list_sources
-    from vorox.data.text.holdout import held_out_bytes
+    from vorox.data.text.holdout_selection import held_out_bytes
 
     root, display = cache_root(config.data), BuildDisplay()
     try:

@@ -18,9 +18,9 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.planning import planned_inputs
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.documents import Unit
-from vorox.data.text.cutting import cut_units
+from vorox.data.text.holdout import Split
 from vorox.data.text.sources import Source, with_files
-from vorox.data.text.splits import Split
+from vorox.data.text.unit_splitter import split_into_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def all_units(place: CacheLocation, split: Split, data: DataConfig) -> Sequence[
     if place.is_planned:
         return known
     new = with_files(place.source, range(place.num_files, len(place.source.files)))
-    for unit in cut_units(new, split, place.source.holdout, unit_bytes):
+    for unit in split_into_units(new, split, place.source.holdout, unit_bytes):
         spans = tuple(replace(span, file_index=span.file_index + place.num_files) for span in unit.spans)
         known.append(Unit(len(known), spans))
     return known

@@ -31,11 +31,11 @@ from vorox.data.documents import Unit
 from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
-from vorox.data.text.cutting import UnitSplitter, cut_both, first_units, refuse_emptiness
+from vorox.data.text.holdout import SPLITS, Split
 from vorox.data.text.shared_reader import SharedReader, splits_share_units
 from vorox.data.text.sources import Source, read_units
-from vorox.data.text.splits import SPLITS, Split
 from vorox.data.text.unit_reader import UnitReader
+from vorox.data.text.unit_splitter import UnitSplitter, first_units, reject_empty_source, units_of_both_splits
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
 
@@ -127,7 +127,7 @@ class CacheOpener:
         planned = train.units is not None or held_out.units is not None
         if not serial or not splits_share_units(source) or train.source.files != held_out.source.files:
             return self.open(source, "train"), self.open(source, "validation")
-        cut = (None, None) if planned else cut_both(train.source, self.data.cache.unit_bytes)
+        cut = (None, None) if planned else units_of_both_splits(train.source, self.data.cache.unit_bytes)
         units = {split: self._units(places[split], split, known) for split, known in zip(SPLITS, cut, strict=True)}
         reader = SharedReader(train.source, "train")
         with ExitStack() as stack:
@@ -291,7 +291,7 @@ class CacheOpener:
                 return
             known, num_units = len(units.units), 2 * num_units
         if not units.units:
-            refuse_emptiness(place.source)
+            reject_empty_source(place.source)
         raise _without_records(place.source, "train")
 
     def unit_builder(self, source: Source, recipe: Recipe) -> UnitBuilder:

@@ -31,10 +31,10 @@ from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
 from vorox.data.source_listing import list_sources
 from vorox.data.streaming.stream import StreamReader
 from vorox.data.streaming.stream_group import StreamGroup
+from vorox.data.text.holdout import Split
 from vorox.data.text.listing import Note
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
-from vorox.data.text.splits import Split
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_transforms
 

@@ -22,8 +22,8 @@ from vorox.data.prefetch import map_ordered
 from vorox.data.rows import TokenArray
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
+from vorox.data.text.holdout import Split
 from vorox.data.text.sources import Source
-from vorox.data.text.splits import Split
 from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.apply import Applier
@@ -223,7 +223,7 @@ def _verify_files(source: Source, report: VerifyProgress) -> None:
 
 
 def _trace(corpus: Corpus, cache: CorpusCache) -> None:
-    tokenizer = corpus.tokenizer.reference()  # not the way by which the cache was built
+    tokenizer = corpus.tokenizer.without_fast_path()  # not the way by which the cache was built
     data, source, reader = corpus.config, cache.source, cache.reader
     transforms = transforms_of(data, source.config, cache.split, source.key)
     applier = Applier(transforms, data.transform_seed, reader.files, tokenizer)

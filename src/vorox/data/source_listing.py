@@ -23,11 +23,11 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
 from vorox.data.cache_opener import PrepareProgress
 from vorox.data.storage import ContentVersions, shared_reads
-from vorox.data.text.holdout import describe, with_holdout
+from vorox.data.text.holdout import ALL_HELD_OUT
+from vorox.data.text.holdout_selection import describe_holdout, select_holdout
 from vorox.data.text.listing import Note
-from vorox.data.text.sources import Source, for_tokenizer, list_source, without_files
-from vorox.data.text.splits import EVERYTHING
-from vorox.data.tokenizers.store import tokenizer_for
+from vorox.data.text.sources import Source, list_source, with_tokenizer, without_files
+from vorox.data.tokenizers.store import resolve_tokenizer
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 VERSIONS_NAME = "versions"
@@ -57,7 +57,7 @@ class ListedSources:
             files = sum(len(source.files) for source in self.validation)
             names = ", ".join(source.config.name for source in self.validation)
             return f"{pluralize(files, 'file')} of data.validation.sources ({names})"
-        return "; ".join(describe(source) for source in self.train)
+        return "; ".join(describe_holdout(source) for source in self.train)
 
 
 def list_sources(
@@ -89,7 +89,7 @@ def list_sources(
     """
     data = config.data
     validation = [
-        replace(_list(source, f"data.validation.sources.{index}", root, report, is_dry), holdout=EVERYTHING)
+        replace(_list(source, f"data.validation.sources.{index}", root, report, is_dry), holdout=ALL_HELD_OUT)
         for index, source in enumerate(data.validation.sources)
     ]
     held_out = frozenset(file.version for source in validation for file in source.files)
@@ -109,10 +109,10 @@ def list_sources(
     if tokenizer is not None:
         identity = (tokenizer.fingerprint, tokenizer.end_of_text_id, [config.tokenizer.path or config.tokenizer.kind])
         sources = [
-            choose_holdout(for_tokenizer(source, *identity)) if source.config.has_tokens else source
+            choose_holdout(with_tokenizer(source, *identity)) if source.config.has_tokens else source
             for source in sources
         ]
-        validation = [for_tokenizer(source, *identity) for source in validation]
+        validation = [with_tokenizer(source, *identity) for source in validation]
     notes = [note for source in (*sources, *validation) for note in source.notes]
     section = config.tokenizer
     if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
@@ -160,7 +160,7 @@ def _tokenizer(
     is_dry: bool,
 ) -> Tokenizer | None:
     try:
-        return tokenizer_for(
+        return resolve_tokenizer(
             config.tokenizer, config.data, sources, weights, validation=validation, root=root, build=build,
             on_progress=lambda done, total: report("tokenizer", done, total, {}),
         )  # fmt: skip
@@ -192,7 +192,7 @@ def _with_cached_holdout(source: Source, data: DataConfig, directory: Path, *, r
             notes = [Note(kind, text) for kind, text in known["notes"]]
             rule = ValidationConfig.model_validate(known["rule"])
             return replace(source, holdout=rule, notes=(*source.notes, *notes))
-    chosen = with_holdout(source, data)
+    chosen = select_holdout(source, data)
     if remember:
         notes = [[note.kind, note.text] for note in chosen.notes[len(source.notes) :]]
         body = {"key": key, "rule": chosen.holdout.model_dump(mode="json"), "notes": notes}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.data.documents import Document
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, read_units
+from vorox.data.text.unit_splitter import split_into_units
 
 DEFAULT_MAX_BYTES = 16 << 20
 _SMALLEST_DICTIONARY = 1 << 16
@@ -57,7 +57,7 @@ def compress(text: bytes) -> int:
 def validation_text(sources: Sequence[Source], unit_bytes: int) -> Iterable[bytes]:
     """The held-out documents of all sources, one after the other."""
     for source in sources:
-        units = cut_units(source, "validation", source.holdout, unit_bytes)
+        units = split_into_units(source, "validation", source.holdout, unit_bytes)
         for record in read_units(source, units, "validation", source.holdout):
             if isinstance(record, Document):
                 yield record.text.encode("utf-8")

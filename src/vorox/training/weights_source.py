@@ -29,7 +29,7 @@ from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.huggingface import download_repository, load_huggingface
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.loading import train as train_tokenizer
-from vorox.data.tokenizers.store import ready_made
+from vorox.data.tokenizers.store import load_untrained
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
@@ -92,7 +92,7 @@ def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> N
     if weights is None:
         return
     _check_model(config, weights, None)
-    if tokenizer is None and (loaded := ready_made(config.tokenizer)) is not None:
+    if tokenizer is None and (loaded := load_untrained(config.tokenizer)) is not None:
         tokenizer = loaded.with_special_tokens(config.tokenizer.special_tokens)
     if tokenizer is not None:
         _check_model(config, weights, tokenizer.vocab_size)

@@ -452,13 +452,13 @@ def test_records_that_are_tokens_are_packed_as_they_are(tmp_path, dtype):
 
 def test_a_tokenizer_that_changes_its_mind_makes_the_unit_anew():
     class Fickle(ByteTokenizer):
-        calls = path_changes = 0
+        calls = fast_path_fallbacks = 0
 
         def encode_batch(self, texts):
             type(self).calls += 1
             if self.calls == 2:
-                type(self).path_changes = 1
-            wrong = 1 if not self.path_changes else 0
+                type(self).fast_path_fallbacks = 1
+            wrong = 1 if not self.fast_path_fallbacks else 0
             return [self.encode(text) ^ wrong for text in texts]
 
     lines = ["x" * 600_000, "y" * 600_000, "z" * 600_000, "w" * 10]

@@ -14,8 +14,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.loading import train
 
 TOKENIZER = ByteTokenizer()
@@ -84,6 +84,6 @@ def test_another_process_can_have_the_work_of_a_real_source(tmp_path: Path):
     sent = received(work)
     assert sent.tokenizer.fingerprint == tokenizer.fingerprint
     assert np.array_equal(sent.tokenizer.encode("the fox"), tokenizer.encode("the fox"))
-    units = cut_units(source, "train", rule, 4000)
+    units = split_into_units(source, "train", rule, 4000)
     assert len(units) > 1
     assert list(sent.run(units)) == list(work.run(units))

@@ -16,7 +16,7 @@ import zstandard
 from servers import http_server
 from servers.recorded import Request
 from vorox.data.streaming import RemoteIterableDataset
-from vorox.data.text import content
+from vorox.data.text import file_content
 from vorox.data.text.range_cache import CUT_RANGES
 
 KIBIBYTE = 1 << 10
@@ -55,7 +55,7 @@ FORMS: dict[str, tuple[str, Callable[[list[str]], bytes]]] = {
 
 def requests_of_an_epoch(folder: Path, name: str, form: str, data: bytes, **changes: Any) -> list[Request]:
     """Every request for content, with nothing remembered from earlier tests."""
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     CUT_RANGES.clear()
     (folder / "web").mkdir()
     (folder / "web" / f"a.{name}").write_bytes(data)

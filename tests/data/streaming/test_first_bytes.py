@@ -17,7 +17,7 @@ import zstandard
 from servers import http_server
 from servers.web import WebServer
 from vorox.data.streaming import RemoteIterableDataset
-from vorox.data.text import content
+from vorox.data.text import file_content
 from vorox.data.text.range_cache import CUT_RANGES
 
 UNIT_BYTES = 1 << 18
@@ -76,7 +76,7 @@ def dataset(server: WebServer, name: str, form: str, cache: Path, **changes: Any
 def test_the_first_samples_take_a_prefix(tmp_path: Path, texts: list[str], name: str) -> None:
     """A few units, each read to be cut and to be built, and what is read ahead; bounds do not know the corpus' size."""
     form, encode, compress = FORMS[name]
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     CUT_RANGES.clear()
     data = compress(encode(texts))
     (tmp_path / "web").mkdir()
@@ -95,7 +95,7 @@ def test_the_first_samples_take_a_prefix(tmp_path: Path, texts: list[str], name:
 def test_a_state_goes_on_where_it_was_made(tmp_path: Path, texts: list[str], name: str) -> None:
     """What lies before is not read again; of a compressed file it is, as far as it has no other place to begin."""
     form, encode, compress = FORMS[name]
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     CUT_RANGES.clear()
     data = compress(encode(texts[: len(texts) // 4]))
     (tmp_path / "web").mkdir()
@@ -111,7 +111,7 @@ def test_a_state_goes_on_where_it_was_made(tmp_path: Path, texts: list[str], nam
         assert begin > 10 * UNIT_BYTES, "in the middle"
         shutil.rmtree(next((tmp_path / "cache" / "streams").glob("*")) / "chunks")
         server.log.clear()
-        content._survey.cache_clear()
+        file_content._scan.cache_clear()
         CUT_RANGES.clear()
         again = dataset(server, f"a.{name}", form, tmp_path / "cache")
         again.load_state_dict(state)

@@ -33,7 +33,7 @@ class CorpusSplitter:
     def __init__(self, units) -> None:
         self.units, self.given = tuple(units), list[int]()
 
-    def after(self, known=()):
+    def units_after(self, known=()):
         for unit in self.units[len(known) :]:
             self.given.append(unit.unit_id)
             yield unit, unit.unit_id + 1 == len(self.units)
@@ -351,8 +351,8 @@ def test_a_network_that_fails_while_the_source_is_cut_is_told_and_tried_again(tm
     failures = [3, 5]
 
     class Failing(CorpusSplitter):
-        def after(self, known=()):
-            for pair in super().after(known):
+        def units_after(self, known=()):
+            for pair in super().units_after(known):
                 if failures and pair[0].unit_id == failures[0]:
                     del failures[0]
                     raise DataError("the store did not answer")

@@ -23,8 +23,8 @@ import zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document, Record
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 
@@ -36,7 +36,7 @@ def source(paths: Path | list[Path], form: str, **options: Any) -> SourceConfig:
 
 def records(config: SourceConfig, unit_bytes: int = 1 << 20) -> list[Record]:
     listed = list_source(config)
-    units = cut_units(listed, "train", EVERYTHING, unit_bytes)
+    units = split_into_units(listed, "train", EVERYTHING, unit_bytes)
     return [record for unit in units for record in read_unit(listed, unit, "train", EVERYTHING)]
 
 
@@ -63,7 +63,7 @@ def test_a_compressed_file_that_ends_early(tmp_path: Path, form: str, ending: st
     path = tmp_path / f"a.{form}{ending}"
     path.write_bytes(whole[: len(whole) * 2 // 3])
     error = refusal(source(tmp_path, form))
-    assert "data ends in the middle" in error.what
+    assert "data is truncated" in error.what
     assert error.where == str(path)
 
 
@@ -223,7 +223,7 @@ def test_a_source_without_a_record_is_refused(tmp_path: Path, form: str, name: s
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path, form: str, start: bytes, looks: str) -> None:
     (tmp_path / f"a.{form}").write_bytes(start + b"\nrest\n")
     error = refusal(source(tmp_path, form))
-    assert f"not UTF-8 text but looks like {looks}" in error.what
+    assert f"not UTF-8 text; it looks like {looks}" in error.what
     assert error.where == str(tmp_path / f"a.{form}")
 
 
@@ -414,7 +414,7 @@ import json, resource, sys
 import pyarrow.compute, pyarrow.parquet, zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.text.cutting import cut_units
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.text.sources import list_source, read_unit
 config = SourceConfig.model_validate_json(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -422,7 +422,7 @@ rule = ValidationConfig(held_out_fraction=0)
 kinds, refusal = [], ""
 try:
     listed = list_source(config)
-    for unit in cut_units(listed, "train", rule, 64 << 20):
+    for unit in split_into_units(listed, "train", rule, 64 << 20):
         for record in read_unit(listed, unit, "train", rule):
             kinds.append([type(record).__name__, record.byte_length, len(getattr(record, "text", ""))])
 except DataError as error:

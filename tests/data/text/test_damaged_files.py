@@ -20,10 +20,10 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
-from vorox.data.text import content
-from vorox.data.text.cutting import cut_units
-from vorox.data.text.formats import pieces
+from vorox.data.text import file_content
+from vorox.data.text.formats import record_blocks
 from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 TEXTS = [f"{n} " + "".join(random.Random(n).choices("abcdefghij \u00e9\u2603", k=n * 7 % 190)) for n in range(400)]
@@ -38,8 +38,8 @@ def forgotten() -> Iterator[None]:
 
 def forget() -> None:
     """What another process would not know."""
-    content._survey.cache_clear()
-    pieces._remembered.clear()
+    file_content._scan.cache_clear()
+    record_blocks._memoized.clear()
 
 
 def written(form: str) -> bytes:
@@ -64,7 +64,7 @@ def source(path: Path, form: str, policy: str = "keep_readable") -> Source:
 def records(path: Path, form: str, unit_bytes: int = 1 << 20, *, backwards: bool = False) -> list[Record]:
     """Each unit as a process that knows nothing would read it."""
     listed = source(path, form)
-    units = cut_units(listed, "train", EVERYTHING, unit_bytes)
+    units = split_into_units(listed, "train", EVERYTHING, unit_bytes)
     read: dict[int, list[Record]] = {}
     for unit in reversed(units) if backwards else units:
         if backwards:
@@ -91,7 +91,7 @@ def test_a_file_that_ends_early_gives_the_records_that_lie_whole_before(tmp_path
         *kept, rest = records(path, form)
         assert isinstance(rest, BadRecord)
         assert rest.is_rest_of_file
-        assert "data ends in the middle" in rest.reason
+        assert "data is truncated" in rest.reason
         assert f"of {size:,})" in rest.reason
         assert "fetch or write the file again" in rest.reason
         end = 0
@@ -107,13 +107,13 @@ def test_a_file_that_ends_early_gives_the_records_that_lie_whole_before(tmp_path
         assert rest.byte_offset == end or not kept
         assert rest.ordinal == len(kept)
         forget()
-        assert "data ends in the middle" in str(refused(path, form))
+        assert "data is truncated" in str(refused(path, form))
     assert form == "txt" or most > 350, "of a file without its last byte, nearly everything is kept"
 
 
 def refused(path: Path, form: str) -> DataError:
     with pytest.raises(DataError) as caught:
-        cut_units(source(path, form, "stop"), "train", EVERYTHING, 1 << 20)
+        split_into_units(source(path, form, "stop"), "train", EVERYTHING, 1 << 20)
     assert caught.value.exit_code == 4
     return caught.value
 
@@ -177,7 +177,7 @@ def test_a_file_of_which_nothing_can_be_read_is_listed_and_not_forgotten(tmp_pat
 
 def test_what_is_not_damage_stays_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(b"plain text that claims to be gzip")
-    with pytest.raises(DataError, match="the name says gzip, but it begins with"):
+    with pytest.raises(DataError, match="The file name declares gzip, but the content begins with"):
         records(tmp_path, "jsonl")
     with pytest.raises(ConfigError, match="damaged_files 'keep_readable' means gzip and zstd files") as caught:
         source(tmp_path, "parquet")
@@ -211,7 +211,7 @@ def test_the_dataset_is_the_same_whatever_the_workers(
             readers = [*corpus.train, *corpus.validation]
             return [reader.digest for reader in readers]
 
-    with pytest.raises(DataError, match="data ends in the middle"):
+    with pytest.raises(DataError, match="data is truncated"):
         digests("stop", BuildOptions())
     keep = {"damaged_files": "keep_readable"}
     one = digests("one", BuildOptions(), **keep)

@@ -23,8 +23,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import training_sample
 
 END = 60_000
@@ -93,7 +93,7 @@ def rule(split: str, fraction: float) -> ValidationConfig:
 
 
 def records(listed: Source, split: Any, validation: ValidationConfig, unit_bytes: int) -> list[Record]:
-    units = cut_units(listed, split, validation, unit_bytes)
+    units = split_into_units(listed, split, validation, unit_bytes)
     return [record for unit in units for record in read_unit(listed, unit, split, validation)]
 
 

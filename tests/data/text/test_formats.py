@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile, list_files
-from vorox.data.text.formats import UnreadableRecord, boundary_after, boundary_before, cut, parse_line, read_records
+from vorox.data.text.formats import (
+    UnreadableRecord,
+    boundary_after,
+    boundary_before,
+    parse_line,
+    read_records,
+    split_blocks,
+)
 
 TXT = SourceConfig(name="s", format="txt", paths=("x",))
 JSONL = SourceConfig(name="s", format="jsonl", paths=("x",))
@@ -29,9 +36,9 @@ def read(config: SourceConfig, file: StoredFile, start: int = 0, end: int | None
     return list(read_records(config, file, span, lambda _: True))
 
 
-def places(config: SourceConfig, file: StoredFile, piece_bytes: int) -> list[int]:
+def places(config: SourceConfig, file: StoredFile, block_bytes: int) -> list[int]:
     """The boundaries of all pieces."""
-    pieces = list(cut(config, file, 0, None, piece_bytes))
+    pieces = list(split_blocks(config, file, 0, None, block_bytes))
     assert [piece.end_byte for piece in pieces[:-1]] == [piece.start_byte for piece in pieces[1:]]
     return [0, *(piece.end_byte for piece in pieces)]
 
@@ -130,13 +137,13 @@ def test_a_line_is_read_as_the_standard_library_reads_it(line: bytes) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(st.characters(codec="utf-8"), max_size=200) | st.text("aä\n€😀", max_size=200),
-    piece_bytes=st.integers(1, 60),
+    block_bytes=st.integers(1, 60),
 )
 def test_pieces_of_a_text_are_valid_and_complete(
-    tmp_path_factory: pytest.TempPathFactory, text: str, piece_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int
 ) -> None:
     file = stored(tmp_path_factory.mktemp("cut") / "a", text.encode())
-    boundaries = places(TXT, file, piece_bytes)
+    boundaries = places(TXT, file, block_bytes)
     assert boundaries[0] == 0
     assert boundaries[-1] == file.size_bytes
     assert boundaries == sorted(set(boundaries)) or file.size_bytes == 0
@@ -145,20 +152,20 @@ def test_pieces_of_a_text_are_valid_and_complete(
     assert all(isinstance(record, Document) for record in records)
     joined = "".join(record.text for record in records if isinstance(record, Document))
     assert joined == text.removeprefix("\ufeff")
-    assert all(b - a <= piece_bytes + 3 for a, b in itertools.pairwise(boundaries))
+    assert all(b - a <= block_bytes + 3 for a, b in itertools.pairwise(boundaries))
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=40, alphabet=st.characters(codec="utf-8")) | st.none(), max_size=20),
-    piece_bytes=st.integers(1, 200),
+    block_bytes=st.integers(1, 200),
 )
 def test_lines_are_read_the_same_however_the_file_is_cut(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str | None], piece_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str | None], block_bytes: int
 ) -> None:
     lines = [b"\n" if text is None else json.dumps({"text": text}).encode() + b"\n" for text in texts]
     file = stored(tmp_path_factory.mktemp("cut") / "a", b"".join(lines))
-    boundaries = places(JSONL, file, piece_bytes)
+    boundaries = places(JSONL, file, block_bytes)
     ordinal, records = 0, list[Document | BadRecord]()
     for start, end in itertools.pairwise(boundaries):
         records += read_records(JSONL, file, UnitSpan(7, start, end, ordinal), lambda _: True)

@@ -15,9 +15,9 @@ from servers import HubServer, hub_server
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
-from vorox.data.text.cutting import cut_units
-from vorox.data.text.hub_datasets import dataset_files, names_a_dataset
+from vorox.data.text.hub_datasets import dataset_files, is_dataset_name
 from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 
 NAME = "someone/corpus"
 NOTHING_HELD_OUT = ValidationConfig(held_out_fraction=0)
@@ -52,7 +52,7 @@ def source(form: str = "parquet", **options: Any) -> SourceConfig:
 
 def texts(config: SourceConfig) -> list[str]:
     listed = list_source(config)
-    units = cut_units(listed, "train", NOTHING_HELD_OUT, 1 << 20)
+    units = split_into_units(listed, "train", NOTHING_HELD_OUT, 1 << 20)
     records = [record for unit in units for record in read_unit(listed, unit, "train", NOTHING_HELD_OUT)]
     assert all(isinstance(record, Document) for record in records)
     return [record.text for record in records if isinstance(record, Document)]
@@ -188,11 +188,11 @@ def test_a_broken_card_is_refused_with_its_place(hub: HubServer) -> None:
 
 
 def test_what_is_a_dataset_and_what_a_path() -> None:
-    assert names_a_dataset("hf://a/b")
-    assert names_a_dataset("hf://datasets/a/b@v1.0")
-    assert not names_a_dataset("hf://a/b/c.parquet")
-    assert not names_a_dataset("hf://models/a/b")
-    assert not names_a_dataset("a/b")
+    assert is_dataset_name("hf://a/b")
+    assert is_dataset_name("hf://datasets/a/b@v1.0")
+    assert not is_dataset_name("hf://a/b/c.parquet")
+    assert not is_dataset_name("hf://models/a/b")
+    assert not is_dataset_name("a/b")
 
 
 def test_the_repository_must_be_there(hub: HubServer) -> None:

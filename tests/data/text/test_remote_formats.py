@@ -18,10 +18,10 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
-from vorox.data.text import content
-from vorox.data.text.cutting import cut_units
+from vorox.data.text import file_content
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 FILES = {"jsonl": "a.jsonl.zst", "csv": "b.csv.gz", "parquet": "c.parquet", "txt": "d.txt", "bin": "e.bin"}
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def proxy(folder: Path) -> Iterator[FaultProxy]:
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     with http_server(folder) as server, fault_proxy(
         server.url, seed=3, error_503_fraction=0.05, truncated_fraction=0.1
     ) as running:  # fmt: skip
@@ -52,7 +52,7 @@ def records(form: str, location: str) -> list[Record]:
     options = {"end_of_text_id": 976, "tokenizer": "any"} if form == "bin" else {}
     config = SourceConfig.model_validate({"name": "s", "format": form, "paths": [location], **options})
     listed = list_source(config)
-    units = cut_units(listed, "train", EVERYTHING, 100_000)
+    units = split_into_units(listed, "train", EVERYTHING, 100_000)
     return [record for unit in units for record in read_unit(listed, unit, "train", EVERYTHING)]
 
 
@@ -78,10 +78,10 @@ def test_an_object_that_changes_under_way_is_an_error(folder: Path, proxy: Fault
     location = f"{proxy.url}/{FILES[form]}"
     config = SourceConfig.model_validate({"name": "s", "format": form, "paths": [location], **options})
     listed = list_source(config)
-    units = cut_units(listed, "train", EVERYTHING, 100_000)
+    units = split_into_units(listed, "train", EVERYTHING, 100_000)
     path = folder / FILES[form]
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     CUT_RANGES.clear()
     with pytest.raises(DataError, match="changed") as caught:
         [list(read_unit(listed, unit, "train", EVERYTHING)) for unit in units]

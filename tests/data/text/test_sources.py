@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.sources import Source, list_files, list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import allocate, training_sample
 
 
@@ -43,7 +43,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
 
 
 def records(listed: Source, split: str, validation: ValidationConfig, unit_bytes: int) -> list[Document | BadRecord]:
-    units = cut_units(listed, split, validation, unit_bytes)  # type: ignore[arg-type]
+    units = split_into_units(listed, split, validation, unit_bytes)  # type: ignore[arg-type]
     assert [unit.unit_id for unit in units] == list(range(len(units)))
     return [record for unit in units for record in read_unit(listed, unit, split, validation)]  # type: ignore[arg-type]
 
@@ -229,12 +229,12 @@ class TestSplits:
 
     def test_units_cover_about_as_much_text_as_asked(self, tmp_path: Path) -> None:
         write(tmp_path, {f"{n:03}.txt": "x" * 99 + "\n" + str(n) for n in range(200)})
-        units = cut_units(list_source(source(tmp_path)), "train", rule("file", 0), 1_000)
+        units = split_into_units(list_source(source(tmp_path)), "train", rule("file", 0), 1_000)
         sizes = [sum(span.end_byte - span.start_byte for span in unit.spans) for unit in units]
         assert all(800 < size <= 1_000 for size in sizes[:-1])
         (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(5_000)))
         listed = list_source(source(tmp_path / "one.jsonl", "jsonl"))
-        sparse = cut_units(listed, "validation", rule("document", 0.01), 1_000)
+        sparse = split_into_units(listed, "validation", rule("document", 0.01), 1_000)
         assert len(sparse) <= Fraction(listed.size_bytes, 50_000), "units of a sparse split hold too little of it"
 
 

@@ -16,10 +16,10 @@ from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfi
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.pipeline.stages import FetchedUnit
 from vorox.data.storage import Fetched, open_range
-from vorox.data.text.cutting import cut_units
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
+from vorox.data.text.unit_splitter import split_into_units
 
 RULE = ValidationConfig(held_out_fraction=0)
 TOKENIZER = ByteTokenizer()
@@ -37,7 +37,7 @@ def reader_of(location: str, **changes: Any) -> UnitReader:
 
 
 def built(reader: UnitReader, **pipeline: Any) -> tuple[list[BuiltUnit], list[str]]:
-    units = cut_units(reader.source, "train", RULE, 4000)
+    units = split_into_units(reader.source, "train", RULE, 4000)
     CUT_RANGES.clear()
     work = UnitBuilder(
         reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=PipelineConfig(**pipeline)
@@ -66,7 +66,7 @@ def test_remote_text_is_fetched_apart(web, tmp_path, threads, queue_bytes):
     for here, there in zip(local, remote, strict=True):
         assert [record.content for _, record in here.chunks] == [record.content for _, record in there.chunks]
     gets = [request for request in web.log.requests[before:] if request.method == "GET"]
-    units = cut_units(reader.source, "train", RULE, 4000)
+    units = split_into_units(reader.source, "train", RULE, 4000)
     assert len(gets) >= len(units)
     assert reader.fetched_bytes(units[0]) == units[0].size_bytes
     serial, stages = built(reader, staged=False)
@@ -76,7 +76,7 @@ def test_remote_text_is_fetched_apart(web, tmp_path, threads, queue_bytes):
 
 def test_what_is_held_is_not_asked_for_again(web):
     reader = reader_of(f"{web.url}/")
-    units = cut_units(reader.source, "train", RULE, 4000)
+    units = split_into_units(reader.source, "train", RULE, 4000)
     CUT_RANGES.clear()
     fetched = reader.fetch(units[1])
     asked = len(web.log.requests)

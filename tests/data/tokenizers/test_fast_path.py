@@ -187,7 +187,7 @@ class TestIds:
         parts = [[text[start : start + 700] for start in range(0, len(text), 700)] for text in TEXTS * 4]
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(tokenizer.encode_batch, parts))
-        reference = tokenizer.reference()
+        reference = tokenizer.without_fast_path()
         for part, ids in zip(parts, found, strict=True):
             for one, expected in zip(ids, reference.encode_batch(part), strict=True):
                 assert np.array_equal(one, expected)
@@ -211,7 +211,7 @@ class TestIds:
         again = received(tokenizers["llama3"])
         assert again.is_fast
         assert again.fingerprint == tokenizers["llama3"].fingerprint
-        assert not received(tokenizers["llama3"].reference()).is_fast
+        assert not received(tokenizers["llama3"].without_fast_path()).is_fast
 
 
 class TestSeveralCuts:
@@ -322,7 +322,7 @@ class TestDifference:
             found = tokenizer.encode_batch(TEXTS)
         assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in TEXTS]
         assert not tokenizer.is_fast
-        assert tokenizer.path_changes == 1
+        assert tokenizer.fast_path_fallbacks == 1
         assert "not used any more" in caplog.text
 
     def test_later_is_noticed_in_the_share_that_is_checked(
@@ -338,7 +338,7 @@ class TestDifference:
         found = tokenizer.encode_batch(marked)
         assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in marked]
         assert not tokenizer.is_fast
-        assert tokenizer.path_changes == 1
+        assert tokenizer.fast_path_fallbacks == 1
         assert "not used any more" in caplog.text
 
     @pytest.mark.parametrize("staged", [True, False])
@@ -360,8 +360,8 @@ class TestDifference:
 
         tokenizer = self.wrong("MARK")
         found = built(tokenizer)
-        assert tokenizer.path_changes == 1
-        assert found == built(tokenizer.reference())
+        assert tokenizer.fast_path_fallbacks == 1
+        assert found == built(tokenizer.without_fast_path())
         monkeypatch.setattr(module, "_is_checked", lambda text: False)
         assert built(self.wrong("MARK")) != found  # so it would have been wrong
 

@@ -22,8 +22,8 @@ from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.loading import load, train
-from vorox.data.tokenizers.store import tokenizer_for
-from vorox.data.tokenizers.tiktoken_ranks import library_pattern
+from vorox.data.tokenizers.store import resolve_tokenizer
+from vorox.data.tokenizers.tiktoken_conversion import library_pattern
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -44,7 +44,7 @@ def make(**options: Any) -> Tokenizer:
     """As a run makes it."""
     data = DataConfig.model_validate({"sources": [{"name": "s", "format": "python_stdlib"}]})
     config = TokenizerConfig.model_validate(options)
-    return tokenizer_for(
+    return resolve_tokenizer(
         config, data, [], [Fraction(1)], root=Path("/nowhere"), build=False, on_progress=lambda *_: None
     )
 

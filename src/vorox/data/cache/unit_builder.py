@@ -24,7 +24,7 @@ from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_checks, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
-from vorox.data.tokenizers.fast_path import rebuild_mixed
+from vorox.data.tokenizers.fast_path import rebuild_after_fallback
 from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
 
@@ -156,7 +156,7 @@ class UnitBuilder:
         def rebuild(unit: Unit) -> BuiltUnit:
             return next(run_serial([unit], self.stages().stages(self.pipeline)))
 
-        return rebuild_mixed(self.tokenizer, units, build, rebuild)
+        return rebuild_after_fallback(self.tokenizer, units, build, rebuild)
 
     def _run_staged(
         self,

@@ -24,7 +24,7 @@ from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, Source
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
 from vorox.data.storage import Fetched, reading_from
-from vorox.data.text.content import SequentialReads
+from vorox.data.text.file_content import SequentialReads
 from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
 from vorox.data.transforms.registry import Transform
 

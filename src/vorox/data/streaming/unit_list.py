@@ -28,9 +28,9 @@ LOCK_NAME = "CUTTING"
 
 
 class Splitter(Protocol):
-    """Splits a source into units: ``text.cutting.UnitSplitter``."""
+    """Splits a source into units: ``text.unit_splitter.UnitSplitter``."""
 
-    def after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
+    def units_after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
         """Yield the units after those that are known, each with whether it is the last."""
         ...
 
@@ -95,7 +95,7 @@ class UnitList:
             DataError: The text cannot be read.
         """
         if self._pieces is None:
-            self._pieces = self._splitter.after(self.units)
+            self._pieces = self._splitter.units_after(self.units)
         try:
             while len(self.units) < num_units and not self.is_all and not stop():
                 found = next(self._pieces, None)

@@ -42,7 +42,7 @@ class HubFiles:
     locations: tuple[str, ...]
 
 
-def at_revision(location: str, revision: str | None) -> str:
+def pin_revision(location: str, revision: str | None) -> str:
     """The canonical location, at the source's revision where it names none itself."""
     uri = absolute(location)
     if revision is None or not uri.startswith("hf://"):
@@ -53,7 +53,7 @@ def at_revision(location: str, revision: str | None) -> str:
     return "hf://" + "/".join([kind, owner, name, *path])
 
 
-def names_a_dataset(location: str) -> bool:
+def is_dataset_name(location: str) -> bool:
     """Whether a location is a whole dataset of the hub, not a path inside of one."""
     return location.startswith("hf://") and _REPOSITORY.fullmatch(absolute(location)) is not None
 
@@ -69,7 +69,7 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
     Raises:
         DataError: There is no such repository, configuration or split.
     """
-    root = at_revision(location, source.revision)
+    root = pin_revision(location, source.revision)
     split = source.hf_split or "train"
     configurations = _configurations(_card(root))
     if configurations:

@@ -18,10 +18,10 @@ from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place_in
-from vorox.data.text.dataset_folders import files_of, training_splits
 from vorox.data.text.formats import suffixes
-from vorox.data.text.hub_datasets import at_revision, dataset_files, names_a_dataset
-from vorox.data.text.splits import NAMED_FORMATS, is_named
+from vorox.data.text.holdout import SPLIT_NAMED_FORMATS, is_validation_name
+from vorox.data.text.hub_datasets import dataset_files, is_dataset_name, pin_revision
+from vorox.data.text.shard_index import list_indexed_files, training_splits
 
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 _FOREIGN_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
@@ -81,7 +81,7 @@ def find_files(config: SourceConfig, key: str) -> tuple[SourceConfig, list[Found
     except DataError as error:
         if not config.fallback:
             raise
-        instead = fallback_of(config)
+        instead = fallback_config(config)
         try:
             found, notes = _find(instead, key)
         except DataError as second:
@@ -93,7 +93,7 @@ def find_files(config: SourceConfig, key: str) -> tuple[SourceConfig, list[Found
         return instead, found, [Note("fallback", f"{what}, because of {error.where}: {error.what}"), *notes]
 
 
-def fallback_of(config: SourceConfig) -> SourceConfig:
+def fallback_config(config: SourceConfig) -> SourceConfig:
     """The source that stands in: a named one with everything that decides its documents, or other paths."""
     names = config.fallback
     preset = source_presets().get(names[0]) if len(names) == 1 else None
@@ -112,11 +112,11 @@ def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
         return [_placed(file, STANDARD_LIBRARY) for file in listed if _is_chosen(file.uri)], []
     found: dict[str, FoundFile] = {}
     for path in _addresses(config, key):
-        if names_a_dataset(path):
+        if is_dataset_name(path):
             dataset = dataset_files(config, path, endings)
             locations, root = dataset.locations, dataset.root
         else:
-            locations = (at_revision(path, config.revision),)
+            locations = (pin_revision(path, config.revision),)
             root = locations[0]
         for location in locations:
             for file in _list_files(config, location, endings, key):
@@ -137,8 +137,11 @@ def _by_split_folders(config: SourceConfig, files: list[FoundFile]) -> list[Foun
     while folder and not all(file.stored.uri.startswith(f"{folder}/") for file in files):
         folder = folder.rpartition("/")[0]
     below = [FoundFile(file.stored, file.stored.uri[len(folder) + 1 :]) for file in files]
-    is_apart = not any(is_named(file.place) for file in files) and len({is_named(file.place) for file in below}) == 2
-    return below if folder and config.format in NAMED_FORMATS and is_apart else files
+    is_apart = (
+        not any(is_validation_name(file.place) for file in files)
+        and len({is_validation_name(file.place) for file in below}) == 2
+    )
+    return below if folder and config.format in SPLIT_NAMED_FORMATS and is_apart else files
 
 
 def _addresses(config: SourceConfig, key: str) -> Iterator[str]:
@@ -167,7 +170,7 @@ def _addresses(config: SourceConfig, key: str) -> Iterator[str]:
 def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], key: str) -> list[StoredFile]:
     """The files of a location; where all have other endings, the error names the format that they have."""
     try:
-        return files_of(config, location, suffixes)
+        return list_indexed_files(config, location, suffixes)
     except NoSuchEnding as error:
         known = sorted({form for ending in error.endings if (form := format_of_path(f"name{ending}")) is not None})
         formats = " or ".join(f"{key}.format={form}" for form in known) or f"{key}.format to what these files are"

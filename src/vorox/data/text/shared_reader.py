@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from vorox.data.documents import BadRecord, Record, Unit
 from vorox.data.storage import Fetched
 from vorox.data.text.formats import has_many_records, has_row_groups
+from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source
-from vorox.data.text.splits import NOTHING, Split, document_filter
 from vorox.data.text.unit_reader import UnitReader
 
 
@@ -33,7 +33,7 @@ class SharedReader:
     def __init__(self, source: Source, split: Split) -> None:
         self._source = source
         self._split: Split = split
-        self._everything = UnitReader(source, split, NOTHING)
+        self._everything = UnitReader(source, split, NO_HOLDOUT)
         self._wanted: set[int] = set()
         self._held: dict[int, list[Record]] = {}
 

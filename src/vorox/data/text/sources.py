@@ -20,12 +20,12 @@ from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
-from vorox.data.text.compression import compression_of
-from vorox.data.text.content import Limits, SequentialReads, damage_of
-from vorox.data.text.formats import cut, first_piece, has_many_records, has_row_groups, measure, read_records
+from vorox.data.text.file_content import Limits, SequentialReads, detect_damage
+from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, read_records, split_blocks
+from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 from vorox.data.text.range_cache import CUT_RANGES
-from vorox.data.text.splits import NOTHING, Split, document_filter
+from vorox.data.text.signatures import compression_by_suffix
 
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
 
@@ -56,7 +56,7 @@ class Source:
     places: tuple[str, ...]
     end_bytes: tuple[int | None, ...]
     notes: tuple[Note, ...] = ()
-    holdout: ValidationConfig = NOTHING
+    holdout: ValidationConfig = NO_HOLDOUT
 
     @property
     def size_bytes(self) -> int:
@@ -147,7 +147,7 @@ def list_source(
             duplicates.append(f"{stored.uri} (as {first})")
             continue
         end, text_bytes, is_last = _use(config, stored, used)
-        if text_bytes or (end is None and damage_of(stored, Limits.of(config)) is not None):
+        if text_bytes or (end is None and detect_damage(stored, Limits.from_source(config)) is not None):
             chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
         used += text_bytes
         if is_last:
@@ -180,18 +180,18 @@ def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
 
 def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
     """How much of the next file ``max_bytes`` leaves: where it ends, its text, and whether nothing may follow it."""
-    in_text = has_row_groups(config.format) or compression_of(file.uri) is not None
+    in_text = has_row_groups(config.format) or compression_by_suffix(file.uri) is not None
     whole = None if in_text else file.size_bytes
     if config.max_bytes is None:
         return whole, file.size_bytes, False
     left = config.max_bytes - used_bytes
-    if compression_of(file.uri) is None:
+    if compression_by_suffix(file.uri) is None:
         size = measure(config, file)
         if size <= left:
             return whole, size, size == left
-        first = first_piece(config, file, None, left)
+        first = first_block(config, file, None, left)
     else:  # its length is not known, and not worth reading all of it
-        pieces = (piece for piece in cut(config, file, 0, None, left) if piece.text_bytes)
+        pieces = (piece for piece in split_blocks(config, file, 0, None, left) if piece.text_bytes)
         first = next(pieces, None)
         if first is None:
             return None, 0, False
@@ -202,7 +202,7 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
     return first.end_byte, first.text_bytes, True
 
 
-def for_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: Sequence[str]) -> Source:
+def with_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: Sequence[str]) -> Source:
     """The source with what a run's tokenizer decides: where the documents of token shards end.
 
     Args:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Record, Unit
 from vorox.data.storage import Fetched, StoredFile, open_range, retry_budget, scheme_of
-from vorox.data.text.compression import compression_of
+from vorox.data.text.holdout import Split
 from vorox.data.text.range_cache import CUT_RANGES
+from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, patience, read_unit
-from vorox.data.text.splits import Split
 
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
 
@@ -64,5 +64,5 @@ class UnitReader:
         return Fetched(tuple(pieces))
 
     def _is_plain(self, file: StoredFile) -> bool:
-        plain = self.source.config.format in _PLAIN_FORMATS and compression_of(file.uri) is None
+        plain = self.source.config.format in _PLAIN_FORMATS and compression_by_suffix(file.uri) is None
         return plain and scheme_of(file.uri) is not None

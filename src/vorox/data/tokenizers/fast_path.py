@@ -229,7 +229,7 @@ def _is_checked(text: str) -> bool:
     return _key(text) % _CHECKED_ONE_IN == 0
 
 
-def rebuild_mixed(
+def rebuild_after_fallback(
     tokenizer: object,
     items: Iterable[Item],
     build: Callable[[Iterable[Item]], Generator[Result]],
@@ -249,7 +249,7 @@ def rebuild_mixed(
     begun: deque[tuple[Item, int]] = deque()
 
     def changes() -> int:
-        return getattr(tokenizer, "path_changes", 0)
+        return getattr(tokenizer, "fast_path_fallbacks", 0)
 
     def noted() -> Iterator[Item]:
         for item in items:

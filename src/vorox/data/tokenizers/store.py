@@ -21,12 +21,12 @@ from vorox.core.extensions import is_extension
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
 from vorox.data.documents import Document
-from vorox.data.text.cutting import cut_units
+from vorox.data.text.holdout import SPLITS
 from vorox.data.text.sources import Source, read_units
-from vorox.data.text.splits import SPLITS
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.huggingface import load_huggingface
 from vorox.data.tokenizers.loading import load, load_from_function, train
-from vorox.data.tokenizers.tiktoken_ranks import load_tiktoken
+from vorox.data.tokenizers.tiktoken_conversion import load_tiktoken
 from vorox.data.tokenizers.token_ids import token_ids
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 from vorox.data.tokenizers.training_sample import training_sample
@@ -36,7 +36,7 @@ TrainingProgress = Callable[[int, int], None]
 """Called with (bytes of text read, bytes to read)."""
 
 
-def tokenizer_for(
+def resolve_tokenizer(
     config: TokenizerConfig,
     data: DataConfig,
     sources: Sequence[Source],
@@ -63,12 +63,12 @@ def tokenizer_for(
         ConfigError: The section contradicts itself, or the text is too little for it.
         DataError: It is not there and ``build`` is off; or what is there is damaged.
     """
-    tokenizer = ready_made(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
+    tokenizer = load_untrained(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
 
-def kept_by_run(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
+def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
     """The tokenizer that a run goes on with; ``None`` where it has none or the configuration names one.
 
     A tokenizer that was trained on the sources depends on their files and weights. A run keeps its own when they
@@ -88,7 +88,7 @@ def kept_by_run(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
 
-def ready_made(config: TokenizerConfig) -> Tokenizer | None:
+def load_untrained(config: TokenizerConfig) -> Tokenizer | None:
     """Load the tokenizer of a configuration whose kind depends on no text; ``None`` for ``bpe`` and ``char``.
 
     Raises:
@@ -190,7 +190,7 @@ def _everything(sources: Sequence[Source], data: DataConfig, on_progress: Traini
     done, total = 0, sum(source.size_bytes for source in sources)
     for source in sources:
         for split in SPLITS:
-            units = cut_units(source, split, source.holdout, data.cache.unit_bytes)
+            units = split_into_units(source, split, source.holdout, data.cache.unit_bytes)
             for record in read_units(source, units, split, source.holdout):
                 done += record.byte_length
                 if isinstance(record, Document):

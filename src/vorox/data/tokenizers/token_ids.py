@@ -46,7 +46,7 @@ class TokenIds(Tokenizer):
         return {}  # whose they are is not known
 
     @property
-    def path_changes(self) -> int:
+    def fast_path_fallbacks(self) -> int:
         return 0
 
     @property
@@ -56,7 +56,7 @@ class TokenIds(Tokenizer):
     def with_fast_path(self) -> Tokenizer:
         return self
 
-    def reference(self) -> Tokenizer:
+    def without_fast_path(self) -> Tokenizer:
         return self
 
     def special_id(self, token: str) -> int | None:

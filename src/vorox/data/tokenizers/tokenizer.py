@@ -91,7 +91,7 @@ class Tokenizer:
         return self._encode([text])[0]
 
     @property
-    def path_changes(self) -> int:
+    def fast_path_fallbacks(self) -> int:
         """How often the fast path was left because it differed: what was encoded meanwhile is to be encoded again."""
         return self._fast.changes if self._fast is not None else 0
 
@@ -104,7 +104,7 @@ class Tokenizer:
         """The same tokenizer, which takes the fast path where there is one that is equal."""
         return self._by_way_of(fast_path(self._value, self._library, self.dtype, self._reference))
 
-    def reference(self) -> Tokenizer:
+    def without_fast_path(self) -> Tokenizer:
         """The same tokenizer without a fast path: what decides."""
         return self if self._fast is None else self._by_way_of(None)
 

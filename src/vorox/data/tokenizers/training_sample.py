@@ -14,20 +14,20 @@ from fractions import Fraction
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, SequentialReads
-from vorox.data.text.cutting import cut_units
+from vorox.data.text.file_content import Limits, SequentialReads
 from vorox.data.text.formats import (
-    Piece,
+    RecordBlock,
     boundary_after,
     boundary_before,
-    cut,
     has_many_records,
     read_records,
     records_are_lines,
+    split_blocks,
 )
+from vorox.data.text.holdout import document_filter
 from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
-from vorox.data.text.splits import document_filter
+from vorox.data.text.unit_splitter import split_into_units
 
 _PIECES = 128
 _PIECE_BYTES = 1 << 16
@@ -65,7 +65,7 @@ def training_sample(
 ) -> Iterator[str]:
     """Texts of the training split, about ``budget_bytes`` of them, evenly spread; all of them if there are fewer."""
     spans = [
-        [span for unit in cut_units(source, "train", source.holdout, unit_bytes) for span in unit.spans]
+        [span for unit in split_into_units(source, "train", source.holdout, unit_bytes) for span in unit.spans]
         for source in sources
     ]
     sizes = [_size(source, group) for source, group in zip(sources, spans, strict=True)]
@@ -92,15 +92,15 @@ def _has_marked_records(config: SourceConfig) -> bool:
     return has_many_records(config) and not records_are_lines(config)
 
 
-def _pieces(source: Source, span: UnitSpan, piece_bytes: int) -> Iterator[Piece]:
+def _pieces(source: Source, span: UnitSpan, block_bytes: int) -> Iterator[RecordBlock]:
     """Runs of whole records in a span, or stretches of it where records are found from anywhere."""
     if _has_marked_records(source.config):
         stored = source.stored[span.file_index]
-        yield from cut(source.config, stored, span.start_byte, span.end_byte, piece_bytes, span.first_ordinal)
+        yield from split_blocks(source.config, stored, span.start_byte, span.end_byte, block_bytes, span.first_ordinal)
         return
-    for start in range(span.start_byte, span.end_byte, piece_bytes):
-        end = min(start + piece_bytes, span.end_byte)
-        yield Piece(start, end, 0, end - start)
+    for start in range(span.start_byte, span.end_byte, block_bytes):
+        end = min(start + block_bytes, span.end_byte)
+        yield RecordBlock(start, end, 0, end - start)
 
 
 def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -> Iterator[str]:
@@ -108,14 +108,14 @@ def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -
     if budget == 0:
         return
     cost = min(_PIECE_BYTES, max(1, budget // _PIECES))
-    piece_bytes = max(cost, -(-size // _MOST_PIECES))
+    block_bytes = max(cost, -(-size // _MOST_PIECES))
     everything = budget >= size
     passed = taken = 0
     for span in spans:
         accept = document_filter(source.holdout, "train", source.places[span.file_index])
         if not has_many_records(source.config) and not accept(span.start_byte):
             continue
-        for piece in _pieces(source, span, piece_bytes):
+        for piece in _pieces(source, span, block_bytes):
             passed += piece.text_bytes
             wanted = min(piece.text_bytes, cost)
             if not everything and (taken + wanted) * size > passed * budget:
@@ -126,7 +126,7 @@ def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -
 
 
 def _texts(
-    source: Source, span: UnitSpan, piece: Piece, wanted_bytes: int, accept: Callable[[int], bool]
+    source: Source, span: UnitSpan, piece: RecordBlock, wanted_bytes: int, accept: Callable[[int], bool]
 ) -> Iterator[str]:
     """The records that begin in the first ``wanted_bytes`` of a piece; a part of the text where the record is the
     span."""
@@ -143,7 +143,7 @@ def _texts(
         return
     ends = (piece.start_byte, piece.start_byte + wanted_bytes)
     if records_are_lines(config):
-        limits = Limits.of(config)
+        limits = Limits.from_source(config)
         start, end = (
             at if at in {span.start_byte, span.end_byte} else boundary_after(stored, at - 1, span.end_byte, limits)
             for at in ends

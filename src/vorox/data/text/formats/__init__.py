@@ -16,22 +16,21 @@ from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Record, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text import compression
-from vorox.data.text.content import Limits, damage_of, length_bytes
-from vorox.data.text.formats import arrow, custom, delimited, json_lines, lines, mds, parquet, token_shards
+from vorox.data.text import signatures
+from vorox.data.text.file_content import Limits, detect_damage, length_bytes
+from vorox.data.text.formats import arrow, custom, delimited, json_lines, mds, parquet, plain_text, token_shards
 from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
-from vorox.data.text.formats.lines import boundary_after, boundary_before, count_lines, records_are_lines
-from vorox.data.text.formats.pieces import Piece
+from vorox.data.text.formats.plain_text import boundary_after, boundary_before, count_lines, records_are_lines
+from vorox.data.text.formats.record_blocks import RecordBlock
 
 __all__ = [
-    "Piece",
+    "RecordBlock",
     "UnreadableRecord",
     "boundary_after",
     "boundary_before",
     "count_lines",
     "count_records",
-    "cut",
-    "first_piece",
+    "first_block",
     "has_many_records",
     "has_row_groups",
     "lone_surrogate",
@@ -40,6 +39,7 @@ __all__ = [
     "read_record",
     "read_records",
     "records_are_lines",
+    "split_blocks",
     "suffixes",
 ]
 
@@ -60,29 +60,33 @@ class _Format:
     """
 
     suffixes: tuple[str, ...]
-    cut: Callable[[SourceConfig, StoredFile, int, int | None, int, int], Iterator[Piece]]
+    split_blocks: Callable[[SourceConfig, StoredFile, int, int | None, int, int], Iterator[RecordBlock]]
     count: Callable[[SourceConfig, StoredFile, int, int], int] | None
     read: Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
     measure: Callable[[SourceConfig, StoredFile, int | None], int] | None = None
 
 
 def _count_lines(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    return count_lines(file, start, end, Limits.of(source))
+    return count_lines(file, start, end, Limits.from_source(source))
 
 
 _FORMATS: dict[str, _Format] = {
-    "python_stdlib": _Format((".py",), lines.cut_text, None, lines.read_texts),
-    "txt": _Format((".txt",), lines.cut_text, None, lines.read_texts),
-    "jsonl": _Format((".jsonl", ".ndjson"), lines.cut_lines, _count_lines, json_lines.read_records),
-    "csv": _Format((".csv", ".tsv"), delimited.cut, delimited.count, delimited.read_records, delimited.measure),
-    "parquet": _Format((".parquet",), parquet.cut, parquet.count, parquet.read_records, parquet.measure),
-    "arrow": _Format((".arrow",), arrow.cut, arrow.count, arrow.read_records, arrow.measure),
-    "mds": _Format((".mds",), mds.cut, mds.count, mds.read_records, mds.measure),
-    "bin": _Format((".bin",), token_shards.cut, token_shards.count, token_shards.read_records, token_shards.measure),
+    "python_stdlib": _Format((".py",), plain_text.split_text, None, plain_text.read_texts),
+    "txt": _Format((".txt",), plain_text.split_text, None, plain_text.read_texts),
+    "jsonl": _Format((".jsonl", ".ndjson"), plain_text.split_lines, _count_lines, json_lines.read_records),
+    "csv": _Format(
+        (".csv", ".tsv"), delimited.split_blocks, delimited.count, delimited.read_records, delimited.measure
+    ),
+    "parquet": _Format((".parquet",), parquet.split_blocks, parquet.count, parquet.read_records, parquet.measure),
+    "arrow": _Format((".arrow",), arrow.split_blocks, arrow.count, arrow.read_records, arrow.measure),
+    "mds": _Format((".mds",), mds.split_blocks, mds.count, mds.read_records, mds.measure),
+    "bin": _Format(
+        (".bin",), token_shards.split_blocks, token_shards.count, token_shards.read_records, token_shards.measure
+    ),
 }
 
 
-_CUSTOM = _Format((), custom.cut, custom.count, custom.read_records)
+_CUSTOM = _Format((), custom.split_blocks, custom.count, custom.read_records)
 
 
 def has_row_groups(format_name: object) -> bool:
@@ -99,7 +103,7 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
     plain = custom.suffixes(source) if is_extension(source.format) else _format(source).suffixes
     if source.format in {"python_stdlib", "bin"}:
         return plain
-    return (*plain, *(name + ending for name in plain for ending in compression.SUFFIXES))
+    return (*plain, *(name + ending for name in plain for ending in signatures.SUFFIXES))
 
 
 def has_many_records(source: SourceConfig) -> bool:
@@ -112,37 +116,37 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> i
     own = _format(source).measure
     if own is not None:
         return own(source, file, end)
-    return length_bytes(file, Limits.of(source)) if end is None else end
+    return length_bytes(file, Limits.from_source(source)) if end is None else end
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int = 0
-) -> Iterator[Piece]:
-    """Pieces of about ``piece_bytes`` of text, cut at records; the first of them is ready before the others.
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int = 0
+) -> Iterator[RecordBlock]:
+    """Pieces of about ``block_bytes`` of text, cut at records; the first of them is ready before the others.
 
     Args:
         source: What the records are.
         file: The file.
         start: Where the range begins: 0 or the end of a piece.
         end: Where it ends; ``None`` for the end of the content.
-        piece_bytes: A piece is larger only where a record (in Parquet a row group) is.
+        block_bytes: A piece is larger only where a record (in Parquet a row group) is.
         first_ordinal: Ordinal of the first record.
 
     Raises:
         DataError: The file cannot be read or is not what the source says.
     """
-    return _format(source).cut(source, file, start, end, piece_bytes, first_ordinal)
+    return _format(source).split_blocks(source, file, start, end, block_bytes, first_ordinal)
 
 
-def first_piece(source: SourceConfig, file: StoredFile, end: int | None, piece_bytes: int) -> Piece | None:
+def first_block(source: SourceConfig, file: StoredFile, end: int | None, block_bytes: int) -> RecordBlock | None:
     """Return the first piece that has any text, reading little of what lies before its end where that is possible."""
-    if not records_are_lines(source) or compression.compression_of(file.uri) is not None:
-        return next((piece for piece in cut(source, file, 0, end, piece_bytes) if piece.text_bytes), None)
+    if not records_are_lines(source) or signatures.compression_by_suffix(file.uri) is not None:
+        return next((piece for piece in split_blocks(source, file, 0, end, block_bytes) if piece.text_bytes), None)
     stop = high = file.size_bytes if end is None else end
-    if high > piece_bytes:
-        boundary = boundary_before(source, file, piece_bytes, 0)
-        stop = boundary_after(file, piece_bytes, high) if boundary is None else boundary
-    return Piece(0, stop, 0, stop) if stop else None
+    if high > block_bytes:
+        boundary = boundary_before(source, file, block_bytes, 0)
+        stop = boundary_after(file, block_bytes, high) if boundary is None else boundary
+    return RecordBlock(0, stop, 0, stop) if stop else None
 
 
 def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -158,12 +162,12 @@ def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept:
         DataError: The file cannot be read or is not what the source says.
     """
     if span.start_byte == span.end_byte and source.damaged_files == "keep_readable":
-        return iter([_rest_of_file(source, file, span)])
+        return iter([_unreadable_rest(source, file, span)])
     return _format(source).read(source, file, span, accept)
 
 
-def _rest_of_file(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
-    damage = damage_of(file, Limits.of(source))
+def _unreadable_rest(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
+    damage = detect_damage(file, Limits.from_source(source))
     if damage is None:
         raise DataError(
             f"the file was damaged behind byte {span.start_byte:,} of its content, and is not any more",

@@ -21,16 +21,16 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, length_bytes, open_content
-from vorox.data.text.formats.columns import (
+from vorox.data.text.file_content import Limits, length_bytes, open_content
+from vorox.data.text.formats.columnar import (
     RowGroup,
     binary,
     check_metadata_columns,
     check_text_column,
-    cut_row_groups,
     read_batch,
+    row_group_blocks,
 )
-from vorox.data.text.formats.pieces import Piece
+from vorox.data.text.formats.record_blocks import RecordBlock
 
 _FILE_MAGIC = b"ARROW1"
 _STREAM_MAGIC = b"\xff" * 4
@@ -118,12 +118,12 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
 
 
 def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
-    for row in _places(file, source.text_field, Limits.of(source)).tolist():
+    for row in _scan_batches(file, source.text_field, Limits.from_source(source)).tolist():
         yield RowGroup(*row)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _places(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
+def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
     """A ``RowGroup`` in each row: one pass over the file."""
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_text_column(file, schema, text_field)
@@ -152,12 +152,12 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     return sum(group.text_bytes for group in _batches(source, file) if end is None or group.start_byte < end)
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
-    """Runs of whole record batches with about ``piece_bytes`` of text."""
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
+    """Runs of whole record batches with about ``block_bytes`` of text."""
     del first_ordinal  # the pass over the file counted it
-    yield from cut_row_groups(_batches(source, file), start, end, piece_bytes)
+    yield from row_group_blocks(_batches(source, file), start, end, block_bytes)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -174,7 +174,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """The rows of the record batches in a span whose ordinal ``accept`` takes."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_text_column(file, schema, source.text_field)
     check_metadata_columns(file, schema.names, source.metadata_fields)

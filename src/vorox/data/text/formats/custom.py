@@ -15,8 +15,8 @@ from vorox.core.extensions import load_function
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, Record, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, length_bytes, open_content
-from vorox.data.text.formats.pieces import Piece, too_large
+from vorox.data.text.file_content import Limits, length_bytes, open_content
+from vorox.data.text.formats.record_blocks import RecordBlock, too_large
 
 
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
@@ -24,14 +24,14 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
     return tuple(getattr(_function(source), "suffixes", ("",)))
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Return the file as one piece, unless it begins before ``start``."""
-    del piece_bytes
-    size = length_bytes(file, Limits.of(source))
+    del block_bytes
+    size = length_bytes(file, Limits.from_source(source))
     if start == 0 and size and (end is None or end >= size):
-        yield Piece(0, size, first_ordinal, size)
+        yield RecordBlock(0, size, first_ordinal, size)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -69,7 +69,7 @@ def _problem(text: Any, max_record_bytes: int) -> str:
 
 
 def _texts(source: SourceConfig, file: StoredFile) -> Iterator[Any]:
-    with open_content(file, 0, None, Limits.of(source)) as reader:
+    with open_content(file, 0, None, Limits.from_source(source)) as reader:
         content = reader.read()
     try:
         yield from _function(source)(content)

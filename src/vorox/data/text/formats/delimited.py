@@ -17,20 +17,19 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.compression import compression_of
-from vorox.data.text.content import Limits, damage_of, length_bytes, open_content
+from vorox.data.text.file_content import Limits, detect_damage, length_bytes, open_content
 from vorox.data.text.formats.json_lines import UnreadableRecord
-from vorox.data.text.formats.lines import BYTE_ORDER_MARK
-from vorox.data.text.formats.pieces import (
-    Piece,
-    chunks_of,
-    cut_content,
-    ends_in,
-    records_in,
-    remembered,
+from vorox.data.text.formats.plain_text import BYTE_ORDER_MARK
+from vorox.data.text.formats.record_blocks import (
+    RecordBlock,
+    find_record_ends,
+    iter_chunks,
+    iter_records,
+    memoize_blocks,
+    split_content,
     too_large,
 )
-from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
+from vorox.data.text.signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 
 _USUAL_HEADER_BYTES, _LARGEST_HEADER_BYTES = 1 << 16, 1 << 20
 
@@ -148,14 +147,14 @@ def _start_of(
     file: StoredFile, size: int, delimiter: str, limits: Limits
 ) -> tuple[bytes, npt.NDArray[np.int64] | list[int]]:  # fmt: skip
     """Return the first bytes of a file, and where records end in them."""
-    end = min(size, file.size_bytes) if compression_of(file.uri) is None else None
+    end = min(size, file.size_bytes) if compression_by_suffix(file.uri) is None else None
     with open_content(file, 0, end, limits) as reader:
         start = reader.read(size)
     return start, RecordEnds(delimiter.encode())(start) if start else []
 
 
 def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
-    columns, _ = header(file, source.delimiter, Limits.of(source))
+    columns, _ = header(file, source.delimiter, Limits.from_source(source))
     if columns.count(name) == 1:
         return columns.index(name)
     there = ", ".join(repr(column) for column in columns[:20]) or "no columns"
@@ -168,36 +167,36 @@ def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Bytes of data up to a place, without the header."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     _, data_start = header(file, source.delimiter, limits)
     return max(0, (length_bytes(file, limits) if end is None else end) - data_start)
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Runs of whole records, behind the header."""
-    limits, delimiter = Limits.of(source), source.delimiter
+    limits, delimiter = Limits.from_source(source), source.delimiter
     _, data_start = header(file, delimiter, limits)
-    damage = damage_of(file, limits) if end is None else None
+    damage = detect_damage(file, limits) if end is None else None
     if damage is not None and data_start >= damage.end_byte:
-        yield Piece(0, 0, first_ordinal, 0)  # not even the header can be read
+        yield RecordBlock(0, 0, first_ordinal, 0)  # not even the header can be read
         return
     if data_start == 0:
         return
     _column(source, file, source.text_field)
     begin = max(start, data_start)
-    key = ("csv", file, delimiter, begin, end, piece_bytes, first_ordinal, limits)
+    key = ("csv", file, delimiter, begin, end, block_bytes, first_ordinal, limits)
     find = RecordEnds(delimiter.encode())
-    yield from remembered(key, lambda: cut_content(file, begin, end, piece_bytes, first_ordinal, limits, find))
+    yield from memoize_blocks(key, lambda: split_content(file, begin, end, block_bytes, first_ordinal, limits, find))
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Records in a range."""
     find = RecordEnds(source.delimiter.encode())
-    with open_content(file, start, end, Limits.of(source)) as reader:
+    with open_content(file, start, end, Limits.from_source(source)) as reader:
         total, last = 0, start
-        for _, ends in ends_in(reader, start, find):
+        for _, ends in find_record_ends(reader, start, find):
             total += len(ends)
             last = int(ends[-1]) if len(ends) else last
     return total + (last < end)
@@ -207,14 +206,14 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """The records in a span whose first byte ``accept`` takes."""
-    limits, delimiter = Limits.of(source), source.delimiter.encode()
+    limits, delimiter = Limits.from_source(source), source.delimiter.encode()
     columns, data_start = header(file, source.delimiter, limits)
     wanted = [_column(source, file, name) for name in (source.text_field, *source.metadata_fields)]
     start = max(span.start_byte, data_start)
     with open_content(file, start, span.end_byte, limits) as reader:
         find = RecordEnds(delimiter)
-        chunks = ((chunk, find(chunk)) for chunk in chunks_of(reader))
-        records = records_in(chunks, start, source.max_record_bytes)
+        chunks = ((chunk, find(chunk)) for chunk in iter_chunks(reader))
+        records = iter_records(chunks, start, source.max_record_bytes)
         for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
             if not accept(offset) or (record is not None and not record.strip()):
                 continue  # a blank line is no record, but it keeps its ordinal

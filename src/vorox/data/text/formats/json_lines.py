@@ -16,10 +16,10 @@ from pydantic_core import from_json
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits
-from vorox.data.text.formats.lines import BYTE_ORDER_MARK, read_lines_of
-from vorox.data.text.formats.pieces import too_large
-from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
+from vorox.data.text.file_content import Limits
+from vorox.data.text.formats.plain_text import BYTE_ORDER_MARK, read_lines_of
+from vorox.data.text.formats.record_blocks import too_large
+from vorox.data.text.signatures import SIGNATURE_BYTES, reject_binary
 
 _ABSENT = object()
 
@@ -34,7 +34,7 @@ def read_records(
     """The records of the lines in a span whose first byte ``accept`` takes."""
     lines = read_lines_of(
         file, span.start_byte, span.end_byte, span.first_ordinal,
-        max_record_bytes=source.max_record_bytes, limits=Limits.of(source),
+        max_record_bytes=source.max_record_bytes, limits=Limits.from_source(source),
     )  # fmt: skip
     for ordinal, offset, length, line in lines:
         place = (span.file_index, ordinal, offset, length)

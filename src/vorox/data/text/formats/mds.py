@@ -23,10 +23,10 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, Record, TokenDocument, UnitSpan
 from vorox.data.storage import StoredFile, open_range
-from vorox.data.text.content import Limits, length_bytes, open_content
+from vorox.data.text.file_content import Limits, length_bytes, open_content
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.mds_values import IDS, dtype_of, ids_of, shown, text_of, values_of
-from vorox.data.text.formats.pieces import Piece, cut_at_ends, too_large
+from vorox.data.text.formats.record_blocks import RecordBlock, blocks_from_ends, too_large
 from vorox.data.text.formats.token_shards import end_of_text
 
 _PIECE_BYTES = 1 << 20
@@ -105,7 +105,7 @@ def _check_hashes(file: StoredFile) -> None:
 
 def _opened(source: SourceConfig, file: StoredFile) -> Shard:
     """The shard, with the columns that the source asks for."""
-    found = shard(file, Limits.of(source))
+    found = shard(file, Limits.from_source(source))
     name, key = (
         (source.text_field, "text_field") if source.tokens_field is None else (source.tokens_field, "tokens_field")
     )
@@ -134,24 +134,24 @@ def _opened(source: SourceConfig, file: StoredFile) -> Shard:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Bytes of samples up to a place."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     return max(0, (length_bytes(file, limits) if end is None else end) - int(shard(file, limits).offsets[0]))
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Runs of whole samples."""
     _check_hashes(file)
     offsets = _opened(source, file).offsets
     begin, stop = max(start, int(offsets[0])), int(offsets[-1]) if end is None else end
     ends = offsets[(offsets > begin) & (offsets <= stop)]
-    yield from cut_at_ends([(stop, ends)], begin, piece_bytes, first_ordinal)
+    yield from blocks_from_ends([(stop, ends)], begin, block_bytes, first_ordinal)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Samples that begin in a range."""
-    begins = shard(file, Limits.of(source)).offsets[:-1]
+    begins = shard(file, Limits.from_source(source)).offsets[:-1]
     return int(((begins >= start) & (begins < end)).sum())
 
 
@@ -159,7 +159,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Record]:
     """The samples in a span whose first byte ``accept`` takes."""
-    opened, limits = _opened(source, file), Limits.of(source)
+    opened, limits = _opened(source, file), Limits.from_source(source)
     first, last = np.searchsorted(opened.offsets, (span.start_byte, span.end_byte)).tolist()
     places = opened.offsets[first : last + 1].tolist()
     if len(places) < 2:

@@ -20,15 +20,15 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.content import Limits, length_bytes, open_content_seekable
-from vorox.data.text.formats.columns import (
+from vorox.data.text.file_content import Limits, length_bytes, open_content_seekable
+from vorox.data.text.formats.columnar import (
     RowGroup,
     check_metadata_columns,
     check_text_column,
-    cut_row_groups,
     read_batch,
+    row_group_blocks,
 )
-from vorox.data.text.formats.pieces import Piece
+from vorox.data.text.formats.record_blocks import RecordBlock
 
 _BATCH_BYTES = 8 << 20
 _BUFFER_BYTES = 8 << 20
@@ -109,21 +109,23 @@ def _refuse_bombs(file: StoredFile, chunk: Any, limits: Limits) -> None:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Text up to a place in the file, about."""
-    groups = row_groups(file, source.text_field, Limits.of(source))
+    groups = row_groups(file, source.text_field, Limits.from_source(source))
     return sum(group.text_bytes for group in groups if end is None or group.start_byte < end)
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
-    """Runs of whole row groups with about ``piece_bytes`` of text."""
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
+    """Runs of whole row groups with about ``block_bytes`` of text."""
     del first_ordinal  # the footer knows it
-    yield from cut_row_groups(row_groups(file, source.text_field, Limits.of(source)), start, end, piece_bytes)
+    yield from row_group_blocks(
+        row_groups(file, source.text_field, Limits.from_source(source)), start, end, block_bytes
+    )
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Rows of the row groups in a range."""
-    groups = row_groups(file, source.text_field, Limits.of(source))
+    groups = row_groups(file, source.text_field, Limits.from_source(source))
     return sum(group.num_rows for group in groups if start <= group.start_byte < end)
 
 
@@ -131,7 +133,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """The rows of the row groups in a span whose ordinal ``accept`` takes."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     groups = list(row_groups(file, source.text_field, limits))
     with _opened(file, limits) as opened:
         check_metadata_columns(file, opened.schema_arrow.names, source.metadata_fields)

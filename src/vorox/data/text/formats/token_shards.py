@@ -18,8 +18,15 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
 from vorox.data.shard_format import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.storage import StoredFile, open_range
-from vorox.data.text.content import open_content
-from vorox.data.text.formats.pieces import EndsOfChunk, Piece, cut_at_ends, records_in, remembered, too_large
+from vorox.data.text.file_content import open_content
+from vorox.data.text.formats.record_blocks import (
+    EndsOfChunk,
+    RecordBlock,
+    blocks_from_ends,
+    iter_records,
+    memoize_blocks,
+    too_large,
+)
 
 _CHUNK_BYTES = 1 << 20
 
@@ -79,15 +86,15 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     return max(0, (file.size_bytes if end is None else end) - header(source, file).header_bytes)
 
 
-def cut(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Runs of whole documents, behind the header."""
     begin = max(start, header(source, file).header_bytes)
     end_of_text_id = end_of_text(source)
-    key = ("bin", source.ids_dtype, file, begin, end, piece_bytes, first_ordinal, end_of_text_id)
+    key = ("bin", source.ids_dtype, file, begin, end, block_bytes, first_ordinal, end_of_text_id)
     ends = _ends(source, file, begin, end, end_of_text_id)
-    yield from remembered(key, lambda: cut_at_ends(ends, begin, piece_bytes, first_ordinal))
+    yield from memoize_blocks(key, lambda: blocks_from_ends(ends, begin, block_bytes, first_ordinal))
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
@@ -109,7 +116,7 @@ def read_records(
         (chunk, (np.flatnonzero(np.frombuffer(chunk, shard.dtype) == end_of_text_id) + 1) * shard.token_bytes)
         for chunk in _chunks(source, file, start, span.end_byte)
     )
-    records = records_in(chunks, start, source.max_record_bytes)
+    records = iter_records(chunks, start, source.max_record_bytes)
     for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
         place = (span.file_index, ordinal, offset, length)
         if not accept(offset):

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
-from vorox.data.text.cutting import UnitSplitter, cut_units
 from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.unit_splitter import UnitSplitter, split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
@@ -84,16 +84,16 @@ def test_whoever_goes_on_cuts_what_the_first_would_have_cut(
     source = listed(tmp_path, form, contents, ending)
     units: list[Any] = []
     is_last = False
-    cutter = UnitSplitter(source, "train", EVERYTHING, unit_bytes)
+    splitter = UnitSplitter(source, "train", EVERYTHING, unit_bytes)
     while not is_last:
-        found = cutter.after(units)
+        found = splitter.units_after(units)
         for pair in found:
             unit, is_last = pair
             units.append(unit)
             if len(units) in stops:
                 break
-    assert list(cutter.after(units)) == []
-    assert tuple(units) == cut_units(source, "train", EVERYTHING, unit_bytes)
+    assert list(splitter.units_after(units)) == []
+    assert tuple(units) == split_into_units(source, "train", EVERYTHING, unit_bytes)
     records = [record for unit in units for record in read_unit(source, unit, "train", EVERYTHING)]
     assert all(isinstance(record, Document) for record in records)
     texts = [record.text for record in records if isinstance(record, Document)]
@@ -109,13 +109,13 @@ def test_held_out_text_changes_nothing_of_that(tmp_path: Path, form: str, rule: 
     validation = ValidationConfig.model_validate({"split": rule, "held_out_fraction": 0.3})
     texts = [[f"text {number} of {file}, " * (number % 7 + 1) for number in range(60)] for file in range(6)]
     source = listed(tmp_path, form, [FORMS[form](some, "\n", NoChoice()) for some in texts], "")
-    whole = cut_units(source, "train", validation, 500)
+    whole = split_into_units(source, "train", validation, 500)
     assert len(whole) > 8
-    cutter = UnitSplitter(source, "train", validation, 500)
+    splitter = UnitSplitter(source, "train", validation, 500)
     for known in range(1, len(whole)):
-        unit, is_last = next(cutter.after(whole[:known]))
+        unit, is_last = next(splitter.units_after(whole[:known]))
         assert (unit, is_last) == (whole[known], known + 1 == len(whole))
-    assert list(cutter.after(whole)) == []
+    assert list(splitter.units_after(whole)) == []
 
 
 class NoChoice:
@@ -128,12 +128,12 @@ def test_the_bytes_of_all_units_are_known_by_the_first(tmp_path: Path) -> None:
     for ending, tolerance in (("", 0.0), (".gz", 0.1), (".zst", 0.25)):
         contents = [jsonl(texts[:8000], "\n", NoChoice()), jsonl(texts[8000:], "\n", NoChoice())]
         source = listed(tmp_path, "jsonl", contents, ending)
-        cutter = UnitSplitter(source, "train", EVERYTHING, 150_000)
-        units = cut_units(source, "train", EVERYTHING, 150_000)
+        splitter = UnitSplitter(source, "train", EVERYTHING, 150_000)
+        units = split_into_units(source, "train", EVERYTHING, 150_000)
         whole = sum(unit.size_bytes for unit in units)
         assert len(units) > 4
         for known in (2, len(units) - 1):
-            assert abs(cutter.estimated_bytes(units[:known]) - whole) <= tolerance * whole, (ending, known)
+            assert abs(splitter.estimated_bytes(units[:known]) - whole) <= tolerance * whole, (ending, known)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -144,12 +144,12 @@ def test_the_rest_of_a_damaged_file_is_put_aside_once(tmp_path: Path, form: str)
     (tmp_path / f"b.{form}.gz").write_bytes(whole)
     config = {"name": "s", "format": form, "paths": [str(tmp_path)], "damaged_files": "keep_readable"}
     source = list_source(SourceConfig.model_validate(config))
-    units = cut_units(source, "train", EVERYTHING, 2_000)
+    units = split_into_units(source, "train", EVERYTHING, 2_000)
     assert sum(span.start_byte == span.end_byte for unit in units for span in unit.spans) == 1
-    cutter = UnitSplitter(source, "train", EVERYTHING, 2_000)
+    splitter = UnitSplitter(source, "train", EVERYTHING, 2_000)
     for known in range(1, len(units), 3):
-        assert next(cutter.after(units[:known]))[0] == units[known]
-    assert list(cutter.after(units)) == []
+        assert next(splitter.units_after(units[:known]))[0] == units[known]
+    assert list(splitter.units_after(units)) == []
 
 
 def test_a_line_of_a_hundred_megabytes_is_one_unit_in_bounded_memory(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_line_of_a_hundred_megabytes_is_one_unit_in_bounded_memory(tmp_path: P
     config = {"name": "s", "format": "jsonl", "paths": [str(tmp_path)], "max_record_bytes": 1_000_000}
     source = list_source(SourceConfig.model_validate(config))
     tracemalloc.start()
-    units = [unit for unit, _ in UnitSplitter(source, "train", EVERYTHING, 1 << 20).after()]
+    units = [unit for unit, _ in UnitSplitter(source, "train", EVERYTHING, 1 << 20).units_after()]
     records = [record for unit in units for record in read_unit(source, unit, "train", EVERYTHING)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -21,16 +21,17 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile, list_files
-from vorox.data.text import content
-from vorox.data.text.compression import BrokenStream, Compression, DecompressedStream, compression_of, looks_like
-from vorox.data.text.content import Limits, SequentialReads, length_bytes, open_content, open_content_seekable
+from vorox.data.text import file_content
+from vorox.data.text.decompression import BrokenStream, DecompressedStream
+from vorox.data.text.file_content import Limits, SequentialReads, length_bytes, open_content, open_content_seekable
+from vorox.data.text.signatures import Compression, compression_by_magic, compression_by_suffix
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
     yield
-    content._survey.cache_clear()
+    file_content._scan.cache_clear()
 
 
 def stored(path: Path, data: bytes) -> StoredFile:
@@ -77,13 +78,13 @@ def test_every_range_in_every_order(
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose decoding was begun."""
     begun: list[str] = []
-    begin = content._Content.__init__
+    begin = file_content._DecodedFile.__init__
 
-    def count(self: content._Content, file: StoredFile, *given: Any) -> None:
+    def count(self: file_content._DecodedFile, file: StoredFile, *given: Any) -> None:
         begun.append(file.uri)
         begin(self, file, *given)
 
-    monkeypatch.setattr(content._Content, "__init__", count)
+    monkeypatch.setattr(file_content._DecodedFile, "__init__", count)
     return begun
 
 
@@ -111,7 +112,7 @@ def test_units_in_order_are_decompressed_once(
 def test_going_back_a_little_goes_on_and_going_back_far_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content, "_LOOK_BACK_BYTES", 50_000)
+    monkeypatch.setattr(file_content, "_LOOK_BACK_BYTES", 50_000)
     data = words(600_000)
     file, other = (stored(tmp_path / name, compressed("zst", data, 6)) for name in ("a.zst", "b.zst"))
     begun = counted(monkeypatch)
@@ -178,14 +179,14 @@ def test_every_flipped_byte_is_told_or_harmless(kind: Compression) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.gz", b"plain text", "the name says gzip, but it begins with the bytes 70 6c 61 69"),
-        ("a.zst", gzip.compress(b"x", mtime=0), "the name says zstd, but it begins like gzip"),
-        ("a.gz", zstandard.compress(b"x"), "the name says gzip, but it begins like zstd"),
-        ("a.gz", gzip.compress(b"x", mtime=0) + b"rest", "behind the gzip data lies something else"),
-        ("a.zst", zstandard.compress(b"x") + b"rest", "behind the zstd data lies something else"),
-        ("a.gz", gzip.compress(words(5_000))[:-9], "the gzip data ends in the middle"),
-        ("a.zst", zstandard.compress(words(5_000))[:-9], "the zstd data ends in the middle"),
-        ("a.gz", gzip.compress(b"abc", mtime=0)[:-8] + b"\0" * 8, "damaged gzip data: incorrect data check"),
+        ("a.gz", b"plain text", "The file name declares gzip, but the content begins with the bytes 70 6c 61 69"),
+        ("a.zst", gzip.compress(b"x", mtime=0), "The file name declares zstd, but the content is gzip"),
+        ("a.gz", zstandard.compress(b"x"), "The file name declares gzip, but the content is zstd"),
+        ("a.gz", gzip.compress(b"x", mtime=0) + b"rest", "Trailing bytes follow the gzip data"),
+        ("a.zst", zstandard.compress(b"x") + b"rest", "Trailing bytes follow the zstd data"),
+        ("a.gz", gzip.compress(words(5_000))[:-9], "The gzip data is truncated"),
+        ("a.zst", zstandard.compress(words(5_000))[:-9], "The zstd data is truncated"),
+        ("a.gz", gzip.compress(b"abc", mtime=0)[:-8] + b"\0" * 8, "The gzip data is corrupt: incorrect data check"),
     ],
 )
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
@@ -215,13 +216,13 @@ def bomb(kind: Compression, size: int) -> bytes:
 def test_bombs_are_refused_by_ratio_and_by_size(
     tmp_path: Path, kind: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert content._ALWAYS_ALLOWED_BYTES == 256 << 20
-    monkeypatch.setattr(content, "_ALWAYS_ALLOWED_BYTES", 16 << 20)
+    assert file_content._ALWAYS_ALLOWED_BYTES == 256 << 20
+    monkeypatch.setattr(file_content, "_ALWAYS_ALLOWED_BYTES", 16 << 20)
     file = stored(tmp_path / f"a.{kind}", bomb(kind, 20 << 20))
     with pytest.raises(DataError, match="decompression bomb") as caught:
         length_bytes(file)
     assert "max_decompression_ratio" in caught.value.hint
-    with pytest.raises(DataError, match="came to more than") as caught:
+    with pytest.raises(DataError, match="expand to more than") as caught:
         length_bytes(file, Limits(max_bytes=10 << 20))
     assert "max_decompressed_bytes" in caught.value.hint
     small = stored(tmp_path / f"b.{kind}", bomb(kind, 15 << 20))
@@ -246,10 +247,10 @@ def test_a_later_member_that_is_no_text_is_refused_as_the_first_would_be(
 
 
 def test_names_and_first_bytes() -> None:
-    assert [compression_of(name) for name in ("a.jsonl.GZ", "a.zst", "a.txt.zstd", "gz", "a.gzip")] == [
+    assert [compression_by_suffix(name) for name in ("a.jsonl.GZ", "a.zst", "a.txt.zstd", "gz", "a.gzip")] == [
         "gz", "zst", "zst", None, None,
     ]  # fmt: skip
-    assert looks_like(b"\x1f\x8b\x08") == "gz"
-    assert looks_like(b"\x50\x2a\x4d\x18rest") == "zst"
-    assert looks_like(b"text") is None
-    assert looks_like(b"") is None
+    assert compression_by_magic(b"\x1f\x8b\x08") == "gz"
+    assert compression_by_magic(b"\x50\x2a\x4d\x18rest") == "zst"
+    assert compression_by_magic(b"text") is None
+    assert compression_by_magic(b"") is None

@@ -18,12 +18,12 @@ from vorox.core.schema.data import ValidationConfig
 from vorox.data.batching import batch_by_size
 from vorox.data.documents import Unit, UnitSpan
 from vorox.data.storage import retry_budget
-from vorox.data.text.compression import compression_of
-from vorox.data.text.content import Limits, compressed_bytes
-from vorox.data.text.formats import count_records, cut, first_piece, has_many_records, measure
+from vorox.data.text.file_content import Limits, compressed_length_bytes
+from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
+from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
 from vorox.data.text.range_cache import CUT_RANGES
+from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, patience, read_units
-from vorox.data.text.splits import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class UnitSplitter:
     validation: ValidationConfig
     unit_bytes: int
 
-    def after(self, known: Sequence[Unit] = ()) -> Iterator[tuple[Unit, bool]]:
+    def units_after(self, known: Sequence[Unit] = ()) -> Iterator[tuple[Unit, bool]]:
         """The units behind those that are known, each with whether it is the last one.
 
         To go on behind known units, the records of the last of them are counted; nothing before it is read.
@@ -68,13 +68,13 @@ class UnitSplitter:
         """
         if not first:
             return 0
-        last, limits = first[-1].spans[-1], Limits.of(self.source.config)
+        last, limits = first[-1].spans[-1], Limits.from_source(self.source.config)
         file = self.source.stored[last.file_index]
         passed = sum(self._stored_bytes(index) for index in range(last.file_index))
-        if compression_of(file.uri) is None or self.source.end_bytes[last.file_index] is not None:
+        if compression_by_suffix(file.uri) is None or self.source.end_bytes[last.file_index] is not None:
             passed += last.end_byte
         else:
-            passed += compressed_bytes(file, last.end_byte, limits)
+            passed += compressed_length_bytes(file, last.end_byte, limits)
         every = sum(self._stored_bytes(index) for index in range(len(self.source.files)))
         spanned = sum(unit.size_bytes for unit in first)
         return max(spanned, every * spanned // max(passed, 1))
@@ -120,7 +120,7 @@ class UnitSplitter:
             if self.split == "train":
                 end = middle
             elif after is None and middle > 0:
-                for piece in cut(config, file, 0, middle, self.unit_bytes):
+                for piece in split_blocks(config, file, 0, middle, self.unit_bytes):
                     start, ordinal = piece.start_byte, piece.first_ordinal
                 ordinal += count_records(config, file, start, middle)
                 start = middle
@@ -129,7 +129,7 @@ class UnitSplitter:
         if after is not None:
             ordinal += count_records(config, file, after.start_byte, after.end_byte)
         accept = document_filter(validation, self.split, source.places[index])
-        for piece in cut(config, file, start, end, self.unit_bytes, ordinal):
+        for piece in split_blocks(config, file, start, end, self.unit_bytes, ordinal):
             if has_many_records(config) or accept(piece.start_byte):
                 yield UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal), piece.text_bytes
 
@@ -160,7 +160,7 @@ def _patiently(pieces: Iterator[T], source: Source) -> Iterator[T]:
         yield piece
 
 
-def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_bytes: int) -> tuple[Unit, ...]:
+def split_into_units(source: Source, split: Split, validation: ValidationConfig, unit_bytes: int) -> tuple[Unit, ...]:
     """All units of a split of a source.
 
     Raises:
@@ -169,19 +169,19 @@ def cut_units(source: Source, split: Split, validation: ValidationConfig, unit_b
     return first_units(source, split, validation, unit_bytes)[0]
 
 
-def cut_both(source: Source, unit_bytes: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+def units_of_both_splits(source: Source, unit_bytes: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """The units of both splits of a source where single records are held out, from one pass.
 
     Raises:
-        DataError: As ``cut_units``.
+        DataError: As ``split_into_units``.
     """
-    cutters = [UnitSplitter(source, split, source.holdout, unit_bytes) for split in SPLITS]
-    pieces = list(cutters[0].pieces())
+    splitters = [UnitSplitter(source, split, source.holdout, unit_bytes) for split in SPLITS]
+    pieces = list(splitters[0].pieces())
     if not pieces:
-        refuse_emptiness(source)
+        reject_empty_source(source)
     train, validation = (
-        tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(batch_by_size(pieces, cutter.group_bytes)))
-        for cutter in cutters
+        tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(batch_by_size(pieces, splitter.group_bytes)))
+        for splitter in splitters
     )
     return train, validation
 
@@ -192,29 +192,29 @@ def first_units(
     """The units of the first ``limit_bytes`` of a split, and whether that is all of it; little more is read."""
     if split == "validation" and validation.held_out_fraction == 0:
         return (), True
-    cutter = UnitSplitter(source, split, validation, unit_bytes)
+    splitter = UnitSplitter(source, split, validation, unit_bytes)
     pieces: list[tuple[UnitSpan, int]] = []
     is_all, size_bytes = True, 0
-    for piece in cutter.pieces():
+    for piece in splitter.pieces():
         if limit_bytes is not None and size_bytes >= limit_bytes:
             is_all = False
             break
         pieces.append(piece)
         size_bytes += piece[1]
     if not pieces:
-        refuse_emptiness(source)
-    groups = batch_by_size(pieces, cutter.group_bytes)
+        reject_empty_source(source)
+    groups = batch_by_size(pieces, splitter.group_bytes)
     return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(groups)), is_all
 
 
-def refuse_emptiness(source: Source) -> None:
+def reject_empty_source(source: Source) -> None:
     """Refuse a source whose files have bytes, but no records.
 
     Raises:
         DataError: No file has any.
     """
     for stored, end in zip(source.stored, source.end_bytes, strict=True):
-        if next(cut(source.config, stored, 0, end, 1), None) is not None:
+        if next(split_blocks(source.config, stored, 0, end, 1), None) is not None:
             return
     raise DataError(
         f"source {source.config.name!r} is empty: {pluralize(len(source.files), 'file')} without a record",
@@ -227,5 +227,5 @@ def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> 
     config, file, end = source.config, source.stored[index], source.end_bytes[index]
     size = measure(config, file, end)
     start = tail_start(validation, size)
-    first = first_piece(config, file, end, start)
+    first = first_block(config, file, end, start)
     return 0 if first is None else first.end_byte

@@ -1,10 +1,9 @@
-"""The content of a stored file: its bytes, or what they decompress to.
+"""Reading stored files with transparent decompression, size limits and damage detection.
 
-A listed file goes in; ranges of its content and its length come out, whether it is compressed or not. Compressed
-content is decoded from the start of the file, forward only. ``SequentialReads`` keeps the decoder of the last range, so
-that units read one after the other are decoded once. Invariants: name and first bytes agree about the compression,
-memory is bounded whatever a stream expands to, and a stream that ends early or expands beyond all measure is a
-``DataError`` with its place.
+A listed file goes in; byte ranges of its decompressed content, and its length, come out. Compressed files are decoded
+forward from the start. ``SequentialReads`` reuses the decoder of the last range, so that consecutive units decode a
+file once. Invariants: suffix and magic bytes agree on the compression; memory is bounded; a truncated stream or a
+decompression bomb is a ``DataError`` with its offset.
 """
 
 from __future__ import annotations
@@ -22,22 +21,15 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.storage import StoredFile, open_seekable, scheme_of
 from vorox.data.storage.contexts import iterated_with
-from vorox.data.text.compression import (
-    MOST_READ_BYTES,
-    BrokenStream,
-    Compression,
-    DecompressedStream,
-    NotCompressed,
-    compression_of,
-)
+from vorox.data.text.decompression import MAX_READ_BYTES, BrokenStream, DecompressedStream, NotCompressed
 from vorox.data.text.range_cache import open_through_cache
-from vorox.data.text.reject_binary import reject_binary
+from vorox.data.text.signatures import Compression, compression_by_suffix, reject_binary
 
 T = TypeVar("T")
 
 _BUFFER_BYTES = 1 << 20
 _LOOK_BACK_BYTES = 4 << 20
-"""How far back from the last byte decoded a range may begin without decoding from the start again."""
+"""A range may begin this far before the last decoded byte without decoding from the start again."""
 _EXACT_READ_BYTES = 1 << 9
 _ALWAYS_ALLOWED_BYTES = 1 << 28
 _TEXT_FORMATS = frozenset({"txt", "jsonl", "csv"})
@@ -45,13 +37,13 @@ _TEXT_FORMATS = frozenset({"txt", "jsonl", "csv"})
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the content of a compressed file may be.
+    """Limits on the content of a compressed file.
 
     Attributes:
-        max_bytes: Decompressed bytes.
-        max_ratio: Decompressed bytes for each compressed one, counted from 256 MiB on.
-        keeps_readable: A damaged file ends where its damage begins, instead of being refused.
-        is_text: Every gzip member and zstd frame is text, and refused where it begins like something else.
+        max_bytes: Decompressed bytes, at most.
+        max_ratio: Decompressed bytes per compressed byte, at most; applies above 256 MiB.
+        keeps_readable: A damaged file is read up to its damage instead of being rejected.
+        is_text: Every gzip member and zstd frame must be text; one with a binary signature is rejected.
     """
 
     max_bytes: int = 1 << 40
@@ -60,7 +52,7 @@ class Limits:
     is_text: bool = False
 
     @classmethod
-    def of(cls, config: SourceConfig) -> Limits:
+    def from_source(cls, config: SourceConfig) -> Limits:
         return cls(
             max_bytes=config.max_decompressed_bytes,
             max_ratio=config.max_decompression_ratio,
@@ -74,68 +66,68 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where the content of a compressed file ends because the rest cannot be read.
+    """The point after which a compressed file cannot be read.
 
     Attributes:
-        end_byte: Behind the last byte of the content that counts as sound.
-        reason: What is wrong and where, for a person.
+        end_byte: End of the readable content.
+        reason: What is wrong and where.
     """
 
     end_byte: int
     reason: str
 
 
-class _Content:
+class _DecodedFile:
     """The content of a compressed file, decoded forward from its start.
 
     Attributes:
-        position: Place of the next byte that ``read`` returns.
+        position: Offset of the next byte that ``read`` returns.
     """
 
     def __init__(
-        self, file: StoredFile, kind: Compression, limits: Limits, most_read_bytes: int = MOST_READ_BYTES
+        self, file: StoredFile, kind: Compression, limits: Limits, max_read_bytes: int = MAX_READ_BYTES
     ) -> None:  # fmt: skip
         self.file, self.limits, self.position = file, limits, 0
         self._base, self._recent = 0, bytearray()
         self._open = contextlib.ExitStack()
-        # A local file that stays open is checked against its listing by every read, not only at the end.
+        # open_seekable checks a local file against its listing on every read, not only at the end.
         source = self._open.enter_context(
             open_seekable(file) if scheme_of(file.uri) is None else open_through_cache(file, always=True)
         )
         check = functools.partial(reject_binary, file) if limits.is_text else None
-        self._stream = DecompressedStream(kind, source, check, most_read_bytes)
+        self._stream = DecompressedStream(kind, source, check, max_read_bytes)
 
     def read(self, size: int) -> bytearray:
-        """Return at least one byte and at most ``size``; nothing at the end.
+        """Return at least one and at most ``size`` bytes; empty at the end.
 
         Raises:
-            DataError: The content cannot be read on.
+            DataError: The content cannot be read any further.
         """
         start = self.position - self._base
         if start == len(self._recent):
             if start > 2 * _LOOK_BACK_BYTES:
                 del self._recent[:-_LOOK_BACK_BYTES]
                 self._base, start = self.position - _LOOK_BACK_BYTES, _LOOK_BACK_BYTES
-            self._recent += self._next_piece()
+            self._recent += self._next_block()
         piece = self._recent[start : start + size]
         self.position += len(piece)
         return piece
 
-    def reaches(self, position: int) -> bool:
-        """Whether ``skip_to`` can go there: anywhere ahead, and a few MiB back."""
+    def can_seek_to(self, position: int) -> bool:
+        """Whether ``seek_to`` supports a position: any ahead, and a few MiB back."""
         return position >= self._base
 
-    def skip_to(self, position: int) -> None:
-        """Go to a place that it reaches; to the end of the content if that comes before."""
-        assert self.reaches(position)
+    def seek_to(self, position: int) -> None:
+        """Move to a position that ``can_seek_to`` allows, or to the end of the content if it comes first."""
+        assert self.can_seek_to(position)
         self.position = min(self.position, position)
         while self.position < position and self.read(position - self.position):
             pass
 
     def find_damage(self) -> tuple[int, Damage | None]:
-        """Read to the end; return the length, and the damage if the source keeps what is readable.
+        """Read to the end; return the readable length, and the damage if the source keeps readable content.
 
-        Of a member or frame whose checksum is wrong nothing counts as sound, for anything in it may be wrong.
+        A member or frame with a wrong checksum is unreadable as a whole, because any byte of it may be wrong.
         """
         try:
             while self.read(_BUFFER_BYTES):
@@ -149,62 +141,62 @@ class _Content:
         return self.position, None
 
     @property
-    def taken_bytes(self) -> int:
-        """Compressed bytes that were read so far."""
-        return self._stream.taken_bytes
+    def consumed_bytes(self) -> int:
+        """Compressed bytes read so far."""
+        return self._stream.consumed_bytes
 
     def close(self) -> None:
         self._open.close()
 
-    def _next_piece(self) -> bytes:
+    def _next_block(self) -> bytes:
         before = self._stream.offset
         try:
-            piece = self._stream.read()
+            block = self._stream.read()
         except NotCompressed as error:
-            hint = "name the file after what it is, or fetch it again"
+            hint = "give the file the suffix of its format, or download it again"
             raise DataError(str(error), where=self.file.uri, hint=hint) from error
         except BrokenStream as error:
             raise DataError(
-                f"{error}, {before:,} bytes into what it decompresses to (byte {self.taken_bytes:,} of "
+                f"{error}, at byte {before:,} of the decompressed content (byte {self.consumed_bytes:,} of "
                 f"{self.file.size_bytes:,})",
-                where=self.file.uri, hint="fetch or write the file again, or take it out of data.sources",
+                where=self.file.uri, hint="download or write the file again, or remove it from data.sources",
             ) from error  # fmt: skip
-        self._refuse_bombs()
-        return piece
+        self._reject_bomb()
+        return block
 
-    def _refuse_bombs(self) -> None:
-        length, taken_bytes, limits = self._stream.offset, self.taken_bytes, self.limits
-        allowed = max(_ALWAYS_ALLOWED_BYTES, int(limits.max_ratio * max(taken_bytes, 1)))
+    def _reject_bomb(self) -> None:
+        length, consumed_bytes, limits = self._stream.offset, self.consumed_bytes, self.limits
+        allowed = max(_ALWAYS_ALLOWED_BYTES, int(limits.max_ratio * max(consumed_bytes, 1)))
         if length <= min(allowed, limits.max_bytes):
             return
         option = "max_decompressed_bytes" if length > limits.max_bytes else "max_decompression_ratio"
         raise DataError(
-            f"{taken_bytes:,} compressed bytes came to more than {length:,}: this looks like a decompression bomb",
+            f"{consumed_bytes:,} compressed bytes expand to more than {length:,}: this looks like a decompression bomb",
             where=self.file.uri,
-            hint=f"take the file out of data.sources; if you trust it, raise the source's {option}",
+            hint=f"remove the file from data.sources; if you trust it, raise the source's {option}",
         )
 
 
 class SequentialReads:
-    """Reads of ranges in the order of their files: the decoder of the last range is kept and read on."""
+    """Reuses the decoder of the last range for the next range of the same file."""
 
     def __init__(self) -> None:
-        self._kept: _Content | None = None
+        self._kept: _DecodedFile | None = None
 
     def during(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items, made while ranges are read on."""
+        """Iterate over items whose computation reads ranges through this object."""
         return iterated_with(items, _reads, self)
 
-    def take(self, file: StoredFile, limits: Limits, start_byte: int) -> _Content | None:
-        """Return the kept content if it is this file's and reaches a place."""
+    def take(self, file: StoredFile, limits: Limits, start_byte: int) -> _DecodedFile | None:
+        """Return the kept decoder if it is this file's and can seek to ``start_byte``."""
         kept = self._kept
-        if kept is None or (kept.file, kept.limits) != (file, limits) or not kept.reaches(start_byte):
+        if kept is None or (kept.file, kept.limits) != (file, limits) or not kept.can_seek_to(start_byte):
             return None
         self._kept = None
         return kept
 
-    def keep(self, content: _Content) -> None:
-        """Keep a content, in place of another one."""
+    def keep(self, content: _DecodedFile) -> None:
+        """Keep a decoder in place of the previous one."""
         self.close()
         self._kept = content
 
@@ -218,14 +210,14 @@ _reads: contextvars.ContextVar[SequentialReads | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def _opened(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[_Content]:
-    """Open a content at a place; at the end, keep it for the next range if somebody reads sequentially."""
+def _opened(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[_DecodedFile]:
+    """Open a file at a position; afterwards, keep its decoder if a ``SequentialReads`` is active."""
     reads = _reads.get()
     content = None if reads is None else reads.take(file, limits, start_byte)
     if content is None:
-        content = _Content(file, kind, limits)
+        content = _DecodedFile(file, kind, limits)
     try:
-        content.skip_to(start_byte)
+        content.seek_to(start_byte)
         yield content
     except BaseException:
         content.close()
@@ -237,9 +229,9 @@ def _opened(file: StoredFile, kind: Compression, start_byte: int, limits: Limits
 
 
 class _Range(io.RawIOBase):
-    """The bytes of a content from its position to a place."""
+    """The decoded bytes from the current position to ``end_byte``."""
 
-    def __init__(self, content: _Content, end_byte: int | None) -> None:
+    def __init__(self, content: _DecodedFile, end_byte: int | None) -> None:
         self._content, self._end_byte = content, end_byte
 
     def readable(self) -> bool:
@@ -258,18 +250,18 @@ class _Range(io.RawIOBase):
 def open_content(
     file: StoredFile, start_byte: int = 0, end_byte: int | None = None, limits: Limits = DEFAULT_LIMITS
 ) -> Generator[BinaryIO]:
-    """Read a part of a file's content.
+    """Open a byte range of a file's decompressed content.
 
     Raises:
-        DataError: The file cannot be read, is not the one that was listed, is not compressed as its name says, or
+        DataError: The file cannot be read, changed since it was listed, is not compressed as its suffix declares, or
             cannot be decompressed.
     """
-    kind = compression_of(file.uri)
+    kind = compression_by_suffix(file.uri)
     if kind is None:
         with open_through_cache(file, start_byte, end_byte) as reader:
             yield reader
         return
-    damage = damage_of(file, limits) if end_byte is None else None
+    damage = detect_damage(file, limits) if end_byte is None else None
     end_byte = damage.end_byte if damage is not None else end_byte
     with _opened(file, kind, start_byte, limits) as content:
         yield cast("BinaryIO", io.BufferedReader(_Range(content, end_byte), _BUFFER_BYTES))
@@ -277,8 +269,8 @@ def open_content(
 
 @contextlib.contextmanager
 def open_content_seekable(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> Generator[BinaryIO]:
-    """Open the content for random access; that of a compressed file is decompressed to a temporary file first."""
-    if compression_of(file.uri) is None:
+    """Open a file for random access; a compressed one is decompressed into a temporary file first."""
+    if compression_by_suffix(file.uri) is None:
         with contextlib.closing(open_seekable(file)) as reader:
             yield reader
         return
@@ -290,33 +282,33 @@ def open_content_seekable(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> 
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _survey(file: StoredFile, kind: Compression, limits: Limits) -> tuple[int, Damage | None]:
-    """Return the length and the damage of a compressed file: one pass, once in a process."""
-    with contextlib.closing(_Content(file, kind, limits)) as content:
+def _scan(file: StoredFile, kind: Compression, limits: Limits) -> tuple[int, Damage | None]:
+    """Return the length and the damage of a compressed file; one pass per process."""
+    with contextlib.closing(_DecodedFile(file, kind, limits)) as content:
         return content.find_damage()
 
 
 def length_bytes(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> int:
-    """Return the length of the content; of a compressed file after one pass over it."""
-    kind = compression_of(file.uri)
-    return file.size_bytes if kind is None else _survey(file, kind, limits)[0]
+    """Return the length of the decompressed content; a compressed file is read once."""
+    kind = compression_by_suffix(file.uri)
+    return file.size_bytes if kind is None else _scan(file, kind, limits)[0]
 
 
-def damage_of(file: StoredFile, limits: Limits) -> Damage | None:
-    """Return where a compressed file is damaged, for a source that keeps what is readable: one pass over the file.
+def detect_damage(file: StoredFile, limits: Limits) -> Damage | None:
+    """Return the damage of a compressed file if the source keeps readable content; reads the file once.
 
     Raises:
         DataError: The file cannot be read for another reason.
     """
-    kind = compression_of(file.uri)
-    return None if kind is None or not limits.keeps_readable else _survey(file, kind, limits)[1]
+    kind = compression_by_suffix(file.uri)
+    return None if kind is None or not limits.keeps_readable else _scan(file, kind, limits)[1]
 
 
-def compressed_bytes(file: StoredFile, end_byte: int, limits: Limits = DEFAULT_LIMITS) -> int:
-    """Return how much of a compressed file its content up to a place takes: a function of file and place alone."""
-    kind = compression_of(file.uri)
-    assert kind is not None, "called for a compressed file"
+def compressed_length_bytes(file: StoredFile, end_byte: int, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Return the compressed bytes that encode the content up to ``end_byte``; depends on file and offset alone."""
+    kind = compression_by_suffix(file.uri)
+    assert kind is not None, "the file must be compressed"
     strict = replace(limits, keeps_readable=False)
-    with contextlib.closing(_Content(file, kind, strict, _EXACT_READ_BYTES)) as content:
-        content.skip_to(end_byte)
-        return content.taken_bytes
+    with contextlib.closing(_DecodedFile(file, kind, strict, _EXACT_READ_BYTES)) as content:
+        content.seek_to(end_byte)
+        return content.consumed_bytes

@@ -17,7 +17,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.storage import StoredFile
-from vorox.data.text.splits import is_named
+from vorox.data.text.holdout import is_validation_name
 
 _INDEX_NAME: Final[Mapping[str, str]] = {"mds": "index.json", "arrow": "state.json"}
 _MOST_INDEX_BYTES = 1 << 28
@@ -40,7 +40,7 @@ class _Entry:
     compression: str = ""
 
 
-def files_of(config: SourceConfig, location: str, endings: tuple[str, ...]) -> list[StoredFile]:
+def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, ...]) -> list[StoredFile]:
     """The files of a location of a source.
 
     Raises:
@@ -156,4 +156,4 @@ def training_splits(config: SourceConfig, places: Sequence[str]) -> list[str]:
     tops = {place.partition("/")[0] for place in places if "/" in place}
     if config.format not in _INDEX_NAME or "train" not in tops:
         return list(places)
-    return [place for place in places if place.partition("/")[0] == "train" or is_named(place)]
+    return [place for place in places if place.partition("/")[0] == "train" or is_validation_name(place)]

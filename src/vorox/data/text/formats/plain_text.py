@@ -17,10 +17,9 @@ import numpy.typing as npt
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.compression import compression_of
-from vorox.data.text.content import DEFAULT_LIMITS, Limits, damage_of, length_bytes, open_content
-from vorox.data.text.formats.pieces import Piece, cut_content, remembered
-from vorox.data.text.reject_binary import SIGNATURE_BYTES, reject_binary
+from vorox.data.text.file_content import DEFAULT_LIMITS, Limits, detect_damage, length_bytes, open_content
+from vorox.data.text.formats.record_blocks import RecordBlock, memoize_blocks, split_content
+from vorox.data.text.signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WINDOW_BYTES = 1 << 20
@@ -36,7 +35,7 @@ def boundary_before(source: SourceConfig, file: StoredFile, at: int, low: int) -
 
     Lines are never cut. A text without a line end nearby is cut between two characters.
     """
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     end = at
     while end > low:
         start = max(low, end - WINDOW_BYTES)
@@ -79,14 +78,14 @@ def _nearest_character(window: bytes, start: int, at: int, *, is_end: bool) -> i
     return before[-1] if before else starts[0] if starts else at
 
 
-def boundaries(source: SourceConfig, file: StoredFile, start: int, end: int, piece_bytes: int) -> Iterator[int]:
-    """Boundaries, ``start`` and ``end`` included, that leave pieces of about ``piece_bytes``."""
+def boundaries(source: SourceConfig, file: StoredFile, start: int, end: int, block_bytes: int) -> Iterator[int]:
+    """Boundaries, ``start`` and ``end`` included, that leave pieces of about ``block_bytes``."""
     low = start
     yield low
-    while end - low > piece_bytes:
-        boundary = boundary_before(source, file, low + piece_bytes, low)
+    while end - low > block_bytes:
+        boundary = boundary_before(source, file, low + block_bytes, low)
         if boundary is None:
-            boundary = boundary_after(file, low + piece_bytes, end, Limits.of(source))
+            boundary = boundary_after(file, low + block_bytes, end, Limits.from_source(source))
         if boundary >= end:
             break
         low = boundary
@@ -94,35 +93,35 @@ def boundaries(source: SourceConfig, file: StoredFile, start: int, end: int, pie
     yield end
 
 
-def cut_text(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_text(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Pieces of a text: each is a document. Damaged text ends at a line or character, with an empty piece behind it."""
-    limits = Limits.of(source)
-    damage = damage_of(file, limits) if end is None else None
+    limits = Limits.from_source(source)
+    damage = detect_damage(file, limits) if end is None else None
     if damage is not None:  # what its last bytes would have gone on as is not known
         end = max(start, damage.end_byte - _LONGEST_CHARACTER_BYTES)
         end = boundary_before(source, file, end, start) or start
-    if compression_of(file.uri) is not None:
-        key = ("text", file, start, end, piece_bytes, first_ordinal, limits)
-        pieces = remembered(key, lambda: _cut_text_forward(file, start, end, piece_bytes, first_ordinal, limits))
+    if compression_by_suffix(file.uri) is not None:
+        key = ("text", file, start, end, block_bytes, first_ordinal, limits)
+        pieces = memoize_blocks(key, lambda: _split_text_forward(file, start, end, block_bytes, first_ordinal, limits))
     else:
-        pieces = _cut_text(source, file, start, file.size_bytes if end is None else end, piece_bytes, first_ordinal)
+        pieces = _split_text(source, file, start, file.size_bytes if end is None else end, block_bytes, first_ordinal)
     ordinal = first_ordinal
     for piece in pieces:
         yield piece
         ordinal += 1
     if damage is not None:
         assert end is not None
-        yield Piece(end, end, ordinal, 0)
+        yield RecordBlock(end, end, ordinal, 0)
 
 
-def _cut_text(
-    source: SourceConfig, file: StoredFile, start: int, end: int, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
-    pairs = itertools.pairwise(boundaries(source, file, start, end, piece_bytes)) if end > start else ()
+def _split_text(
+    source: SourceConfig, file: StoredFile, start: int, end: int, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
+    pairs = itertools.pairwise(boundaries(source, file, start, end, block_bytes)) if end > start else ()
     for ordinal, (low, high) in enumerate(pairs, first_ordinal):
-        yield Piece(low, high, ordinal, high - low)
+        yield RecordBlock(low, high, ordinal, high - low)
 
 
 class _Passing:
@@ -158,34 +157,36 @@ class _Passing:
         return _nearest_character(window, start, at, is_end=self.has_ended and start + len(window) == self.end)
 
 
-def _cut_text_forward(
-    file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int, limits: Limits
-) -> Iterator[Piece]:
+def _split_text_forward(
+    file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int, limits: Limits
+) -> Iterator[RecordBlock]:
     """The pieces of a compressed text in one pass over it: those that looking back from where each ends would give."""
     with open_content(file, start, None, limits) as reader:
         content, low = _Passing(reader, start), start
         for ordinal in itertools.count(first_ordinal):
-            at = low + piece_bytes
+            at = low + block_bytes
             content.hold(max(low, at - WINDOW_BYTES), at + _LONGEST_CHARACTER_BYTES + 1)
             stop = content.end if end is None else min(end, content.end)
-            boundary = content.boundary(at, low) if stop - low > piece_bytes else stop
+            boundary = content.boundary(at, low) if stop - low > block_bytes else stop
             if boundary >= stop:
                 if stop > low:
-                    yield Piece(low, stop, ordinal, stop - low)
+                    yield RecordBlock(low, stop, ordinal, stop - low)
                 return
-            yield Piece(low, boundary, ordinal, boundary - low)
+            yield RecordBlock(low, boundary, ordinal, boundary - low)
             low = boundary
 
 
-def cut_lines(
-    source: SourceConfig, file: StoredFile, start: int, end: int | None, piece_bytes: int, first_ordinal: int
-) -> Iterator[Piece]:
+def split_lines(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
     """Yield runs of whole lines, cut in one pass over the content."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     if end == start:
         return
-    key = ("lines", file, start, end, piece_bytes, first_ordinal, limits)
-    yield from remembered(key, lambda: cut_content(file, start, end, piece_bytes, first_ordinal, limits, _line_ends))
+    key = ("lines", file, start, end, block_bytes, first_ordinal, limits)
+    yield from memoize_blocks(
+        key, lambda: split_content(file, start, end, block_bytes, first_ordinal, limits, _line_ends)
+    )
 
 
 def _line_ends(chunk: bytes) -> npt.NDArray[np.int64]:
@@ -230,7 +231,7 @@ def read_lines_of(
 
 def read_text(source: SourceConfig, file: StoredFile, span: UnitSpan) -> Document | BadRecord:
     """The document that a piece of a text is."""
-    limits = Limits.of(source)
+    limits = Limits.from_source(source)
     start, body = span.start_byte, _read(file, span.start_byte, span.end_byte, limits)
     if start == 0:
         reject_binary(file, body[:SIGNATURE_BYTES])

@@ -18,10 +18,10 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record, TokenDocument
 from vorox.data.storage import open_range
-from vorox.data.text.cutting import cut_units
-from vorox.data.text.holdout import with_holdout
+from vorox.data.text.holdout import NO_HOLDOUT
+from vorox.data.text.holdout_selection import select_holdout
 from vorox.data.text.sources import Source, list_source, read_unit
-from vorox.data.text.splits import NOTHING
+from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.transfer.export import export
 
 TEXTS = [f"sample {n} é {'word ' * (n % 11)}" for n in range(130)]
@@ -35,8 +35,8 @@ def source(folder: Path, form: str, **options: Any) -> SourceConfig:
 
 
 def records(listed: Source, unit_bytes: int = 1 << 20) -> list[Record]:
-    units = cut_units(listed, "train", NOTHING, unit_bytes)
-    return [record for unit in units for record in read_unit(listed, unit, "train", NOTHING)]
+    units = split_into_units(listed, "train", NO_HOLDOUT, unit_bytes)
+    return [record for unit in units for record in read_unit(listed, unit, "train", NO_HOLDOUT)]
 
 
 def texts(listed: Source) -> list[str]:
@@ -254,9 +254,9 @@ def test_splits_validate_where_they_are_for_it_and_never_train(tmp_path: Path, f
     assert [note.kind for note in listed.notes] == ["splits"]
     assert "test" in listed.notes[0].text
     data = load_config("quickstart").data
-    held = with_holdout(listed, data.model_copy(update={"validation": ValidationConfig()}))
+    held = select_holdout(listed, data.model_copy(update={"validation": ValidationConfig()}))
     for side, word in (("train", "train"), ("validation", "validation")):
-        units = cut_units(held, side, held.holdout, 1 << 20)
+        units = split_into_units(held, side, held.holdout, 1 << 20)
         found = [record for unit in units for record in read_unit(held, unit, side, held.holdout)]
         assert {record.text.split()[0] for record in found if isinstance(record, Document)} == {word}
 

@@ -19,7 +19,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document
 from vorox.data.storage import StoredFile
 from vorox.data.text.formats.json_lines import as_text
-from vorox.data.text.formats.pieces import Piece, too_large
+from vorox.data.text.formats.record_blocks import RecordBlock, too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,22 @@ class RowGroup:
     text_bytes: int
 
 
-def cut_row_groups(groups: Iterable[RowGroup], start: int, end: int | None, piece_bytes: int) -> Iterator[Piece]:
-    """Runs of whole row groups with about ``piece_bytes`` of text."""
+def row_group_blocks(
+    groups: Iterable[RowGroup], start: int, end: int | None, block_bytes: int
+) -> Iterator[RecordBlock]:
+    """Runs of whole row groups with about ``block_bytes`` of text."""
     run: list[RowGroup] = []
     size = 0
     for group in groups:
         if group.start_byte < start or (end is not None and group.start_byte >= end):
             continue
-        if run and size + group.text_bytes > piece_bytes:
-            yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
+        if run and size + group.text_bytes > block_bytes:
+            yield RecordBlock(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
             run, size = [], 0
         run.append(group)
         size += group.text_bytes
     if run:
-        yield Piece(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
+        yield RecordBlock(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
 
 
 def check_text_column(file: StoredFile, schema: Any, name: str) -> None:

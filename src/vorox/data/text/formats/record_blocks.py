@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.storage import StoredFile
-from vorox.data.text.compression import compression_of
-from vorox.data.text.content import Limits, damage_of, open_content
+from vorox.data.text.file_content import Limits, detect_damage, open_content
+from vorox.data.text.signatures import compression_by_suffix
 
 _MOST_CUTS_REMEMBERED = 1 << 16
 _CHUNK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ FindEnds = Callable[[bytes], npt.NDArray[np.int64] | list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordBlock:
     """A run of whole records; an empty one says that the rest of the file cannot be read.
 
     Attributes:
@@ -46,15 +46,15 @@ class Piece:
     text_bytes: int
 
 
-def cut_at_ends(
+def blocks_from_ends(
     chunks: Iterable[EndsOfChunk],
     start_byte: int,
-    piece_bytes: int,
+    block_bytes: int,
     first_ordinal: int = 0,
     *,
     is_damaged: bool = False,
-) -> Iterator[Piece]:
-    """Pieces of at most ``piece_bytes``, larger only where a single record is.
+) -> Iterator[RecordBlock]:
+    """Pieces of at most ``block_bytes``, larger only where a single record is.
 
     Behind the last record that is whole, damaged content has an empty piece: what follows is put aside.
     """
@@ -62,77 +62,77 @@ def cut_at_ends(
     last, last_ordinal = start_byte, first_ordinal  # the last end of a record, and the ordinal behind it
     stop, passed = start_byte, first_ordinal
     for stop, ends in chunks:
-        while stop - low > piece_bytes:
-            fitting = int(np.searchsorted(ends, low + piece_bytes, side="right"))
+        while stop - low > block_bytes:
+            fitting = int(np.searchsorted(ends, low + block_bytes, side="right"))
             if fitting and int(ends[fitting - 1]) > last:
                 last, last_ordinal = int(ends[fitting - 1]), passed + fitting
             elif last <= low:
                 if fitting == len(ends):
                     break  # one record, larger than a piece so far
                 last, last_ordinal = int(ends[fitting]), passed + fitting + 1
-            yield Piece(low, last, low_ordinal, last - low)
+            yield RecordBlock(low, last, low_ordinal, last - low)
             low, low_ordinal = last, last_ordinal
         passed += len(ends)
-        if len(ends) and int(ends[-1]) <= low + piece_bytes:
+        if len(ends) and int(ends[-1]) <= low + block_bytes:
             last, last_ordinal = int(ends[-1]), passed
     if is_damaged:
         if last > low:
-            yield Piece(low, last, low_ordinal, last - low)
-        yield Piece(last, last, last_ordinal, 0)
+            yield RecordBlock(low, last, low_ordinal, last - low)
+        yield RecordBlock(last, last, last_ordinal, 0)
     elif stop > low:
-        yield Piece(low, stop, low_ordinal, stop - low)
+        yield RecordBlock(low, stop, low_ordinal, stop - low)
 
 
-def cut_content(
+def split_content(
     file: StoredFile,
     start: int,
     end: int | None,
-    piece_bytes: int,
+    block_bytes: int,
     first_ordinal: int,
     limits: Limits,
     find_ends: FindEnds,
-) -> Iterator[Piece]:
+) -> Iterator[RecordBlock]:
     """Cut a range of a content in one pass, at the ends of records."""
-    if end == file.size_bytes and compression_of(file.uri) is None:
+    if end == file.size_bytes and compression_by_suffix(file.uri) is None:
         end = None  # little is read ahead of an open end, in case that few pieces are wanted
     with open_content(file, start, end, limits) as reader:
-        is_damaged = end is None and damage_of(file, limits) is not None
-        yield from cut_at_ends(
-            ends_in(reader, start, find_ends), start, piece_bytes, first_ordinal, is_damaged=is_damaged
+        is_damaged = end is None and detect_damage(file, limits) is not None
+        yield from blocks_from_ends(
+            find_record_ends(reader, start, find_ends), start, block_bytes, first_ordinal, is_damaged=is_damaged
         )
 
 
-def ends_in(reader: BinaryIO, start: int, find_ends: FindEnds) -> Iterator[EndsOfChunk]:
+def find_record_ends(reader: BinaryIO, start: int, find_ends: FindEnds) -> Iterator[EndsOfChunk]:
     """Yield where records end in a content that is read from ``start`` on."""
-    for chunk in chunks_of(reader):
+    for chunk in iter_chunks(reader):
         ends = np.asarray(find_ends(chunk), dtype=np.int64) + start
         start += len(chunk)
         yield start, ends
 
 
-def chunks_of(reader: BinaryIO) -> Iterator[bytes]:
+def iter_chunks(reader: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: reader.read(_CHUNK_BYTES), b"")
 
 
-_remembered: OrderedDict[Hashable, tuple[Piece, ...]] = OrderedDict()
+_memoized: OrderedDict[Hashable, tuple[RecordBlock, ...]] = OrderedDict()
 
 
-def remembered(key: Hashable, make: Callable[[], Iterator[Piece]]) -> Iterator[Piece]:
+def memoize_blocks(key: Hashable, make: Callable[[], Iterator[RecordBlock]]) -> Iterator[RecordBlock]:
     """The pieces that ``make`` gives; once it gave all, they are known without it. Both splits ask for the same."""
-    known = _remembered.get(key)
+    known = _memoized.get(key)
     if known is not None:
         yield from known
         return
-    pieces: list[Piece] = []
+    pieces: list[RecordBlock] = []
     for piece in make():
         pieces.append(piece)
         yield piece
-    _remembered[key] = tuple(pieces)
-    while len(_remembered) > _MOST_CUTS_REMEMBERED:
-        _remembered.popitem(last=False)
+    _memoized[key] = tuple(pieces)
+    while len(_memoized) > _MOST_CUTS_REMEMBERED:
+        _memoized.popitem(last=False)
 
 
-def records_in(
+def iter_records(
     chunks: Iterable[tuple[bytes, npt.NDArray[np.int64] | list[int]]], start_byte: int, max_record_bytes: int
 ) -> Iterator[tuple[int, int, bytes | None]]:
     """(offset, length, bytes) of every record; no bytes of one that is larger than ``max_record_bytes``.

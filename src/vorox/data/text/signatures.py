@@ -1,18 +1,32 @@
-"""Recognise content that is no text by its first bytes, and reject it with what to do."""
+"""File signatures: compression by suffix and magic bytes, and rejection of binary content.
+
+File names and first bytes go in; the compression, or a ``DataError`` that names the binary format, comes out.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile
-from vorox.data.text.compression import NAMES, SIGNATURE_BYTES, looks_like
+
+Compression = Literal["gz", "zst"]
+
+SUFFIXES: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+NAMES: dict[Compression, str] = {"gz": "gzip", "zst": "zstd"}
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
+SIGNATURE_BYTES = 512
+"""Leading bytes of a file, gzip member or zstd frame that are checked for signatures."""
 
 _UNPACK = "unpack it and give the folder: {unpack}"
 _READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
-_LEAVE = "take it out of data.sources, or say its format"
+_LEAVE = "remove it from data.sources, or set its format"
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
-    (0, b"PAR1", "Parquet", "say format: parquet, and name the file ....parquet"),
+    (0, b"PAR1", "Parquet", "set format: parquet, and give the file the suffix .parquet"),
     (0, b"ARROW1", "an Arrow file", _READ.format(convert="datasets.load_dataset('arrow', ...).to_json(...)")),
     (0, b"Obj\x01", "an Avro file", _READ.format(convert="fastavro --json-lines")),
     (0, b"SQLite format 3\0", "a SQLite database", _READ.format(convert="sqlite3 FILE '.mode json' 'SELECT ...'")),
@@ -25,18 +39,18 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"070701", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
     (0, b"070707", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
     (0, b"!<arch>\n", "an ar archive", _UNPACK.format(unpack="ar x FILE")),
-    (0, b"\xfd7zXZ\0", "xz data", "decompress it, or compress it anew: xz -dc FILE | zstd > FILE.zst"),
-    (0, b"BZh", "bzip2 data", "decompress it, or compress it anew: bzip2 -dc FILE | zstd > FILE.zst"),
-    (0, b"\x04\x22\x4d\x18", "LZ4 data", "decompress it, or compress it anew: lz4 -dc FILE | zstd > FILE.zst"),
-    (0, b"LZIP\x01", "lzip data", "decompress it, or compress it anew: lzip -dc FILE | zstd > FILE.zst"),
-    (0, b"\x1f\x9d", "data of compress", "decompress it: uncompress FILE"),
+    (0, b"\xfd7zXZ\0", "xz data", "decompress it, or recompress it: xz -dc FILE | zstd > FILE.zst"),
+    (0, b"BZh", "bzip2 data", "decompress it, or recompress it: bzip2 -dc FILE | zstd > FILE.zst"),
+    (0, b"\x04\x22\x4d\x18", "LZ4 data", "decompress it, or recompress it: lz4 -dc FILE | zstd > FILE.zst"),
+    (0, b"LZIP\x01", "lzip data", "decompress it, or recompress it: lzip -dc FILE | zstd > FILE.zst"),
+    (0, b"\x1f\x9d", "Unix compress data", "decompress it: uncompress FILE"),
     (0, b"WARC/", "a WARC or WET archive of web pages", _READ.format(convert="warcio, or trafilatura for WARC")),
     (0, b"filedesc://", "an ARC archive of web pages", _READ.format(convert="warcio recompress, then warcio")),
     (
         0,
         b"\x93NUMPY",
         "a NumPy array",
-        "of token ids, write them as .bin and say format: bin: numpy.load('FILE').astype('uint16').tofile('FILE.bin')",
+        "for token ids, convert it to .bin and set format: bin: numpy.load('FILE').astype('uint16').tofile('FILE.bin')",
     ),
     (0, b"\x7fELF", "a program", _LEAVE),
     (0, b"\x89PNG", "a PNG image", _LEAVE),
@@ -48,8 +62,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xff\xfe", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
     (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
 )
-"""Where a signature lies, the signature, what it says the file is, and what to do."""
-
+"""(offset, signature, what the file is, what to do)."""
 
 _CERTAIN = {
     b"BZh": re.compile(rb"BZh[1-9]1AY&SY"),
@@ -60,36 +73,49 @@ _CERTAIN = {
     b"070707": re.compile(rb"070707[0-7]{70}"),
     b"ustar": re.compile(rb"[^\0]*\0"),
 }
-"""Signatures that a text could begin with: what the whole beginning looks like if they are signatures."""
+"""Stricter patterns for signatures that could also begin a text."""
 _TAR, _CHECKSUM = "a tar archive", slice(148, 156)
 
 
+def compression_by_suffix(name: str) -> Compression | None:
+    """Return the compression that the suffix of a name declares."""
+    return next((kind for suffix, kind in SUFFIXES.items() if name.lower().endswith(suffix)), None)
+
+
+def compression_by_magic(start: bytes) -> Compression | None:
+    """Return the compression that the magic bytes declare."""
+    if start.startswith(_GZIP_MAGIC):
+        return "gz"
+    is_skippable = len(start) >= 4 and int.from_bytes(start[:4], "little") in _SKIPPABLE_MAGIC
+    return "zst" if is_skippable or start.startswith(_ZSTD_MAGIC) else None
+
+
 def reject_binary(file: StoredFile, start: bytes) -> None:
-    """Reject content that begins like something other than text.
+    """Reject content that starts with the signature of a binary format.
 
     Args:
         file: The file, for the message.
         start: The first ``SIGNATURE_BYTES`` of its content, or of a later gzip member or zstd frame, decompressed.
 
     Raises:
-        DataError: Naming what it looks like and what to do.
+        DataError: The content is not text; the message names the format and a command that converts it.
     """
-    found = looks_like(start)
+    found = compression_by_magic(start)
     if found is not None:
         what = f"{NAMES[found]} data, but its name does not end in .{found}"
-        hint = f"name the file ....{found}, so that it is decompressed"
+        hint = f"add the suffix .{found} to the file name, so that it is decompressed"
     else:
-        known = _recognised(start) or _recognised(start.lstrip(b"\xef\xbb\xbf\r\n"))
+        known = _identify(start) or _identify(start.lstrip(b"\xef\xbb\xbf\r\n"))
         if known is None:
             return
         what, hint = known
     raise DataError(
-        f"the file is not UTF-8 text but looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
+        f"The file is not UTF-8 text; it looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
     )
 
 
-def _recognised(start: bytes) -> tuple[str, str] | None:
-    """Return what content is by its beginning, and what to do; ``None`` if it may be text."""
+def _identify(start: bytes) -> tuple[str, str] | None:
+    """Return the format of binary content and what to do; ``None`` if it may be text."""
     for offset, signature, what, hint in _SIGNATURES:
         certain = _CERTAIN.get(signature)
         if start.startswith(signature, offset) and (certain is None or certain.match(start)):
@@ -101,7 +127,7 @@ def _recognised(start: bytes) -> tuple[str, str] | None:
 
 
 def _is_tar_header(start: bytes) -> bool:
-    """Whether the checksum of a tar header is right: tar had no signature before POSIX."""
+    """Whether the content starts with a valid tar header checksum: tar had no signature before POSIX."""
     digits = start[_CHECKSUM].strip(b" \0")
     if len(start) < SIGNATURE_BYTES or not re.fullmatch(rb"[0-7]+", digits):
         return False
@@ -110,7 +136,7 @@ def _is_tar_header(start: bytes) -> bool:
 
 
 def _utf16_byte_order(start: bytes) -> str | None:
-    """Return ``LE`` or ``BE`` where every other byte is NUL, as in UTF-16 of mostly Latin letters without a mark."""
+    """Return ``LE`` or ``BE`` where every other byte is NUL, as in mostly Latin UTF-16 without a byte order mark."""
     first, second = start[0::2], start[1::2]
     for low, high, order in ((first, second, "LE"), (second, first, "BE")):
         if len(start) >= 16 and 0 not in low and 2 * high.count(0) >= len(high):

@@ -25,9 +25,9 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile, has_magic, scheme_of
-from vorox.data.text import compression
-from vorox.data.text.content import Limits, open_content
-from vorox.data.text.formats import arrow, cut, mds, read_records, suffixes
+from vorox.data.text import signatures
+from vorox.data.text.file_content import Limits, open_content
+from vorox.data.text.formats import arrow, mds, read_records, split_blocks, suffixes
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_FILES = 64
@@ -39,7 +39,7 @@ _PROMPT_CHARACTERS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class RecognisedText:
+class DetectedSource:
     """A user's own text.
 
     Attributes:
@@ -57,7 +57,7 @@ class RecognisedText:
     summary: str
 
 
-def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> RecognisedText:
+def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> DetectedSource:
     """Recognise files, folders or globs as one source.
 
     Args:
@@ -86,7 +86,7 @@ def recognise(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> R
         source |= _field(name, chosen[0], str(source.get("delimiter", ",")))
     has_tokens = name == "bin" or "tokens_field" in source
     sample = "" if has_tokens else _sample(source, chosen)
-    return RecognisedText(
+    return DetectedSource(
         source, _text_bytes(chosen), _repeated_words(sample), _opening(sample), _summary(source, files, chosen, sizes)
     )
 
@@ -133,7 +133,7 @@ def _locations(paths: Sequence[str], name: str, chosen: Sequence[StoredFile]) ->
 
 def _ending(uri: str) -> str:
     path = PurePath(uri)
-    return "".join(path.suffixes[-2:]) if path.suffix in compression.SUFFIXES else path.suffix
+    return "".join(path.suffixes[-2:]) if path.suffix in signatures.SUFFIXES else path.suffix
 
 
 def _delimiter(file: StoredFile) -> str:
@@ -230,7 +230,7 @@ def _sample(source: Mapping[str, Any], files: Sequence[StoredFile]) -> str:
     texts: list[str] = []
     left = _SAMPLE_BYTES
     for index, file in enumerate(files[:_SAMPLE_FILES]):
-        piece = next(cut(config, file, 0, None, left), None) if file.size_bytes else None
+        piece = next(split_blocks(config, file, 0, None, left), None) if file.size_bytes else None
         if piece is None:
             continue
         span = UnitSpan(index, piece.start_byte, piece.end_byte, 0)
@@ -260,7 +260,7 @@ def _opening(sample: str) -> str:
 def _text_bytes(files: Sequence[StoredFile]) -> int:
     total = 0
     for file in files:
-        kind = compression.SUFFIXES.get(PurePath(file.uri).suffix.lower()) or PurePath(file.uri).suffix.lower()[1:]
+        kind = signatures.SUFFIXES.get(PurePath(file.uri).suffix.lower()) or PurePath(file.uri).suffix.lower()[1:]
         total += file.size_bytes * _EXPANSION.get(kind, 1)
     return total
 
@@ -289,7 +289,7 @@ def _summary(
     )
 
 
-def refuse_text_as_configuration(path: str) -> ConfigError | None:
+def text_path_error(path: str) -> ConfigError | None:
     """What to answer where a path to text stands in place of a configuration; ``None`` if it is no such path."""
     try:
         files = storage.list_files(path, ("",))

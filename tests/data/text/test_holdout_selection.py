@@ -1,0 +1,147 @@
+"""What is held out: one default that fits every source, and explicit rules that are refused where they cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.data import DataConfig
+from vorox.data.documents import BadRecord
+from vorox.data.shard_format import write_shard
+from vorox.data.text.holdout import is_validation_name
+from vorox.data.text.holdout_selection import describe_holdout, held_out_bytes, select_holdout
+from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.unit_splitter import split_into_units
+
+
+def held(*paths_and_form: Path | str, grow: bool = False, **validation: Any) -> Source:
+    *paths, form = map(str, paths_and_form)
+    source = {"name": "s", "format": form, "paths": paths, "end_of_text_id": 9 if form == "bin" else None}
+    data = DataConfig.model_validate({"sources": [source], "validation": validation, "cache": {"grow": grow}})
+    return select_holdout(list_source(data.sources[0]), data)
+
+
+def records(source: Source, split: Any) -> list[tuple[str, int]]:
+    found = [
+        record
+        for unit in split_into_units(source, split, source.holdout, 64 << 20)
+        for record in read_unit(source, unit, split, source.holdout)
+    ]
+    assert not any(isinstance(record, BadRecord) for record in found)
+    return [(source.places[record.file_index], record.byte_offset) for record in found]
+
+
+def write_lines(path: Path, count: int) -> None:
+    path.write_text("".join(json.dumps({"text": f"record {n} " * 5}) + "\n" for n in range(count)))
+
+
+class TestTheDefault:
+    @pytest.mark.parametrize("num_files", [1, 2, 7, 60])
+    def test_of_few_texts_the_tails_are_held_out(self, tmp_path: Path, num_files: int) -> None:
+        for n in range(num_files):
+            (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 400)
+        source = held(tmp_path, "txt")
+        assert source.holdout.split == "tail"
+        assert len(records(source, "train")) == len(records(source, "validation")) == num_files
+        assert 0 < held_out_bytes(source) < source.size_bytes / 50
+
+    @pytest.mark.parametrize("num_rows", [3, 80])
+    def test_of_few_rows_of_a_parquet_file_more_are(self, tmp_path: Path, num_rows: int) -> None:
+        column = [f"record {n} " * 5 for n in range(num_rows)]
+        parquet.write_table(arrow.table({"text": column}), str(tmp_path / "a.parquet"))
+        source = held(tmp_path, "parquet", held_out_fraction=0.01)
+        held_out, trained = (len(records(source, split)) for split in ("validation", "train"))
+        assert held_out
+        assert trained
+        assert held_out + trained == num_rows
+
+    def test_of_many_texts_whole_files_are(self, tmp_path: Path) -> None:
+        for n in range(300):
+            (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 3)
+        source = held(tmp_path, "txt", held_out_fraction=0.05)
+        assert source.holdout.split == "file"
+        train, validation = ({place for place, _ in records(source, split)} for split in ("train", "validation"))
+        assert len(train) + len(validation) == 300
+        assert not train & validation
+        assert describe_holdout(source).startswith(f"{len(validation)} of 300 files of s")
+
+    @pytest.mark.parametrize("count", [2, 3, 10, 500])
+    def test_of_records_documents_are_or_the_last_ones(self, tmp_path: Path, count: int) -> None:
+        write_lines(tmp_path / "a.jsonl", count)
+        source = held(tmp_path, "jsonl")
+        assert source.holdout.split == ("document" if count == 500 else "tail")
+        train, validation = records(source, "train"), records(source, "validation")
+        assert train
+        assert validation
+        assert len(train) + len(validation) == count
+
+    def test_of_a_single_record_nothing_is_and_that_is_said(self, tmp_path: Path) -> None:
+        write_lines(tmp_path / "a.jsonl", 1)
+        source = held(tmp_path, "jsonl")
+        assert source.holdout.held_out_fraction == 0
+        assert [note.kind for note in source.notes] == ["validation"]
+        assert len(records(source, "train")) == 1
+
+    def test_shards_with_validation_in_their_names_never_train(self, tmp_path: Path) -> None:
+        for name in ("web_train_000001.bin", "web_train_000002.bin", "web_val_000000.bin"):
+            write_shard(tmp_path / name, np.array([*map(ord, name), 9], np.uint16))
+        source = held(tmp_path, "bin")
+        assert {place for place, _ in records(source, "validation")} == {"web_val_000000.bin"}
+        assert {place for place, _ in records(source, "train")} == {"web_train_000001.bin", "web_train_000002.bin"}
+        assert "1 of 3 files" in describe_holdout(source)
+        assert "2 to train on" in describe_holdout(source)
+
+    @pytest.mark.parametrize("given", [("",), ("train", "val"), ("train/s_0.bin", "val/s_0.bin"), ("*/s_0.bin",)])
+    def test_so_are_those_of_folders_that_say_it_however_they_are_given(
+        self, tmp_path: Path, given: tuple[str, ...]
+    ) -> None:
+        for number, folder in enumerate(("train", "val")):
+            (tmp_path / folder).mkdir()
+            write_shard(tmp_path / folder / "s_0.bin", np.array([1, number, 9] * 50, np.uint16))
+        source = held(*(tmp_path / path for path in given), "bin")
+        assert source.holdout.split == "named"
+        assert {place for place, _ in records(source, "validation")} == {"val/s_0.bin"}
+        assert {place for place, _ in records(source, "train")} == {"train/s_0.bin"}
+
+    def test_names_are_those_inside_the_folder_where_they_tell_the_split_or_nothing_does(self, tmp_path: Path) -> None:
+        for number, folder in enumerate(("one", "two")):
+            (tmp_path / folder).mkdir()
+            write_shard(tmp_path / folder / f"s_{number}.bin", np.array([1, number, 9] * 50, np.uint16))
+        assert held(tmp_path / "one", tmp_path / "two", "bin").places == ("s_0.bin", "s_1.bin")
+
+    def test_a_cache_that_grows_keeps_its_rule_whatever_files_come(self, tmp_path: Path) -> None:
+        rules: set[str] = set()
+        for count in (1, 30, 300):
+            for n in range(count):
+                (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 40)
+            rules.add(held(tmp_path, "txt", grow=True, held_out_fraction=0.05).holdout.split)
+        assert rules == {"tail"}
+
+
+@pytest.mark.parametrize("name", ["fineweb_val_000000.bin", "val.bin", "a/TinyStories_val.bin", "x-validation-1.bin"])
+def test_names_of_validation_shards(name: str) -> None:
+    assert is_validation_name(name)
+
+
+@pytest.mark.parametrize("name", ["fineweb_train_000001.bin", "carnival.bin", "valley_1.bin"])
+def test_other_names(name: str) -> None:
+    assert not is_validation_name(name)
+
+
+@pytest.mark.parametrize("split", ["file", "document"])
+def test_a_rule_that_holds_out_nothing_is_refused_at_the_listing_with_one_that_works(
+    tmp_path: Path, split: str
+) -> None:
+    (tmp_path / "one.txt").write_text("a line of text\n" * 200)
+    with pytest.raises(ConfigError) as caught:
+        held(tmp_path, "txt", split=split, held_out_fraction=0.1)
+    assert "data.validation.split=auto" in caught.value.hint
+    assert records(held(tmp_path, "txt", split="auto", held_out_fraction=0.1), "validation")
+    assert not held(tmp_path, "txt", split=split, held_out_fraction=0).holdout.held_out_fraction
