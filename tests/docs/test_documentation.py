@@ -307,3 +307,17 @@ def test_files_and_names_in_the_prose_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", prose):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pictures_of_the_call_paths_name_modules_that_exist() -> None:
+    """The first word of each line and every path; data and training are where they are looked up."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    pictures = page.partition("## Document to chunk")[2].partition("## A run directory")[0]
+    lines = [line for picture in re.findall(r"```\n(.*?)```", pictures, re.DOTALL) for line in picture.splitlines()]
+    words = {line.split()[0].removesuffix(",") for line in lines} | set(re.findall(r"\w+/[\w/]+", "\n".join(lines)))
+    rooms = [ROOT / "src" / "vorox" / room for room in (".", "data", "training")]
+    assert len(words) > 20
+    for word in words:
+        path = word.removesuffix(".py")
+        found = any((room / f"{path}.py").is_file() or (room / path / "__init__.py").is_file() for room in rooms)
+        assert found, f"the architecture page names {word}"
