@@ -22,10 +22,10 @@ from vorox.core.batch import DataShard
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.schema.data import GrowthConfig
-from vorox.data.growth import DataNotReady, PlanGrower, await_planned
+from vorox.data.growth import DataNotReady, PlanGrower, await_planned_units
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan
-from vorox.data.plan_changes import segment_of
+from vorox.data.plan_changes import make_segment
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
 from vorox.data.storage.waiting import waiting_for_data
 
@@ -346,16 +346,16 @@ def test_a_source_that_is_used_up(tmp_path: Path, policy: str) -> None:
     start = start_of(complete, GrowthRule("strict", 1, 4), max_epochs=2, on_exhausted=policy)
     plan = Plan.create(tmp_path / "plan.jsonl", start, complete)
     said: list[str] = []
-    grower = grower_of(plan, list(complete), tell=lambda kind, text: said.append(f"{kind}: {text}"))
+    grower = grower_of(plan, list(complete), report=lambda kind, text: said.append(f"{kind}: {text}"))
     if policy == "error":
-        with pytest.raises(DataError, match=r"source 'text' is used up at step 12: max_epochs is 2 .* 17 rows"):
+        with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 12: max_epochs is 2 .* 17 rows"):
             grower.cover(120)
         return
     if policy == "repeat":
         grower.cover(120)
         assert max(epoch for _, epoch, _, _ in places(plan, complete, 120)) > 1
         return
-    with pytest.raises(DataError, match="all sources are used up"):
+    with pytest.raises(DataError, match="All sources are exhausted"):
         grower.cover(120)
     assert any("mixture: source 'text' is used up after 2 passes" in text for text in said)
     sources = [source for source, *_ in places(plan, complete, plan.num_positions)]
@@ -386,7 +386,7 @@ def test_a_process_that_follows_reads_what_the_first_has_decided(tmp_path: Path)
     follows = Plan.open(path)
     first = grower_of(decides, [reader])
     second = grower_of(follows, [GrowingRows("code", [4, 4, 4], built)], decides=False)
-    with pytest.raises(DataNotReady, match="the deciding process has not taken up more of source 'code'"):
+    with pytest.raises(DataNotReady, match="rank 0 has not added more of source 'code'"):
         second.cover(4)
     first.cover(8)
     second.cover(8)
@@ -427,10 +427,10 @@ def test_units_of_a_build_that_has_ended_are_seen(tmp_path: Path, looks_before_e
     rows.looks_before_end = looks_before_end
     plan = Plan.create(tmp_path / "plan.jsonl", start_of([rows], GrowthRule("elastic")), [rows])
     complete = GrowingRows("code", [2] * 4, set(range(4)))
-    segment = segment_of(complete, "code", 0, 0, 1, [(0, 4)])
+    segment = make_segment(complete, "code", 0, 0, 1, [(0, 4)])
     assert segment is not None
     plan.add([segment])
-    (seen,) = await_planned(plan, [rows])
+    (seen,) = await_planned_units(plan, [rows])
     assert seen is not None
     assert len(seen.missing_units(0, 4)) == 0
 

@@ -331,7 +331,7 @@ def test_beyond_the_plan_is_an_error_and_extending_goes_on(plan: Plan, readers: 
     plan.extend_to(plan.num_positions + 40 * GLOBAL_BATCH, readers)
     more = [identity(next(batches)) for _ in range(plan.num_positions // GLOBAL_BATCH - planned)]
     assert len(more) >= 40
-    with pytest.raises(DataError, match="covers the positions below"):
+    with pytest.raises(DataError, match="is not covered: the plan has"):
         next(batches)
     again = [identity(batch) for batch in take(stream(plan, readers), len(first) + len(more))]
     assert [entry[:3] for entry in again] == [entry[:3] for entry in first + more]
@@ -459,7 +459,7 @@ def test_uneven_batches_are_refused(plan: Plan, readers: list[FakeRows], micro: 
 
 
 def test_another_batch_size_or_cache_is_refused(plan: Plan, readers: list[FakeRows]) -> None:
-    with pytest.raises(ConfigError, match="8 rows a step, asked for 16"):
+    with pytest.raises(ConfigError, match="8 rows per step, not 16"):
         stream(plan, readers, global_batch_sequences=16)
     with pytest.raises(DataError, match="source 'text' changed"):
         stream(plan, [readers[0], FakeRows("text", [41], content=1)])

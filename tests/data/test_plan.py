@@ -207,7 +207,7 @@ def test_uncovered_positions_are_refused(tmp_path: Path) -> None:
     plan.extend_to(5, readers)
     assert plan.num_positions % 10 == 0
     for position in (-1, plan.num_positions):
-        with pytest.raises(DataError, match="covers the positions below"):
+        with pytest.raises(DataError, match="is not covered: the plan has"):
             plan.locate(np.array([0, position]))
 
 
@@ -218,7 +218,7 @@ def test_max_epochs_names_source_and_step_and_writes_nothing(tmp_path: Path) -> 
     plan.extend_to(70, readers)
     assert plan.num_positions == 70  # 7 steps take 21 of the 22 rows that two epochs of source "text" have
     content = plan.path.read_bytes()
-    with pytest.raises(DataError, match=r"source 'text' is used up at step 7: max_epochs is 2 .* 11 rows") as caught:
+    with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 7: max_epochs is 2 .* 11 rows") as caught:
         plan.extend_to(80, readers)
     assert caught.value.where == "data.sources.1.max_epochs"
     assert plan.path.read_bytes() == content
@@ -258,7 +258,7 @@ def test_other_settings_are_refused_on_a_begun_plan(tmp_path: Path) -> None:
     assert Plan.open_or_create(plan.path, start, readers).digest == plan.digest
     with pytest.raises(ConfigError, match="seed = 7, the configuration says 8"):
         Plan.open_or_create(plan.path, PlanStart(8, True, 10, start.sources), readers)
-    with pytest.raises(DataError, match="a plan already"):
+    with pytest.raises(DataError, match="plan already exists"):
         Plan.create(plan.path, start, readers)
 
 
@@ -294,11 +294,11 @@ SEGMENT = {
         ({key: value for key, value in SEGMENT.items() if key != "epoch"}, "no field 'epoch'"),
         ({**SEGMENT, "num_rows": "17"}, "num_rows = '17'"),
         ({**SEGMENT, "num_rows": True}, "num_rows = True"),
-        ({**SEGMENT, "num_rows": 0}, "makes no sense"),
-        ({**SEGMENT, "source": "other"}, "makes no sense"),
-        ({**SEGMENT, "units": [4, 4]}, "makes no sense"),
-        ({**SEGMENT, "start_draw": 1}, "does not follow"),
-        ({**SEGMENT, "epoch": 1}, "does not follow"),
+        ({**SEGMENT, "num_rows": 0}, "Invalid segment event"),
+        ({**SEGMENT, "source": "other"}, "Invalid segment event"),
+        ({**SEGMENT, "units": [4, 4]}, "Invalid segment event"),
+        ({**SEGMENT, "start_draw": 1}, "does not continue"),
+        ({**SEGMENT, "epoch": 1}, "does not continue"),
     ],
 )
 def test_unknown_events_are_refused(tmp_path: Path, event: dict[str, object], message: str) -> None:
@@ -324,7 +324,7 @@ def test_another_version_is_refused(tmp_path: Path, field: str) -> None:
 
 
 def test_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no plan here"):
+    with pytest.raises(DataError, match="no plan yet"):
         Plan.open(tmp_path / "plan.jsonl")
 
 
@@ -345,7 +345,7 @@ def test_another_writer_is_noticed(tmp_path: Path) -> None:
     first = Plan.create(tmp_path / "plan.jsonl", start, readers)
     second = Plan.open(first.path)
     first.extend_to(50, readers)
-    with pytest.raises(DataError, match="another process changed the plan"):
+    with pytest.raises(DataError, match="Another process changed the plan"):
         second.extend_to(60, readers)
 
 

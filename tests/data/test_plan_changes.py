@@ -23,15 +23,15 @@ from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import (
-    WantedStage,
+    RequestedStage,
     cache_growth_events,
     horizon_update_events,
+    make_segment,
     mixture_update_events,
-    segment_of,
 )
 from vorox.data.plan_events import (
     Bucket,
-    Cut,
+    CutEvent,
     Extension,
     HorizonEvent,
     PlanSource,
@@ -179,7 +179,7 @@ def test_random_event_sequences_against_the_interpreter(
             naive.source(reader.name)
         elif kind == "cut":
             index, epoch = data.draw(st.integers(0, len(plan.sources) - 1)), data.draw(st.integers(1, 3))
-            plan.add([Cut(plan.sources[index].name, epoch)])
+            plan.add([CutEvent(plan.sources[index].name, epoch)])
             naive.cut(index, epoch)
         elif kind == "extend":
             plan.add([Extension(0, 5, 6)])
@@ -202,7 +202,7 @@ def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataO
     end = group[-1].end_draw if group else 0
     if kind == "pass":
         epoch = group[-1].next_epoch if group else 0
-        return segment_of(reader, plan.state.names[index], end, epoch, data.draw(st.integers(1, 3)), [(0, num_units)])
+        return make_segment(reader, plan.state.names[index], end, epoch, data.draw(st.integers(1, 3)), [(0, num_units)])
     new = not group or group[-1].num_epochs > 1 or data.draw(st.booleans())
     epoch = (group[-1].next_epoch if group else 0) if new else group[-1].epoch
     taken = {
@@ -214,7 +214,7 @@ def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataO
     }
     free = sorted({*range(num_units)} - taken)
     chosen = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-    return segment_of(reader, plan.state.names[index], end, epoch, 1, [(unit, unit + 1) for unit in sorted(chosen)])
+    return make_segment(reader, plan.state.names[index], end, epoch, 1, [(unit, unit + 1) for unit in sorted(chosen)])
 
 
 def test_stages_with_sources_that_rest_and_come_back() -> None:
@@ -287,8 +287,8 @@ def two(batch: int = 10, **limits: Any) -> tuple[PlanStart, list[FakeRows]]:
     return PlanStart(7, True, batch, sources), readers
 
 
-def wanted(**weights: str) -> list[WantedStage]:
-    return [WantedStage(0, {name: Fraction(weight) for name, weight in weights.items()})]
+def wanted(**weights: str) -> list[RequestedStage]:
+    return [RequestedStage(0, {name: Fraction(weight) for name, weight in weights.items()})]
 
 
 def says(events: list[Any]) -> list[str]:
@@ -299,7 +299,7 @@ def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
     start, readers = two()
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
     assert mixture_update_events(plan.state, start.sources, wanted(code="7", text="3")) == []
-    stages = [*wanted(code="7", text="3"), WantedStage(50, {"text": Fraction(1)}, 2)]
+    stages = [*wanted(code="7", text="3"), RequestedStage(50, {"text": Fraction(1)}, 2)]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
     assert [(stage.start_position, stage.row_pieces) for stage in plan.stages] == [(0, 1), (50, 2)]
     plan.extend_to(100, readers)
@@ -354,7 +354,7 @@ def test_a_source_of_that_name_with_other_content_is_refused(tmp_path: Path) -> 
     start, readers = two()
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
     other = replace(start.sources[1], recipe_digest="0" * 64)
-    with pytest.raises(ConfigError, match="'text' is not the one that the run began with"):
+    with pytest.raises(ConfigError, match="'text' has changed since the run started"):
         mixture_update_events(plan.state, [start.sources[0], other], wanted(code="1", text="1"), 10)
 
 
@@ -393,7 +393,7 @@ def test_everything_used_up_is_an_error_and_writes_nothing(tmp_path: Path) -> No
     limited = tuple(replace(source, max_epochs=1, on_exhausted="drop") for source in start.sources)
     plan = Plan.create(tmp_path / "plan.jsonl", replace(start, sources=limited), readers)
     content = plan.path.read_bytes()
-    with pytest.raises(DataError, match="all sources are used up at step 13: 'code' was the last"):
+    with pytest.raises(DataError, match="All sources are exhausted at step 13: 'code' was the last"):
         plan.extend_to(200, readers)
     assert plan.path.read_bytes() == content
 
@@ -406,7 +406,7 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     grown = FakeRows("code", [6, 6, 5])
     assert cache_growth_events(plan.state, [reader], 16) == []
     cuts = cache_growth_events(plan.state, [grown], 16)
-    assert cuts == [Cut("code", 2)]  # position 16 lies in the second pass
+    assert cuts == [CutEvent("code", 2)]  # position 16 lies in the second pass
     plan.add(cuts)
     plan.extend_to(60, [grown])
     after = addresses(Plan.open(plan.path), 58 // 4 * 4)
@@ -452,12 +452,12 @@ def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (StageEvent(5, {"code": Fraction(1)}), "within a step"),
-        (StageEvent(10, {"other": Fraction(1)}), "makes no sense"),
-        (StageEvent(10, {}), "makes no sense"),
-        (StageEvent(10, {"code": Fraction(1)}, 0), "makes no sense"),
-        (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "goes on from"),
-        (Cut("other", 1), "does not have"),
+        (StageEvent(5, {"code": Fraction(1)}), "in the middle of a step"),
+        (StageEvent(10, {"other": Fraction(1)}), "Invalid stage event"),
+        (StageEvent(10, {}), "Invalid stage event"),
+        (StageEvent(10, {"code": Fraction(1)}, 0), "Invalid stage event"),
+        (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "continues from"),
+        (CutEvent("other", 1), "does not have"),
         (SourceEvent(PlanSource("code", Fraction(1), "other", 9)), "has changed"),
     ],
 )
@@ -488,10 +488,10 @@ def test_a_pass_goes_on_with_units_that_it_has_not_read(
     """Ranges that touch do not overlap."""
     reader = FakeRows("code", [3, 4, 5, 6])
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 2, (source_of(reader),)), [reader])
-    begun = segment_of(reader, "code", 0, 0, 1, first)
+    begun = make_segment(reader, "code", 0, 0, 1, first)
     assert begun is not None
     plan.add([begun])
-    rest = segment_of(reader, "code", begun.end_draw, 0, 1, second)
+    rest = make_segment(reader, "code", begun.end_draw, 0, 1, second)
     assert rest is not None
     if follows:
         plan.add([rest])
@@ -523,9 +523,8 @@ def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_
     reader = FakeRows("code", [40], row_tokens=13)
     start = PlanStart(11, True, 4, (source_of(reader),))
     plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
-    plan.add(
-        mixture_update_events(plan.state, start.sources, [*wanted(code="1"), WantedStage(20, {"code": Fraction(1)}, 3)])
-    )
+    stages = [*wanted(code="1"), RequestedStage(20, {"code": Fraction(1)}, 3)]
+    plan.add(mixture_update_events(plan.state, start.sources, stages))
     plan.extend_to(40, [reader])
     options: dict[str, Any] = {"global_batch_sequences": 4, "micro_batch_sequences": 2, "document_mask": True}
     with open_batches(plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 11), **options) as batches:
@@ -575,11 +574,11 @@ def test_a_cut_ends_every_segment_at_its_pass(tmp_path: Path) -> None:
     reader = FakeRows("code", [5])
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
     for start_draw, epoch, num_epochs in [(0, 0, 2), (10, 2, 4), (30, 6, 1)]:
-        segment = segment_of(reader, "code", start_draw, epoch, num_epochs, [(0, 1)])
+        segment = make_segment(reader, "code", start_draw, epoch, num_epochs, [(0, 1)])
         assert segment is not None
         plan.add([segment])
     for cut, kept in [(9, [(0, 2), (2, 4), (6, 1)]), (6, [(0, 2), (2, 4)]), (4, [(0, 2), (2, 2)]), (1, [(0, 1)])]:
-        plan.add([Cut("code", cut)])
+        plan.add([CutEvent("code", cut)])
         assert [(segment.epoch, segment.num_epochs) for segment in plan.segments[0]] == kept
         assert plan.num_positions == 5 * sum(num_epochs for _, num_epochs in kept)
 
@@ -589,7 +588,7 @@ def test_a_row_of_a_later_segment_is_found(tmp_path: Path) -> None:
     reader = FakeRows("code", [3, 4, 5])
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
     for start_draw, unit in [(0, 0), (3, 1), (7, 2)]:
-        segment = segment_of(reader, "code", start_draw, 0, 1, [(unit, unit + 1)])
+        segment = make_segment(reader, "code", start_draw, 0, 1, [(unit, unit + 1)])
         assert segment is not None
         plan.add([segment])
     found = addresses(plan, 12)
@@ -612,19 +611,19 @@ def test_the_state_has_one_length_for_a_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (HorizonEvent(-10, 5, 0), "makes no sense"),
-        (HorizonEvent(0, 0, 0), "makes no sense"),
-        (HorizonEvent(0, 5, -1), "makes no sense"),
-        (HorizonEvent(5, 5, 0), "within a step"),
-        (StageEvent(-10, {"code": Fraction(1)}), "makes no sense"),
-        (StageEvent(10, {"code": Fraction(0)}), "makes no sense"),
-        (StageEvent(10, {"code": Fraction(-1), "text": Fraction(1)}), "makes no sense"),
-        (Segment("code", 0, 0, 0, (UnitRange(0, 1, 5),), "c"), "makes no sense"),
-        (Segment("code", 0, 0, 1, (), "c"), "makes no sense"),
-        (Segment("code", 0, 0, 1, (UnitRange(0, 1, 5), UnitRange(1, 2, 0)), "c"), "makes no sense"),
-        (Segment("code", 0, 0, 1, (UnitRange(1, 2, 5), UnitRange(0, 1, 5)), "c"), "makes no sense"),
-        (Segment("code", 0, 0, 1, (UnitRange(0, 2, 5), UnitRange(1, 3, 5)), "c"), "makes no sense"),
-        (Segment("code", 0, 0, 1, (UnitRange(2, 2, 5),), "c"), "makes no sense"),
+        (HorizonEvent(-10, 5, 0), "Invalid horizon event"),
+        (HorizonEvent(0, 0, 0), "Invalid horizon event"),
+        (HorizonEvent(0, 5, -1), "Invalid horizon event"),
+        (HorizonEvent(5, 5, 0), "in the middle of a step"),
+        (StageEvent(-10, {"code": Fraction(1)}), "Invalid stage event"),
+        (StageEvent(10, {"code": Fraction(0)}), "Invalid stage event"),
+        (StageEvent(10, {"code": Fraction(-1), "text": Fraction(1)}), "Invalid stage event"),
+        (Segment("code", 0, 0, 0, (UnitRange(0, 1, 5),), "c"), "Invalid segment event"),
+        (Segment("code", 0, 0, 1, (), "c"), "Invalid segment event"),
+        (Segment("code", 0, 0, 1, (UnitRange(0, 1, 5), UnitRange(1, 2, 0)), "c"), "Invalid segment event"),
+        (Segment("code", 0, 0, 1, (UnitRange(1, 2, 5), UnitRange(0, 1, 5)), "c"), "Invalid segment event"),
+        (Segment("code", 0, 0, 1, (UnitRange(0, 2, 5), UnitRange(1, 3, 5)), "c"), "Invalid segment event"),
+        (Segment("code", 0, 0, 1, (UnitRange(2, 2, 5),), "c"), "Invalid segment event"),
         (PlanStart(7, True, 10, ()), "second event of kind 'start'"),
     ],
 )
@@ -639,7 +638,7 @@ def test_impossible_events_are_refused(tmp_path: Path, event: Any, message: str)
 @pytest.mark.parametrize("batch", [0, -1])
 def test_an_impossible_batch_is_refused(tmp_path: Path, batch: int) -> None:
     start, readers = two()
-    with pytest.raises(ConfigError, match=f"a global batch of {batch} rows"):
+    with pytest.raises(ConfigError, match=f"A global batch of {batch} rows"):
         Plan.create(tmp_path / "plan.jsonl", replace(start, global_batch_sequences=batch), readers)
     Plan.create(tmp_path / "one.jsonl", replace(start, global_batch_sequences=1), readers)
 
@@ -647,7 +646,7 @@ def test_an_impossible_batch_is_refused(tmp_path: Path, batch: int) -> None:
 def test_a_row_is_found_behind_the_gaps_of_its_segment(tmp_path: Path) -> None:
     reader = FakeRows("code", [3, 4, 5, 2, 6])
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
-    segment = segment_of(reader, "code", 0, 0, 1, [(0, 1), (2, 3), (4, 5)])
+    segment = make_segment(reader, "code", 0, 0, 1, [(0, 1), (2, 3), (4, 5)])
     assert segment is not None
     plan.add([segment])
     found = addresses(plan, 14)

@@ -11,7 +11,7 @@ import pytest
 from vorox.core.errors import DataError
 from vorox.data.plan_events import (
     Bucket,
-    Cut,
+    CutEvent,
     Extension,
     GrowthRule,
     HorizonEvent,
@@ -38,7 +38,7 @@ EVENTS: list[PlanEvent] = [
     Segment("code", 5, 1, 1, (UnitRange(0, 1, 2), UnitRange(3, 5, 8)), "ef"),
     SourceEvent(HARD),
     StageEvent(20, {"code": Fraction(1, 8)}, 2, "changed", {"code": 14}, ("code: 70.0% -> 20.0%",)),
-    Cut("code", 2),
+    CutEvent("code", 2),
     HorizonEvent(30, 100, 5),
     Extension(30, 50, 100),
 ]

@@ -126,7 +126,7 @@ def test_a_refused_resume_leaves_the_plan_alone(tmp_path: Path) -> None:
     directory = run(mixed(tmp_path, 1.0)).run_directory
     before = (directory / "plan.jsonl").read_bytes()
     limited = mixed(tmp_path, 9.0, ["data.sources.0.max_epochs=1", "train.num_steps=5000"])
-    with pytest.raises(DataError, match="used up"):
+    with pytest.raises(DataError, match="exhausted"):
         run(limited, resume_from=directory)
     assert (directory / "plan.jsonl").read_bytes() == before
     assert max(read_chain(directory)) == 12

@@ -423,7 +423,7 @@ def test_a_source_that_is_used_up_is_dropped_aloud(tmp_path: Path) -> None:
     (said,) = events(outcome.run_directory, "mixture")
     assert said.startswith("source 'two' is used up after 1 pass and no longer drawn from step ")
     assert replayed(outcome.run_directory).is_exact
-    with pytest.raises(DataError, match="source 'two' is used up at step"):
+    with pytest.raises(DataError, match="Source 'two' is exhausted at step"):
         run(two_sources(tmp_path, [*few, "run.name=other"]))
 
 

@@ -1,11 +1,12 @@
-"""Training on caches that are still being built: the plan takes up units as they come, durably, before they are read.
+"""Training on caches that are still being built: the plan adds units as they are committed.
 
-``strict``: the segments of a source are ranges of units fixed in advance, each twice as long as the one before, taken
-up when all their units are built; the order depends on the data alone, never on the builder's speed. ``elastic``:
-whatever was built since is taken up when the rows run short, and recorded, so that it replays exactly. A pass over a
-source ends when everything that is planned by then has been taken up. ``growth_policies`` decides; this module waits.
+``strict``: the segments of a source are ranges of units fixed in advance, each twice as long as the one before, and
+added when all their units are built; the order depends on the data alone, never on the speed of the builder.
+``elastic``: when rows run short, the units built since are added and recorded, so that the order replays exactly. A
+pass over a source ends when all units planned by then have been added. ``growth_policies`` decides what to add; this
+module waits for it.
 
-Invariant: one process decides; what is decided is durable before any reader locates a row by it.
+Invariant: one rank decides, and a decision is durable before a reader locates a row by it.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.1
 
-Tell = Callable[[str, str], None]
-"""Receives (kind, text) of what happens, for people."""
+PlanReporter = Callable[[str, str], None]
+"""Callback for messages about the plan: (kind, text)."""
 
 
 class DataNotReady(DataError):
-    """The rows of the next step are not built yet, and the run is not to wait for them any longer."""
+    """The rows of the next step are not built yet, and the run may not wait for them."""
 
 
 class PlanGrower:
-    """Covers positions of a plan as caches grow. Safe to call from any thread.
+    """Extends a plan as caches grow. Thread-safe.
 
     Args:
         plan: The run's plan.
-        readers: The caches of its sources, in its order; ``None`` for a source that is no longer drawn.
+        readers: The caches of its sources, in its order; ``None`` for a source that is no longer sampled.
         growth: The section ``data.growth``.
-        last_position: Positions of the whole run: nothing is taken up beyond them.
-        tell: Called with everything that is taken up or changes the mixture.
-        decides: Off: another process decides, and this one follows what it appends to the plan.
+        last_position: Number of positions in the whole run; the plan is not extended beyond it.
+        report: Called for every extension and every change of the mixture.
+        decides: Whether this rank extends the plan. If false, it reads what the deciding rank appends.
     """
 
     def __init__(
@@ -55,37 +56,37 @@ class PlanGrower:
         growth: GrowthConfig,
         *,
         last_position: int | None = None,
-        tell: Tell | None = None,
+        report: PlanReporter | None = None,
         decides: bool = True,
     ) -> None:
         self._plan, self._growth, self._decides = plan, growth, decides
         self._policies = GrowthPolicies(plan.path, plan.start.growth or GrowthRule("elastic"), growth, readers)
         self._last_position = last_position
-        self._tell = tell
+        self._report = report
         self._lock = threading.Lock()
 
     @property
     def readers(self) -> tuple[GrowingReader | None, ...]:
-        """Readers that see everything that is covered."""
+        """Readers that see all units in the plan."""
         return tuple(self._policies.readers)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, if that is known."""
+        """Number of steps of the whole run, if known."""
         if self._last_position is None:
             return None
         return self._last_position // self._plan.start.global_batch_sequences
 
     def cover(self, position: int, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the plan covers all positions below ``position``, and look ahead as far as rows are there.
+        """Wait until the plan covers all positions below ``position``; look ahead as far as rows are built.
 
         Args:
-            position: End of the step that is to be read.
+            position: End position of the step to read.
             stop: Polled while waiting; true ends the wait.
 
         Raises:
             DataNotReady: Rows are missing, and ``on_starve`` or ``stop`` forbids waiting for them.
-            DataError: A source is used up, or a cache cannot be read.
+            DataError: A source is exhausted, or a cache cannot be read.
         """
         ahead = position + self._growth.horizon_steps * self._plan.start.global_batch_sequences
         if self._last_position is not None:
@@ -102,7 +103,7 @@ class PlanGrower:
         return None
 
     def _cover(self, position: int, ahead: int, stop: Callable[[], bool]) -> None:
-        from vorox.data.storage.waiting import may_wait  # whoever has all rows waits for no store
+        from vorox.data.storage.waiting import may_wait  # only needed while rows are missing
 
         with may_wait(str(self._plan.path)) as wait:
             while self._plan.num_positions < ahead:
@@ -118,18 +119,18 @@ class PlanGrower:
                 time.sleep(_POLL_SECONDS)
 
     def _extend(self, is_required: bool) -> bool:
-        """Cover some more positions, if that is possible now; return whether it was."""
+        """Extend the plan if that is possible now; return whether it was."""
         if not self._decides:
             return self._plan.refresh(self._refresh_readers)
         state = self._plan.state
         events = self._policies.next_events(state, state.first_missing()[1], is_required=is_required)
         self._plan.add(events)
-        if self._tell is not None:
-            _report(events, self._tell)
+        if self._report is not None:
+            _report_events(events, self._report)
         return bool(events)
 
     def _refresh_readers(self, state: PlanState) -> None:
-        """See the units of what another process has decided."""
+        """Refresh readers that lack units which the deciding rank has added."""
         readers = self._policies.readers
         for index, (reader, group) in enumerate(zip(readers, state.segments, strict=False)):
             if group and reader is not None:
@@ -145,10 +146,10 @@ class PlanGrower:
 
     def _not_ready(self) -> DataNotReady:
         return DataNotReady(
-            f"step {self._plan.num_positions // self._plan.start.global_batch_sequences + 1:,} has no rows yet: "
+            f"Step {self._plan.num_positions // self._plan.start.global_batch_sequences + 1:,} has no rows yet: "
             f"{self._reason()}",
             where=str(self._plan.path),
-            hint="build the caches (`vorox data build` with the same configuration) and run the same command again",
+            hint="Build the caches with `vorox data build` and the same configuration, then run the same command again",
         )
 
     def _reason(self) -> str:
@@ -156,47 +157,47 @@ class PlanGrower:
         index = self._plan.state.first_missing()[1]
         reader, name = self._policies.readers[index], self._plan.sources[index].name
         if not self._decides or reader is None:
-            return f"the deciding process has not taken up more of source {name!r}"
+            return f"rank 0 has not added more of source {name!r}"
         num_units = len(reader.unit_row_starts) - 1
         missing = reader.missing_units(0, num_units)
-        known = f"{num_units:,}" if reader.units_final else f"the {num_units:,} first"
-        first = "no unit is planned" if reader.units_final else "the text behind them is being cut into more"
-        first = f"unit {missing[0]:,} is the first that is not" if len(missing) else first
+        known = f"{num_units:,}" if reader.units_final else f"the first {num_units:,}"
+        first = "no unit is planned" if reader.units_final else "the rest of the text is being split into units"
+        first = f"the first missing one is unit {missing[0]:,}" if len(missing) else first
         return f"source {name!r} has {num_units - len(missing):,} of {known} units built; {first}"
 
 
-def await_planned(
+def await_planned_units(
     plan: Plan,
     readers: Sequence[GrowingReader | None],
     *,
     stop: Callable[[], bool] = lambda: False,
-    tell: Tell | None = None,
+    report: PlanReporter | None = None,
 ) -> list[GrowingReader | None]:
-    """Return readers that see every unit of the plan, waiting for those whose caches are being rebuilt.
+    """Return readers that see every unit of the plan; wait for units that are being rebuilt.
 
-    A cache that was lost, or is read in another mode than before, is rebuilt from its beginning; ``Plan.check``
-    compares the result with the plan. A cache that nobody builds stays as it is.
+    A cache that was lost, or whose ``data.mode`` has changed, is rebuilt from its beginning; ``Plan.check`` compares
+    the result with the plan. A cache that this process does not build stays as it is.
 
     Raises:
         DataNotReady: ``stop`` forbids waiting.
     """
-    seen, has_told = list(readers), False
+    seen, is_reported = list(readers), False
     for index, (reader, group) in enumerate(zip(readers, plan.segments, strict=True)):
         last = max((part.end for segment in group for part in segment.ranges), default=0)
         while reader is not None:
-            is_building = reader.is_building  # before looking: a build that ends meanwhile has left all its units
+            is_building = reader.is_building  # read first: a build that ends in between has committed all its units
             num_missing = _num_missing(reader, last)
             if not num_missing:
                 break
-            if is_building and not has_told and tell is not None:
-                has_told = True
-                tell(
+            if is_building and not is_reported and report is not None:
+                is_reported = True
+                report(
                     "waiting_for_data",
-                    f"The run has read {last:,} units of source {plan.sources[index].name!r}, {num_missing:,} of them "
-                    "are not recorded here: building them again",
+                    f"Rebuilding {num_missing:,} of the {last:,} units of source {plan.sources[index].name!r} that the "
+                    "run has read: they are missing from its cache",
                 )
             if is_building and stop():
-                raise DataNotReady("stopped while units that the run has read were built again", where=str(plan.path))
+                raise DataNotReady("Stopped while units that the run has read were rebuilt", where=str(plan.path))
             reader = seen[index] = reader.refreshed(awaited_units=last)
             if not is_building:
                 break
@@ -205,26 +206,26 @@ def await_planned(
 
 
 def _num_missing(reader: GrowingReader, unit: int) -> int:
-    """Return how many units below ``unit`` a reader does not see."""
+    """Return the number of units below ``unit`` that a reader does not see."""
     num_units = len(reader.unit_row_starts) - 1
     missing = len(reader.missing_units(0, min(unit, num_units)))
     return missing if reader.units_final else missing + max(0, unit - num_units)
 
 
-def _report(events: Sequence[PlanEvent], tell: Tell) -> None:
+def _report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
     for event in events:
         if isinstance(event, Segment):
-            tell("segment", _describe(event))
+            report("segment", _describe(event))
         elif isinstance(event, StageEvent):
             for text in event.messages:
-                tell("mixture", text)
+                report("mixture", text)
 
 
 def _describe(segment: Segment) -> str:
     units = sum(part.end - part.start for part in segment.ranges)
     passes = f"passes {segment.epoch + 1:,} to {segment.next_epoch:,}" if segment.num_epochs > 1 else ""
     return (
-        f"Took up {pluralize(units, 'unit')} of source {segment.source!r} "
+        f"Added {pluralize(units, 'unit')} of source {segment.source!r} "
         f"({segment.ranges[0].start:,} to {segment.ranges[-1].end:,}) for {passes or f'pass {segment.epoch + 1:,}'}: "
         f"{pluralize(segment.num_rows, 'row')}"
     )

@@ -1,8 +1,8 @@
-"""What a growing plan reads next: the policies of ``data.growth``, one question each.
+"""The policies of ``data.growth``: what a growing plan reads next, one question per policy.
 
-``mode``: which units does the pass that runs read next? ``later_passes``: what does the next pass begin with?
-``on_starve``: what is read when those units are not built? ``max_epochs`` and ``on_exhausted``: what if no pass is
-left? Each answer is a list of events, empty while the run has to wait.
+``mode``: which units does the current pass read next? ``later_passes``: which units does the next pass start with?
+``on_starve``: what is read while those units are not built? ``max_epochs`` and ``on_exhausted``: what follows the last
+pass? Each answer is a list of events, empty while the run has to wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError
-from vorox.data.plan_changes import exhausted_error, exhausted_events, segment_of
+from vorox.data.plan_changes import exhausted_error, exhausted_events, make_segment
 from vorox.data.plan_events import GrowthRule, PlanEvent
 from vorox.data.plan_state import PlanState
 from vorox.data.rows import GrowingReader
@@ -31,12 +31,12 @@ class GrowthPolicies:
 
     Args:
         path: The plan's file, for errors.
-        rule: What the plan's start fixes.
+        rule: The growth rule of the plan's start.
         growth: The section ``data.growth``.
-        readers: The caches of the plan's sources, in its order; ``None`` for a source that is no longer drawn.
+        readers: The caches of the plan's sources, in its order; ``None`` for a source that is no longer sampled.
 
     Attributes:
-        readers: Readers that see every unit that was planned by them.
+        readers: The newest reader of each source; it sees every unit in the plan.
     """
 
     def __init__(
@@ -51,14 +51,17 @@ class GrowthPolicies:
         Args:
             state: The plan.
             index: The source.
-            is_required: Whether a step waits for the rows; looking ahead must not evict what is needed before them.
+            is_required: Whether a step waits for the rows. Looking ahead must not evict units that are needed earlier.
 
         Raises:
-            DataError: The source has no rows, or is used up and its policy is ``error``.
+            DataError: The source has no rows, or is exhausted and its policy is ``error``.
         """
         segments = state.segments[index]
         if self.readers[index] is None:
-            raise DataError(f"the run needs source {state.names[index]!r}, which is not there", where=str(self._path))
+            raise DataError(
+                f"The run needs source {state.names[index]!r}, which the configuration no longer has",
+                where=str(self._path),
+            )
         if not segments or segments[-1].num_epochs == 1:
             epoch = segments[-1].epoch if segments else 0
             units = self._units_of_this_pass(state, index, epoch, is_required)
@@ -69,7 +72,7 @@ class GrowthPolicies:
         return self._next_pass(state, index, is_required)
 
     def _units_of_this_pass(self, state: PlanState, index: int, epoch: int, is_required: bool) -> UnitRanges | None:
-        """``mode``: return the units that a pass reads next; empty at its end, ``None`` while they are not built."""
+        """``mode``: return the units that a pass reads next; empty at the end, ``None`` while they are not built."""
         taken = [(p.start, p.end) for s in state.segments[index] if s.next_epoch == epoch + 1 for p in s.ranges]
         if self._rule.mode == "elastic":
             return self._built_units(index, taken)
@@ -80,13 +83,13 @@ class GrowthPolicies:
     def _fixed_units(
         self, index: int, taken: UnitRanges, is_required: bool, *, begins_whole: bool = False
     ) -> UnitRanges | None:
-        """``strict``: return the next range of units, twice as long as the one before; what is built plays no role.
+        """``strict``: return the next range of units, twice as long as the one before, whether or not it is built.
 
         Args:
             index: The source.
             taken: The ranges that the pass has read.
             is_required: Whether a step waits for the rows.
-            begins_whole: Whether the pass began with everything at once, so that this is what was planned since.
+            begins_whole: Whether the pass began with all units then planned; the range then covers later units.
         """
         first = max((end for _, end in taken), default=0)
         size = min(self._rule.first_segment_units << min(len(taken), 40), self._rule.max_segment_units)
@@ -102,10 +105,10 @@ class GrowthPolicies:
                 return [(first, last)]
             if last == num_units and reader.units_final:
                 return []
-            end += size  # units without rows belong to the next that have some
+            end += size  # units without rows join the next range that has rows
 
     def _built_units(self, index: int, taken: UnitRanges) -> UnitRanges | None:
-        """``elastic``: return the units that were built since."""
+        """``elastic``: return the units that were built since the last call."""
         reader = self.readers[index] = self._reader(index).refreshed()
         num_units = len(reader.unit_row_starts) - 1
         missing = reader.missing_units(0, num_units)
@@ -119,7 +122,7 @@ class GrowthPolicies:
         return None if num_units == 0 or len(missing) or not reader.units_final else []
 
     def _next_pass(self, state: PlanState, index: int, is_required: bool) -> list[PlanEvent]:
-        """``later_passes``: return what the next pass begins with, over everything that is planned by now."""
+        """``later_passes``: return the events that start the next pass, over all units planned by now."""
         segments, source = state.segments[index], state.sources[index]
         reader = self._reader_seeing(index, 0, len(self._reader(index).unit_row_starts) - 1, is_required)
         num_units = len(reader.unit_row_starts) - 1
@@ -127,20 +130,20 @@ class GrowthPolicies:
             return []
         num_rows, epoch = reader.rows_in(0, num_units), segments[-1].next_epoch if segments else 0
         if not num_rows:
-            raise DataError(f"source {source.name!r} has no rows", where=str(self._path), hint="give it text")
+            raise DataError(f"Source {source.name!r} has no rows", where=str(self._path), hint="Add text to it")
         limit = source.epoch_limit
         if limit is not None and epoch >= limit:
             return self._exhausted(state, index, num_rows) if is_required else []
         if self._rule.later_passes == "segments":
             return self._segment(state, index, epoch, 1, self._fixed_units(index, [], is_required) or [])
         ahead = state.num_positions + self._growth.horizon_steps * state.start.global_batch_sequences
-        wanted = state.mixture.counts(ahead)[index] - state.end_draw(index)  # by the plan alone, in every process
+        wanted = state.mixture.counts(ahead)[index] - state.end_draw(index)  # equal on all ranks
         num_epochs = max(1, -(-wanted // num_rows)) if segments else 1
         num_epochs = num_epochs if limit is None else min(limit - epoch, num_epochs)
         return self._segment(state, index, epoch, num_epochs, [(0, num_units)])
 
     def _without_units(self, state: PlanState, index: int) -> list[PlanEvent]:
-        """``on_starve``: return another pass over what is built (``repeat``), or nothing (``wait`` and ``stop``)."""
+        """``on_starve``: return another pass over the built units (``repeat``), or nothing (``wait`` and ``stop``)."""
         segments, limit = state.segments[index], state.sources[index].epoch_limit
         if self._growth.on_starve != "repeat" or not segments:
             return []
@@ -159,18 +162,18 @@ class GrowthPolicies:
         return [*exhausted_events(state, str(self._path))]
 
     def _segment(self, state: PlanState, index: int, epoch: int, num_epochs: int, units: UnitRanges) -> list[PlanEvent]:
-        """Return the segment over some units; nothing if they have no rows."""
+        """Return the segment over some units; empty if they have no rows."""
         name, start_draw = state.names[index], state.end_draw(index)
-        segment = segment_of(self._reader(index), name, start_draw, epoch, num_epochs, units)
+        segment = make_segment(self._reader(index), name, start_draw, epoch, num_epochs, units)
         return [] if segment is None else [segment]
 
     def _reader(self, index: int) -> GrowingReader:
         reader = self.readers[index]
-        assert reader is not None, "next_events refuses a source without a cache"
+        assert reader is not None, "next_events refuses sources without a cache"
         return reader
 
     def _reader_seeing(self, index: int, first: int, end: int, is_required: bool) -> GrowingReader:
-        """Return the reader of a source, refreshed if it does not see some units yet."""
+        """Return the reader of a source, refreshed if it lacks units in ``[first, end)``."""
         reader = self._reader(index)
         last = min(end, len(reader.unit_row_starts) - 1)
         if last <= first or (last < end and not reader.units_final) or len(reader.missing_units(first, last)):
@@ -179,6 +182,6 @@ class GrowthPolicies:
 
 
 def _ranges(chosen: npt.NDArray[np.bool_]) -> UnitRanges:
-    """Return the runs of true entries as pairs ``[start, end)``."""
+    """Return the runs of true entries as half-open ranges."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8))).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,11 +1,11 @@
 """The data loader: plan and caches in, one ``Batch`` per step out, prefetched by threads.
 
-Every batch is a function of (plan, step, shard). The rows of a step are the same for any number of shards. Where they
-do not divide evenly, shards differ by one row, and the shorter ones are padded with a row that nothing is trained on.
-Opening costs reading the plan and comparing the caches' digests, wherever the cursor stands. Over caches that grow, a
-step is located once the plan covers it.
+A batch is a function of (plan, step, shard). The rows of a step are the same for any number of shards. If they do not
+divide evenly, shards differ by one row, and a row without labels pads the shorter ones. The cost of opening does not
+depend on the cursor: the plan is read and the caches' digests are compared. Over growing caches, a step is located
+when the plan covers it.
 
-Shape legend: N rows of a step in this process, A micro-batches, B rows of a micro-batch, T positions.
+Shape legend: A micro-batches, B rows of a micro-batch, T positions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "val
 
 Int64Array = npt.NDArray[np.int64]
 BatchStream = Prefetcher[Batch]
-"""The batches of consecutive steps."""
+"""An iterator over the batches of consecutive steps."""
 
 _LOCATED_ROWS = 4096
-"""Rows located together, so that numpy's cost per call is negligible. The first step locates only its own."""
+"""Number of rows located together, to amortise numpy's cost per call. The first step locates only its own rows."""
 
 _ENDLESS_STEPS = 2**62
 
@@ -40,10 +40,10 @@ def first_cursor(plan: Plan, seed: int) -> DataCursor:
     """Return the cursor of step 0.
 
     Raises:
-        ConfigError: The plan has another seed.
+        ConfigError: The plan has a different seed.
     """
     if seed != plan.start.seed:
-        raise ConfigError(f"the plan has seed {plan.start.seed}, the run has {seed}", where=str(plan.path))
+        raise ConfigError(f"The plan has seed {plan.start.seed}, the run has seed {seed}", where=str(plan.path))
     return DataCursor(plan_digest=plan.digest, plan_events=plan.num_events, step=0, position=0, seed=seed)
 
 
@@ -61,34 +61,34 @@ def open_batches(
     grower: PlanGrower | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> BatchStream:
-    """Open the batches from ``cursor`` on, as far as the plan covers them.
+    """Open the batches from ``cursor`` on, up to the last step that the plan covers.
 
     Args:
         plan: The run's plan. It may be extended while batches are read.
-        readers: Caches of the sources, in the plan's order; ``None`` for one that is no longer drawn from.
-        shard: The part of every global batch that this process reads.
-        cursor: Where to start: ``first_cursor`` or a checkpoint's.
-        global_batch_sequences: Rows of a step over all shards, as in the plan.
-        micro_batch_sequences: Rows of a micro-batch of one shard.
-        document_mask: Whether documents of a row are kept apart.
-        num_threads: Reader threads; 0 reads each batch when it is requested.
-        prefetch_batches: Batches that the threads keep ready.
+        readers: Caches of the plan's sources, in its order; ``None`` for a source that is no longer sampled.
+        shard: The part of each global batch that this process reads.
+        cursor: Where to start: ``first_cursor`` or the cursor of a checkpoint.
+        global_batch_sequences: Rows per step over all shards; must equal the plan's.
+        micro_batch_sequences: Rows per micro-batch of one shard.
+        document_mask: Whether attention is confined to a document.
+        num_threads: Reader threads; 0 reads each batch on request.
+        prefetch_batches: Number of batches that the threads keep ready.
         grower: Extends the plan as the caches grow; its readers replace ``readers``.
-        stop: Polled while a step waits for rows that are not built yet.
+        stop: Polled while a step waits for rows that are not built yet; true ends the wait.
 
     Raises:
-        ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has another batch size.
-        DataError: The cursor is not of this plan, or a cache has changed since the plan was made.
+        ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has a different batch size.
+        DataError: The cursor does not belong to this plan, or a cache has changed since the plan was made.
     """
     if global_batch_sequences != plan.start.global_batch_sequences:
         raise ConfigError(
-            f"the plan has {plan.start.global_batch_sequences} rows a step, asked for {global_batch_sequences}",
-            where="train.global_batch_sequences", hint="a run keeps its batch size; start another run to change it",
+            f"The plan has {plan.start.global_batch_sequences} rows per step, not {global_batch_sequences}",
+            where="train.global_batch_sequences", hint="A run keeps its batch size; start a new run to change it",
         )  # fmt: skip
     slots = slots_of_shard(global_batch_sequences, micro_batch_sequences, shard)
     _check_cursor(plan, cursor)
     plan.check(readers)
-    _check_alike([reader for reader in readers if reader is not None])
+    _check_same_shape([reader for reader in readers if reader is not None])
     source = RowSource(plan, readers, grower=grower, stop=stop)
     batches = _BatchReader(source, slots, document_mask, cursor)
 
@@ -106,12 +106,12 @@ def open_batches(
 def slots_of_shard(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> Int64Array:
     """Return the slots of the global batch that a process reads, ``[A, B]``: a contiguous part of each micro-batch.
 
-    ``B`` is ``micro_batch_sequences`` times the shards of the process, side by side. A shard has its share of the
-    global batch, rounded up, in whole micro-batches. If the rows do not divide evenly, the last global micro-batch is
-    short: some shards have one row less of it, and -1 in its place.
+    ``B`` is ``micro_batch_sequences`` times the number of shards that the process reads. Each shard reads an equal
+    share of the global batch, rounded up to whole micro-batches. If the rows do not divide evenly, the last global
+    micro-batch is short: some shards have one row less, marked by slot -1.
 
     Raises:
-        ConfigError: The rows of a shard are not a multiple of the micro-batch, or there are more shards than rows.
+        ConfigError: A shard's rows are not a multiple of the micro-batch, or there are more shards than rows.
     """
     end = shard.index + shard.width
     if not 0 <= shard.index < end <= shard.count <= global_batch_sequences or micro_batch_sequences < 1:
@@ -135,10 +135,10 @@ def slots_of_shard(global_batch_sequences: int, micro_batch_sequences: int, shar
 def _uneven(global_batch_sequences: int, micro_batch_sequences: int, shard: DataShard) -> ConfigError:
     rows = -(-global_batch_sequences // max(1, shard.count))
     return ConfigError(
-        f"{global_batch_sequences} rows a step on {shard.count} data-parallel processes are {rows} rows each, which "
+        f"{global_batch_sequences} rows per step on {shard.count} data-parallel ranks are {rows} rows each, which "
         f"cannot be split evenly into micro-batches of {micro_batch_sequences}",
         where="train.micro_batch_sequences",
-        hint=f"make train.micro_batch_sequences a divisor of {rows}, or train.global_batch_sequences a multiple of "
+        hint=f"Make train.micro_batch_sequences a divisor of {rows}, or train.global_batch_sequences a multiple of "
         f"{micro_batch_sequences * shard.count}",
     )
 
@@ -151,19 +151,19 @@ def validation_batches(
     document_mask: bool,
     shard: DataShard | None = None,
 ) -> Iterator[Batch]:
-    """Yield the fixed validation set: rows spread evenly over the caches, in a fixed order, as batches ``[1, B, T]``.
+    """Yield the fixed validation set: evenly spaced rows of the caches, in a fixed order, as batches ``[1, B, T]``.
 
-    The last batch is padded with rows of ignored labels, so that shapes stay fixed. With several shards, each reads
-    its part of every batch of ``B * shard.count`` rows.
+    Rows with ignored labels pad the last batch, so that shapes are constant. Each of several shards reads its part of
+    every batch of ``B * shard.count`` rows.
 
     Raises:
-        DataError: The caches hold no row.
+        DataError: The caches hold no rows.
     """
-    _check_alike(readers)
+    _check_same_shape(readers)
     starts = np.cumsum([0, *(reader.num_rows for reader in readers)])
     num_rows = int(starts[-1])
     if num_rows == 0:
-        raise DataError("there is no validation text", where="data.validation", hint="hold out a larger share")
+        raise DataError("No validation text is held out", where="data.validation", hint="Hold out a larger share")
     shard = shard if shard is not None else DataShard()
     count = min(num_sequences, num_rows)
     step_rows = micro_batch_sequences * shard.count
@@ -180,12 +180,12 @@ def validation_batches(
 
 
 class _BatchReader:
-    """Reads the batch of any step of one run on one shard. Rows are located a window of steps at a time."""
+    """Reads the batch of any step of a run for one shard. Rows are located one window of steps at a time."""
 
     def __init__(self, source: RowSource, slots_AB: Int64Array, document_mask: bool, cursor: DataCursor) -> None:
         self._source, self._plan, self._document_mask, self._cursor = source, source.plan, document_mask, cursor
         self._batch_rows = source.plan.start.global_batch_sequences
-        self._slots = slots_AB[slots_AB >= 0]  # missing rows are the last of the last micro-batch
+        self._slots = slots_AB[slots_AB >= 0]  # missing rows are at the end of the last micro-batch
         self._num_micro_batches, self._padding_rows = len(slots_AB), slots_AB.size - self._slots.size
         self._window_steps = max(1, _LOCATED_ROWS // slots_AB.size)
         self._windows: dict[int, tuple[int, LocatedRows]] = {}
@@ -204,7 +204,7 @@ class _BatchReader:
         )
 
     def _cursor_after(self, step: int) -> DataCursor:
-        """The cursor before a step. Over a growing cache it covers the events that decide what lies before it."""
+        """Return the cursor before a step. Over growing caches it includes all events that decide earlier rows."""
         position = step * self._batch_rows
         events, digest = self._cursor.plan_events, self._cursor.plan_digest
         if self._plan.start.growth is not None:
@@ -216,8 +216,8 @@ class _BatchReader:
         window, num_slots = step // self._window_steps, len(self._slots)
         with self._locating:
             first_step, located = self._windows.get(window, (0, None))
-            if located is None or (step - first_step) * num_slots >= len(located):  # the plan may have been shorter
-                first_step = max(window * self._window_steps, self._cursor.step)  # earlier sources may be gone
+            if located is None or (step - first_step) * num_slots >= len(located):  # the plan has grown since
+                first_step = max(window * self._window_steps, self._cursor.step)  # sources of earlier steps may be gone
                 located = self._locate_window(first_step, step)
                 self._windows[window] = first_step, located
                 for old in sorted(self._windows)[:-2]:
@@ -235,19 +235,19 @@ class _BatchReader:
 def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
     if plan.digest_at(cursor.plan_events) != cursor.plan_digest or cursor.seed != plan.start.seed:
         raise DataError(
-            f"the data cursor of step {cursor.step:,} was not written under this plan", where=str(plan.path),
-            hint="resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
+            f"The data cursor of step {cursor.step:,} does not belong to this plan", where=str(plan.path),
+            hint="Resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
         )  # fmt: skip
     if cursor.step < 0 or cursor.position != cursor.step * plan.start.global_batch_sequences:
         raise DataError(
-            f"the data cursor has position {cursor.position:,} at step {cursor.step:,}, the plan has "
-            f"{plan.start.global_batch_sequences} rows a step",
+            f"The data cursor has position {cursor.position:,} at step {cursor.step:,}, but the plan has "
+            f"{plan.start.global_batch_sequences} rows per step",
             where=str(plan.path),
         )
 
 
-def _check_alike(readers: Sequence[RowReader]) -> None:
-    """Refuse sources whose rows do not fit into one array."""
+def _check_same_shape(readers: Sequence[RowReader]) -> None:
+    """Refuse sources whose rows cannot be stacked into one array."""
     shapes = sorted({(reader.row_tokens, reader.recipe.dtype) for reader in readers})
     if len(shapes) > 1:
-        raise DataError(f"the sources' caches differ in row length or token size: {shapes}", where="data.sources")
+        raise DataError(f"The sources' caches differ in row length or token size: {shapes}", where="data.sources")

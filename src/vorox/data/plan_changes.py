@@ -1,7 +1,7 @@
-"""The events that change a plan: more rows, another mixture or length, an exhausted source, a cache that grew.
+"""Events that change a plan: more rows, a new mixture or length, an exhausted source, a larger cache.
 
-Pure functions from the state of a plan to events; ``Plan.add`` makes them durable. Each event that changes the mixture
-carries the messages that tell people so.
+Pure functions from the state of a plan to events; ``Plan.add`` makes them durable. An event that changes the mixture
+carries messages for the log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import Stage
 from vorox.data.plan_events import (
-    Cut,
+    CutEvent,
     HorizonEvent,
     PlanEvent,
     PlanSource,
@@ -29,17 +29,17 @@ from vorox.data.plan_state import PlanState
 from vorox.data.rows import RowReader
 
 Readers = Sequence[RowReader | None]
-"""The caches of a plan's sources, in its order; ``None`` for a source that is no longer drawn."""
+"""The caches of a plan's sources, in its order; ``None`` for a source that is no longer sampled."""
 
 
 @dataclass(frozen=True, slots=True)
-class WantedStage:
-    """A mixture that a configuration asks for from a position on.
+class RequestedStage:
+    """A configured mixture from a position on.
 
     Attributes:
-        start_position: A multiple of the global batch; the first stage's is 0.
-        weights: Share of each source that is drawn, by name.
-        row_pieces: Pieces that stored rows are cut into.
+        start_position: A multiple of the global batch; 0 for the first stage.
+        weights: Weight of each sampled source, by name.
+        row_pieces: Number of pieces that stored rows are split into.
     """
 
     start_position: int
@@ -48,39 +48,39 @@ class WantedStage:
 
 
 def apply_all(state: PlanState, events: Sequence[PlanEvent]) -> PlanState:
-    """Return the state after some more events."""
+    """Return the state after applying ``events``."""
     for event in events:
         state = state.apply(event)
     return state
 
 
 def mixture_update_events(
-    state: PlanState, sources: Sequence[PlanSource], wanted: Sequence[WantedStage], position: int = 0
+    state: PlanState, sources: Sequence[PlanSource], requested: Sequence[RequestedStage], position: int = 0
 ) -> list[PlanEvent]:
-    """Return the events that give a plan the mixture of a configuration from a position on; none if it has it.
+    """Return the events that give a plan the configured mixture from a position on; none if it already has it.
 
     Args:
         state: The plan.
-        sources: The configuration's sources; sources of the plan that are not among them are no longer drawn.
-        wanted: The configuration's mixture.
-        position: Where the run stands: nothing before it changes.
+        sources: The configured sources; other sources of the plan are no longer sampled.
+        requested: The configured mixture.
+        position: Current position of the run: nothing before it changes.
 
     Raises:
-        ConfigError: A source is not the one of that name that the run began with.
+        ConfigError: A source of the run was redefined under the same name.
     """
     events = _source_events(state, sources, position)
     after = apply_all(state, events)
     recorded = _from_position(position, after.requested_stages)
-    asked = _from_position(position, [_stage(after, stage) for stage in wanted])
-    same = len(recorded) == len(asked) and all(
-        old.start_position == new.start_position and old.is_like(new) for old, new in zip(recorded, asked, strict=True)
+    wanted = _from_position(position, [_stage(after, stage) for stage in requested])
+    same = len(recorded) == len(wanted) and all(
+        old.start_position == new.start_position and old.is_like(new) for old, new in zip(recorded, wanted, strict=True)
     )
     limits_changed = any(isinstance(event, SourceEvent) and event.source.name in state.names for event in events)
-    brings_back = limits_changed and _from_position(position, after.stages) != recorded
-    if same and not brings_back:
+    restores_source = limits_changed and _from_position(position, after.stages) != recorded
+    if same and not restores_source:
         return events
     is_fresh = position == 0 and not any(after.segments)
-    messages = () if is_fresh else _consequences(after, asked[0], position)
+    messages = () if is_fresh else _consequences(after, wanted[0], position)
     stages = [
         StageEvent(
             max(stage.start_position, position),
@@ -89,28 +89,28 @@ def mixture_update_events(
             "declared" if is_fresh else "changed",
             messages=messages if number == 0 else (),
         )
-        for number, stage in enumerate(asked)
+        for number, stage in enumerate(wanted)
     ]
     return [*events, *stages]
 
 
 def horizon_update_events(state: PlanState, position: int, total_steps: int, warmup_steps: int) -> list[HorizonEvent]:
-    """Return the event that gives a run another length from a position on; none if it has that length."""
+    """Return the event that changes the length of a run from a position on; none if the length is the same."""
     wanted = HorizonEvent(position, total_steps, warmup_steps)
     before = [known for known in state.horizons if known.start_position <= position]
     is_known = before and len(before) == len(state.horizons) and replace(before[-1], start_position=position) == wanted
     return [] if is_known else [wanted]
 
 
-def cache_growth_events(state: PlanState, readers: Readers, position: int) -> list[Cut]:
-    """Return the cuts that let later passes run over what complete caches have gained; ``covering_events`` fills them.
+def cache_growth_events(state: PlanState, readers: Readers, position: int) -> list[CutEvent]:
+    """Return the cuts after which ``covering_events`` plans later passes over what complete caches have gained.
 
     Args:
         state: The plan.
-        readers: The caches by now.
-        position: Where the run stands: the pass that it is in stays as it is.
+        readers: The current caches.
+        position: Current position of the run: the pass in progress does not change.
     """
-    cuts: list[Cut] = []
+    cuts: list[CutEvent] = []
     for index, (segments, reader) in enumerate(zip(state.segments, readers, strict=True)):
         if reader is not None and segments and segments[-1].ranges[-1].end < len(reader.unit_row_starts) - 1:
             cuts += _cut_from(state, index, first_unread_epoch(state, index, position))
@@ -118,11 +118,11 @@ def cache_growth_events(state: PlanState, readers: Readers, position: int) -> li
 
 
 def covering_events(state: PlanState, position: int, readers: Readers, where: str) -> list[PlanEvent]:
-    """Return the events that cover all positions below ``position``, by whole passes over complete caches.
+    """Return the events that cover all positions below ``position`` with whole passes over complete caches.
 
     Args:
         state: The plan.
-        position: The first position that need not be covered; rounded up to whole steps.
+        position: End position, rounded up to whole steps.
         readers: The caches.
         where: The plan's file, for errors.
 
@@ -145,10 +145,10 @@ def covering_events(state: PlanState, position: int, readers: Readers, where: st
         state = apply_all(state, added)
 
 
-def segment_of(
+def make_segment(
     reader: RowReader, source: str, start_draw: int, epoch: int, num_epochs: int, units: Sequence[tuple[int, int]]
 ) -> Segment | None:
-    """Return a segment over ranges of units that are built; ``None`` if they have no rows."""
+    """Return a segment over ranges of built units; ``None`` if they have no rows."""
     ranges = tuple(UnitRange(a, b, rows) for a, b in units if (rows := reader.rows_in(a, b)))
     if not ranges:
         return None
@@ -157,7 +157,7 @@ def segment_of(
 
 
 def first_unread_epoch(state: PlanState, source_index: int, position: int) -> int:
-    """Return the first pass over a source from which nothing before a position is drawn."""
+    """Return the first pass over a source of which no row is before a position."""
     num_draws = state.mixture.counts(position)[source_index]
     epoch = 0
     for segment in state.segments[source_index]:
@@ -167,40 +167,40 @@ def first_unread_epoch(state: PlanState, source_index: int, position: int) -> in
 
 
 def exhausted_error(state: PlanState, source_index: int, last_draw: int, num_rows: int) -> DataError:
-    """Return the error for a source that would need more than its ``max_epochs``."""
+    """Return the error for a source that needs more than its ``max_epochs``."""
     source = state.sources[source_index]
     draw = int(state.mixture.invert(np.array([source_index], np.int32), np.array([last_draw]))[0])
     return DataError(
-        f"source {source.name!r} is used up at step {draw // state.start.global_batch_sequences:,}: max_epochs is "
+        f"Source {source.name!r} is exhausted at step {draw // state.start.global_batch_sequences:,}: max_epochs is "
         f"{source.max_epochs} and an epoch has {num_rows:,} rows",
         where=f"data.sources.{source_index}.max_epochs",
-        hint="train for fewer steps, raise max_epochs, lower the source's weight, give it more text, or set "
-        "on_exhausted to drop or repeat",
+        hint="Train for fewer steps, raise max_epochs, lower the source's weight, add text, or set on_exhausted to "
+        "drop or repeat",
     )
 
 
 def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
-    """Return the stages that continue without the source that is used up first, from the step that needs it.
+    """Return the stages that continue without the source that runs out first, from the step that needs it.
 
     Raises:
-        DataError: No source would be left.
+        DataError: No source remains.
     """
     draw, index = state.first_missing()
     batch, name = state.start.global_batch_sequences, state.names[index]
     position = draw // batch * batch
     unread = state.end_draw(index) - state.mixture.counts(position)[index]
     message = (
-        f"source {name!r} is used up after {_num_passes(state.segments[index])} and no longer drawn from step "
-        f"{position // batch:,} on; the {unread:,} rows left of it do not fill their share of that step and are "
-        "skipped; the other sources share its weight in proportion to theirs"
-    )
+        f"source {name!r} is used up after {_num_passes(state.segments[index])} and no longer drawn "
+        f"from step {position // batch:,} on; the {unread:,} rows left of it do not fill their share of that step and "
+        "are skipped; the other sources share its weight in proportion to theirs"
+    )  # recorded in plan.jsonl: the wording is part of the format
     events: list[StageEvent] = []
     for number, stage in enumerate(_from_position(position, state.stages)):
         weights = {state.names[i]: weight for i, weight in stage.weights.items() if i != index}
         if not weights:
             raise DataError(
-                f"all sources are used up at step {stage.start_position // batch:,}: {name!r} was the last",
-                where=where, hint="train for fewer steps, raise max_epochs, or give the sources more text",
+                f"All sources are exhausted at step {stage.start_position // batch:,}: {name!r} was the last",
+                where=where, hint="Train for fewer steps, raise max_epochs, or add text to the sources",
             )  # fmt: skip
         messages = (message,) if number == 0 else ()
         events.append(StageEvent(stage.start_position, weights, stage.row_pieces, "exhausted", messages=messages))
@@ -210,17 +210,17 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
 def _next_passes(
     state: PlanState, source_index: int, reader: RowReader | None, num_draws: int, where: str
 ) -> Segment | None:
-    """Return the passes that let a source be drawn ``num_draws`` times, or as often as it may; ``None`` for none."""
+    """Return the passes that a source needs for ``num_draws`` draws, up to its limit; ``None`` for none."""
     source, start_draw = state.sources[source_index], state.end_draw(source_index)
     if num_draws <= start_draw:
         return None
     if reader is None:
-        raise DataError(f"the run needs source {source.name!r}, which is not there", where=where)
+        raise DataError(f"The run needs source {source.name!r}, which the configuration no longer has", where=where)
     segments = state.segments[source_index]
     epoch, num_units = segments[-1].next_epoch if segments else 0, len(reader.unit_row_starts) - 1
     num_rows = reader.rows_in(0, num_units)
     if num_rows == 0:
-        raise DataError(f"source {source.name!r} has no rows", where=where, hint="give it text")
+        raise DataError(f"Source {source.name!r} has no rows", where=where, hint="Add text to it")
     num_epochs = -(-(num_draws - start_draw) // num_rows)
     limit = source.epoch_limit
     if limit is not None and epoch + num_epochs > limit:
@@ -229,16 +229,16 @@ def _next_passes(
             raise exhausted_error(state, source_index, start_draw + num_epochs * num_rows, num_rows)
     if num_epochs == 0:
         return None
-    return segment_of(reader, source.name, start_draw, epoch, num_epochs, [(0, num_units)])
+    return make_segment(reader, source.name, start_draw, epoch, num_epochs, [(0, num_units)])
 
 
-def _stage(state: PlanState, wanted: WantedStage) -> Stage:
-    weights = {state.names.index(name): weight for name, weight in wanted.weights.items()}
-    return Stage(wanted.start_position, weights, wanted.row_pieces)
+def _stage(state: PlanState, requested: RequestedStage) -> Stage:
+    weights = {state.names.index(name): weight for name, weight in requested.weights.items()}
+    return Stage(requested.start_position, weights, requested.row_pieces)
 
 
 def _from_position(position: int, stages: Sequence[Stage]) -> list[Stage]:
-    """Return the distinct stages in force from a position on; the first begins there."""
+    """Return the distinct stages in force from a position on; the first starts there."""
     last_before = max(number for number, stage in enumerate(stages) if stage.start_position <= position)
     kept = [replace(stages[last_before], start_position=position), *stages[last_before + 1 :]]
     distinct = kept[:1]
@@ -249,7 +249,7 @@ def _from_position(position: int, stages: Sequence[Stage]) -> list[Stage]:
 
 
 def _source_events(state: PlanState, sources: Sequence[PlanSource], position: int) -> list[PlanEvent]:
-    """Return the events for new sources and changed limits; the passes that a lower limit forbids are cut."""
+    """Return the events for new sources and changed limits; passes beyond a lower limit are cut."""
     events: list[PlanEvent] = []
     known = dict(zip(state.names, state.sources, strict=True))
     for source in sources:
@@ -260,10 +260,10 @@ def _source_events(state: PlanState, sources: Sequence[PlanSource], position: in
         changed = replace(before, max_epochs=source.max_epochs, on_exhausted=source.on_exhausted)
         if replace(source, weight=before.weight) != changed:
             raise ConfigError(
-                f"source {source.name!r} is not the one that the run began with: recipe {source.recipe_digest}, "
-                f"{source.row_tokens} tokens a row, bucket {source.bucket} instead of recipe {before.recipe_digest}, "
-                f"{before.row_tokens} tokens a row, bucket {before.bucket}",
-                where="data.sources", hint="give the changed source another name",
+                f"Source {source.name!r} has changed since the run started: recipe {source.recipe_digest}, "
+                f"{source.row_tokens} tokens per row, bucket {source.bucket} instead of recipe {before.recipe_digest}, "
+                f"{before.row_tokens} tokens per row, bucket {before.bucket}",
+                where="data.sources", hint="Give the changed source a new name",
             )  # fmt: skip
         if changed != before:
             events.append(SourceEvent(changed))
@@ -274,14 +274,17 @@ def _source_events(state: PlanState, sources: Sequence[PlanSource], position: in
     return events
 
 
-def _cut_from(state: PlanState, source_index: int, epoch: int) -> list[Cut]:
-    """Return the cut of the passes from ``epoch`` on over a source; none if none is planned."""
+def _cut_from(state: PlanState, source_index: int, epoch: int) -> list[CutEvent]:
+    """Return the cut of a source's passes from ``epoch`` on; none if no such pass is planned."""
     segments = state.segments[source_index]
-    return [Cut(state.names[source_index], epoch)] if segments and segments[-1].next_epoch > epoch else []
+    return [CutEvent(state.names[source_index], epoch)] if segments and segments[-1].next_epoch > epoch else []
 
 
 def _consequences(state: PlanState, stage: Stage, position: int) -> tuple[str, ...]:
-    """Return what a change of the mixture repeats and skips, source by source."""
+    """Return what a change of the mixture repeats and skips, one message per source.
+
+    The messages are recorded in ``plan.jsonl``: their wording is part of the format.
+    """
     before, counts = state.mixture.stage_at(position), state.mixture.counts(position)
     messages: list[str] = []
     for index, name in enumerate(state.names):
@@ -301,7 +304,7 @@ def _consequences(state: PlanState, stage: Stage, position: int) -> tuple[str, .
                 f"{name}: {was} -> {will}; goes on after {counts[index]:,} rows, nothing repeats or is skipped"
             )
     if before.row_pieces != stage.row_pieces:
-        messages.append(f"rows are cut into {stage.row_pieces} instead of {before.row_pieces}")
+        messages.append(f"rows are split into {stage.row_pieces} pieces instead of {before.row_pieces}")
     return tuple(messages)
 
 
@@ -310,7 +313,7 @@ def _share(weight: Fraction | None, weights: Mapping[int, Fraction]) -> str:
 
 
 def _unread_rows(state: PlanState, index: int, draw: int) -> str:
-    """Return how many rows of the pass at a draw are unread, in words."""
+    """Return a text with the number of unread rows in the pass at a draw."""
     for segment in state.segments[index]:
         if segment.start_draw <= draw < segment.end_draw:
             passes, row = divmod(draw - segment.start_draw, segment.num_rows)

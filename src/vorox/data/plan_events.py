@@ -1,11 +1,11 @@
-"""The events of a plan: a discriminated union, and the JSON form of each in ``plan.jsonl``.
+"""The events of a plan: a discriminated union, and its JSON form in ``plan.jsonl``.
 
-``start`` fixes what a run never changes; ``segment`` gives a source more rows; ``source`` adds a source or changes its
-limits; ``stage`` changes the mixture from a position on; ``cut`` takes back passes that no step has reached;
-``horizon`` fixes the length of the run from a position on.
+``start`` records settings that never change during a run; ``segment`` gives a source more rows; ``source`` adds a
+source or changes its limits; ``stage`` changes the mixture from a position on; ``cut`` removes passes that no step has
+reached; ``horizon`` sets the length of the run from a position on.
 
-Invariant: an event is read only if it would be written back byte for byte. A field, kind or version that is not known
-is refused, because skipping it would silently change the order.
+Invariant: reading an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused,
+because skipping them would silently change the order.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _CONFIG = ConfigDict(validate_by_name=True)
 
 
 def _json_name(name: str) -> Any:
-    """The name of a field in JSON."""
+    """Return a field with a different name in JSON."""
     return Field(validation_alias=name, serialization_alias=name)
 
 
 def _omitted_if(default: object) -> Any:
-    """Leave a field out of the JSON while it has its default, as versions did that lacked it."""
+    """Return a field that JSON omits while it has its default, for compatibility with versions that lacked it."""
     return Field(exclude_if=lambda value: value == default)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Bucket:
-    """The chunks of a source whose statistic lies in ``[low, high)``.
+    """The chunks of a source whose statistic is in ``[low, high)``.
 
     Attributes:
-        source: The source that is divided.
+        source: The source that is split.
         statistic: ``tokens_per_document`` or ``bytes_per_token``.
         low: Lower bound; ``None`` for the first bucket.
-        high: Upper bound; ``None`` for the last.
+        high: Upper bound; ``None`` for the last bucket.
     """
 
     source: Annotated[str, _json_name("of")]
@@ -58,13 +58,13 @@ class PlanSource:
     """One source of a run.
 
     Attributes:
-        name: Its name, unique in the run.
-        weight: Share of the rows at the start, up to a common factor; 0 for a source that later stages add.
+        name: Name, unique in the run.
+        weight: Weight at the start, up to a common factor; 0 for a source that a later stage adds.
         recipe_digest: Recipe of its cache.
         row_tokens: Tokens of a stored row: sequence length plus one.
-        max_epochs: Passes over it that are allowed; ``None`` for any number.
-        on_exhausted: What happens after the last of them: ``error``, ``drop`` or ``repeat``.
-        bucket: Which chunks of a cache it consists of; ``None`` for all.
+        max_epochs: Maximum number of passes over the source; ``None`` for no limit.
+        on_exhausted: Policy after the last pass: ``error``, ``drop`` or ``repeat``.
+        bucket: The chunks of the cache that make up the source; ``None`` for all.
     """
 
     name: str
@@ -77,21 +77,21 @@ class PlanSource:
 
     @property
     def epoch_limit(self) -> int | None:
-        """Passes after which it is used up; ``None`` if it never is."""
+        """Number of passes after which the source is exhausted; ``None`` if it never is."""
         return None if self.on_exhausted == "repeat" else self.max_epochs
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthRule:
-    """How segments are cut from caches that are still being built.
+    """How segments are formed from caches that are still being built.
 
     Attributes:
-        mode: ``strict``: ranges of units that are fixed in advance; ``elastic``: the units that are built when rows run
+        mode: ``strict``: ranges of units that are fixed in advance; ``elastic``: the units built by the time rows run
             short.
-        first_segment_units: Units of a source's first segment (strict).
-        max_segment_units: Each segment doubles the one before, up to this many units (strict).
-        later_passes: Whether later passes are ``whole`` or in ``segments`` like the first, so that at most two of them
-            are read at a time (strict).
+        first_segment_units: Units in a source's first segment (strict).
+        max_segment_units: Each segment is twice as long as the one before, up to this many units (strict).
+        later_passes: Whether later passes are ``whole`` or split into ``segments`` like the first, so that at most two
+            segments are read at a time (strict).
     """
 
     mode: str
@@ -102,16 +102,16 @@ class GrowthRule:
 
 @dataclass(frozen=True, slots=True)
 class PlanStart:
-    """What a run fixes before its first step.
+    """The settings of a run's data order, fixed before its first step.
 
     Attributes:
         seed: Seed of the data order.
-        shuffle: Whether rows are permuted; if not, sources are read in stored order.
-        global_batch_sequences: Rows of a step, over all processes.
+        shuffle: Whether rows are permuted; otherwise sources are read in stored order.
+        global_batch_sequences: Rows per step, over all ranks.
         sources: The sources, in the configuration's order.
-        growth: How growing caches are planned; ``None`` when they are complete before the first step.
-        order: The permutation that shuffles rows (``data/permutation.py``).
-        mixture: The mixing of sources (``data/mixture.py``).
+        growth: How growing caches are planned; ``None`` if caches are complete before the first step.
+        order: Version of the permutation that shuffles rows (``data/permutation.py``).
+        mixture: Version of the mixing of sources (``data/mixture.py``).
     """
 
     seed: int
@@ -126,7 +126,7 @@ class PlanStart:
 
 
 class UnitRange(NamedTuple):
-    """The units ``[start, end)`` and how many rows they have."""
+    """The units ``[start, end)`` and their number of rows."""
 
     start: int
     end: int
@@ -139,11 +139,11 @@ class Segment:
 
     Attributes:
         source: Name of the source.
-        start_draw: First draw of the source that it answers.
-        epoch: Its first pass over the source.
-        num_epochs: Passes that it holds, each in an order of its own.
-        ranges: Its units, ascending.
-        content_digest: Digest of those units' content.
+        start_draw: First draw of the source that the segment covers.
+        epoch: First pass over the source.
+        num_epochs: Number of passes, each with its own order.
+        ranges: The units, ascending.
+        content_digest: Digest of the units' content.
     """
 
     source: str
@@ -157,7 +157,7 @@ class Segment:
     @model_validator(mode="before")
     @classmethod
     def _read_single_range(cls, value: Any) -> Any:
-        """Read a single range as it is written: ``[start, end]``, with all of the segment's rows."""
+        """Accept the short form of a single range: ``[start, end]``, which has all of the segment's rows."""
         if not isinstance(value, dict):
             return value
         body = cast("dict[str, Any]", value)
@@ -179,18 +179,18 @@ class Segment:
 
     @property
     def end_draw(self) -> int:
-        """The draw after its last."""
+        """The draw after the segment's last."""
         return self.start_draw + self.num_epochs * self.num_rows
 
     @property
     def next_epoch(self) -> int:
-        """The pass after its last."""
+        """The pass after the segment's last."""
         return self.epoch + self.num_epochs
 
 
 @dataclass(frozen=True, slots=True)
 class SourceEvent:
-    """A source that the run did not have, or other limits for one that it has."""
+    """A new source, or new limits of an existing one."""
 
     source: PlanSource
     kind: Literal["source"] = "source"
@@ -198,15 +198,15 @@ class SourceEvent:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class StageEvent:
-    """A mixture from a position on, in place of everything planned from there.
+    """A mixture from a position on; it replaces all later stages.
 
     Attributes:
         start_position: First position; a multiple of the global batch.
-        weights: Share of each source that is drawn, by name.
-        row_pieces: Pieces that stored rows are cut into.
-        reason: ``declared`` at the start, ``changed`` at a resume, ``exhausted`` when a source was used up.
-        draw_counts: How often each source was drawn before, by name: where it continues. ``None`` until it is encoded.
-        messages: What repeats and what is skipped, for people.
+        weights: Weight of each sampled source, by name.
+        row_pieces: Number of pieces that stored rows are split into.
+        reason: ``declared`` at the start, ``changed`` by a resume, ``exhausted`` when a source ran out.
+        draw_counts: Number of earlier draws per source, by name: where each continues. ``None`` until encoded.
+        messages: What is repeated and what is skipped, for the log.
     """
 
     start_position: int
@@ -219,8 +219,8 @@ class StageEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The passes from ``epoch`` on over a source are taken back before any step reaches them."""
+class CutEvent:
+    """Removal of a source's passes from ``epoch`` on, before any step reaches them."""
 
     source: str
     epoch: int
@@ -229,12 +229,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class HorizonEvent:
-    """The length of the run that the schedule uses from a position on, in place of every later one.
+    """The length of the run from a position on; it replaces all later ones.
 
     Attributes:
         start_position: First position; a multiple of the global batch.
         total_steps: Steps of the whole run.
-        warmup_steps: Steps over which the learning rate rises; ``None`` where an ``Extension`` gave the length.
+        warmup_steps: Warm-up steps of the learning rate; ``None`` if the length is from an ``Extension``.
     """
 
     start_position: int
@@ -245,12 +245,12 @@ class HorizonEvent:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Another length as earlier versions recorded it. Read, never written.
+    """A new length of the run, as recorded by earlier versions. Read, never written.
 
     Attributes:
         start_position: First position.
-        before_steps: Steps of the whole run before it.
-        total_steps: Steps of the whole run from it on.
+        before_steps: The length before, in steps.
+        total_steps: The length from the position on, in steps.
     """
 
     start_position: int
@@ -259,7 +259,7 @@ class Extension:
     kind: Literal["extend"] = "extend"
 
 
-PlanEvent = PlanStart | Segment | SourceEvent | StageEvent | Cut | HorizonEvent | Extension
+PlanEvent = PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | Extension
 _EVENT: TypeAdapter[PlanEvent] = TypeAdapter(Annotated[PlanEvent, Field(discriminator="kind")])
 
 
@@ -276,36 +276,36 @@ def decode_event(body: Mapping[str, Any], where: str) -> PlanEvent:
         where: File and line, for errors.
 
     Raises:
-        DataError: Its kind, a field or a value is not one that this version writes.
+        DataError: This version does not know the event's kind, a field or a value.
     """
     try:
         event = _EVENT.validate_python(body)
     except ValidationError as error:
         first = error.errors()[0]
-        _, *names = first["loc"] or [None]  # the kind, then the fields from the event inwards
+        _, *names = first["loc"] or [None]  # the kind, then the fields from the outermost inwards
         if not names:
-            raise _refused(f"is of kind {body.get('kind')!r}, which this version does not know", where) from None
+            raise _invalid(f"is of kind {body.get('kind')!r}, which this version does not know", where) from None
         if first["type"] == "missing":
-            raise _refused(f"({body['kind']}) has no field {names[-1]!r}", where) from None
+            raise _invalid(f"({body['kind']}) has no field {names[-1]!r}", where) from None
         name = str(names[0])
-        raise _refused(f"({body['kind']}) has {name} = {body[name]!r}: {first['msg']}", where) from None
+        raise _invalid(f"({body['kind']}) has {name} = {body[name]!r}: {first['msg']}", where) from None
     written = encode_event(event)
     for name in sorted({*body, *written}):
         if name not in written:
-            raise _refused(f"({body['kind']}) has an unknown field {name!r}", where)
+            raise _invalid(f"({body['kind']}) has an unknown field {name!r}", where)
         if name not in body:
-            raise _refused(f"({body['kind']}) has no field {name!r}", where)
+            raise _invalid(f"({body['kind']}) has no field {name!r}", where)
         if canonical_json({name: body[name]}) != canonical_json({name: written[name]}):
-            raise _refused(f"({body['kind']}) has {name} = {body[name]!r} instead of {written[name]!r}", where)
+            raise _invalid(f"({body['kind']}) has {name} = {body[name]!r} instead of {written[name]!r}", where)
     return event
 
 
-def _refused(reason: str, where: str) -> DataError:
+def _invalid(reason: str, where: str) -> DataError:
     return DataError(
-        f"an event of the plan {reason}", where=where, hint="continue the run with the version that wrote it"
+        f"A plan event {reason}", where=where, hint="Continue the run with the Vorox version that wrote it"
     )
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return the digest of several ranges of units; of one range, its own."""
+    """Return the combined digest of several ranges of units; a single digest is returned unchanged."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The state of a plan: a pure fold over its events, and the row at every position.
+"""The state of a plan: a pure fold over its events, and the row at each position.
 
-``PlanState`` is immutable. ``initial`` and ``apply`` fold the events in, so that readers in other threads need no lock
-and the thousandth segment costs no more than the first; ``encode`` gives the JSON that the hash chain covers.
-Positions resolve in four invertible steps: slot within its global batch (keyed permutation) -> draw (mixture stages)
--> source and epoch -> row (keyed permutation).
+``PlanState`` is immutable, so readers in other threads need no lock. ``initial`` and ``apply`` fold events, at a cost
+that does not grow with the number of segments; ``encode`` returns the JSON that the hash chain covers. A position
+resolves in four invertible steps: slot within its global batch (keyed permutation) -> draw (mixture stages) -> source
+and epoch -> row (keyed permutation).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.permutation import permutation_key, permute, unpermute
 from vorox.data.plan_events import (
-    Cut,
+    CutEvent,
     Extension,
     HorizonEvent,
     PlanEvent,
@@ -40,13 +40,13 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the rows of some positions are.
+    """The addresses of rows in the caches of a plan's sources.
 
     Attributes:
-        source_index: Source of each row, in the order of the plan's sources.
-        epoch: Pass over the source, from 0.
-        unit_start: First unit of the range of units that the row is drawn from.
-        row: Row, counted from the first row of ``unit_start``: it does not change when the cache grows.
+        source_index: Source of each row, an index into the plan's sources.
+        epoch: Epoch of the source, from 0.
+        unit_start: First unit of the unit range that contains the row.
+        row: Row number relative to the first row of ``unit_start``; it does not change when the cache grows.
     """
 
     source_index: npt.NDArray[np.int32]
@@ -57,18 +57,18 @@ class Addresses:
 
 @dataclass(frozen=True)
 class PlanState:
-    """The state of a plan after some of its events.
+    """The state of a plan after a prefix of its events.
 
     Attributes:
-        start: What the run never changes.
-        sources: Sources of the start and those added since.
-        requested_stages: Stages as the configuration asked for them.
-        stages: Stages in force: as requested, without sources that are used up.
+        start: The start event: settings that never change during a run.
+        sources: Sources of the start event and those added later.
+        requested_stages: Mixture stages as configured.
+        stages: Mixture stages in force: as requested, without exhausted sources.
         segments: Segments of each source, in draw order.
-        horizons: Lengths of the run that its schedule used, by position.
+        horizons: Lengths of the run, by position.
         digests: Head of the hash chain after each event.
-        covered_positions: Positions covered after each event.
-        effective_from: First position that each event changes besides covering more, or ``NEVER``.
+        covered_positions: Number of positions covered after each event.
+        effective_from: First existing position whose row each event changes, or ``NEVER``.
     """
 
     start: PlanStart
@@ -83,19 +83,19 @@ class PlanState:
 
     @classmethod
     def initial(cls, start: PlanStart) -> PlanState:
-        """Return the state after the start.
+        """Return the state after the start event.
 
         Raises:
-            ConfigError: Two sources have one name, or the batch or the weights are impossible.
+            ConfigError: Two sources have the same name, or the batch size or a weight is invalid.
         """
         if len({source.name for source in start.sources}) < len(start.sources):
-            raise ConfigError("two sources have the same name", where="data.sources", hint="name them apart")
+            raise ConfigError("Two sources have the same name", where="data.sources", hint="Give each its own name")
         if (batch := start.global_batch_sequences) < 1:
-            raise ConfigError(f"a global batch of {batch} rows is impossible", where="train.global_batch_sequences")
+            raise ConfigError(f"A global batch of {batch} rows is impossible", where="train.global_batch_sequences")
         weights = {index: source.weight for index, source in enumerate(start.sources) if source.weight != 0}
         stages, digest = (Stage(0, weights),), hashlib.sha256(canonical_json(encode_event(start))).hexdigest()
         state = cls(start, start.sources, stages, stages, ((),) * len(start.sources), (), (digest,), (0,), (0,))
-        assert state.mixture is not None  # refuses impossible weights
+        assert state.mixture is not None  # building the mixture refuses invalid weights
         return state
 
     def apply(self, event: PlanEvent, where: str = "") -> PlanState:
@@ -106,19 +106,19 @@ class PlanState:
             where: File and line, for errors.
 
         Raises:
-            DataError: The event does not fit the ones before it.
+            DataError: The event contradicts earlier events.
         """
         effective_from = NEVER
         match event:
             case PlanStart():
-                raise DataError("the plan has a second event of kind 'start'", where=where)
+                raise DataError("The plan has a second event of kind 'start'", where=where)
             case Segment():
                 state = self._with_segment(event, where)
             case SourceEvent(source):
                 state, effective_from = self._with_source(source, where), 0
             case StageEvent():
                 state, effective_from = self._with_stage(event, where), event.start_position
-            case Cut():
+            case CutEvent():
                 state = self._with_cut(event, where)
             case HorizonEvent(position, total_steps, warmup_steps):
                 _require(
@@ -137,7 +137,7 @@ class PlanState:
         )
 
     def encode(self, event: PlanEvent) -> dict[str, Any]:
-        """Return the JSON of an event that follows this state; a stage records how often each source was drawn."""
+        """Return the JSON of the next event; a stage event records the number of draws per source."""
         if isinstance(event, StageEvent) and event.draw_counts is None:
             event = replace(event, draw_counts=self._draw_counts(event.start_position))
         return encode_event(event)
@@ -153,12 +153,12 @@ class PlanState:
 
     @cached_property
     def mixture(self) -> MixtureStages:
-        """The mixture by position."""
+        """The mixture as a function of the position."""
         return MixtureStages(self.stages, len(self.sources))
 
     @property
     def num_positions(self) -> int:
-        """Positions that the plan covers: a multiple of the global batch."""
+        """Number of positions that the plan covers; a multiple of the global batch."""
         return self.covered_positions[-1]
 
     @cached_property
@@ -170,17 +170,17 @@ class PlanState:
         return tuple(np.array([segment.start_draw for segment in group], np.int64) for group in self.segments)
 
     def _segment_key(self, segment: Segment) -> bytes:
-        """By content, not by place in the log: the order is the same however the plan was extended."""
+        """Return the permutation key of a segment. It depends on content alone, not on how the plan was extended."""
         units = [unit for part in segment.ranges for unit in (part.start, part.end)]
         return permutation_key(self.start.seed, "rows", segment.source, *units, segment.content_digest)
 
     def end_draw(self, source_index: int) -> int:
-        """Return the first draw of a source that no segment answers."""
+        """Return the first draw of a source that no segment covers."""
         group = self.segments[source_index]
         return group[-1].end_draw if group else 0
 
     def first_missing(self) -> tuple[int, int]:
-        """Return the first draw that no segment answers, and its source."""
+        """Return the first draw that no segment covers, and its source."""
         sources = np.arange(len(self.sources), dtype=np.int32)
         ends = np.array([self.end_draw(source) for source in sources.tolist()], np.int64)
         draws = self.mixture.invert(sources, ends)
@@ -197,7 +197,7 @@ class PlanState:
         return count
 
     def locate(self, positions: Positions) -> Addresses:
-        """Return the rows at some covered positions."""
+        """Return the addresses of the rows at covered positions."""
         source_index, draw = self.mixture.locate(self._shuffle_slots(positions, permute))
         epoch, unit_start, row = np.empty_like(draw), np.empty_like(draw), np.empty_like(draw)
         for source, segments in enumerate(self.segments):
@@ -216,7 +216,7 @@ class PlanState:
         return Addresses(source_index, epoch, unit_start, row)
 
     def positions_of(self, source_index: int, row: int, reader: RowReader) -> Positions:
-        """Return every covered position of a row of a source, ascending: the inverse of ``locate``."""
+        """Return every covered position of a row, ascending: the inverse of ``locate``."""
         found: list[Positions] = [np.empty(0, np.int64)]
         for segment in self.segments[source_index]:
             offset = _offset_in(segment, row, reader.unit_row_starts)
@@ -236,7 +236,7 @@ class PlanState:
     def _shuffle_slots(
         self, numbers: Positions, shuffle: Callable[[Positions, int, bytes, Positions], Positions]
     ) -> Positions:
-        """Shuffle the slots of each global batch, so that no rank or micro-batch sees the mixture's rhythm."""
+        """Shuffle the slots of each global batch, so that the mixture's pattern does not align with ranks."""
         if not self.start.shuffle:
             return numbers
         block, slot = np.divmod(numbers, self._batch)
@@ -258,17 +258,17 @@ class PlanState:
         end_draw, next_epoch = (before[-1].end_draw, before[-1].next_epoch) if before else (0, 0)
         follows = segment.start_draw == end_draw and segment.epoch == next_epoch
         if not follows and before and segment.num_epochs == before[-1].num_epochs == 1:  # more units of the same pass
-            taken = [part for old in before if old.next_epoch == next_epoch for part in old.ranges]
-            overlap = any(a.start < b.end and b.start < a.end for a in taken for b in segment.ranges)
+            known = [part for old in before if old.next_epoch == next_epoch for part in old.ranges]
+            overlap = any(a.start < b.end and b.start < a.end for a in known for b in segment.ranges)
             follows = (segment.start_draw, segment.epoch) == (end_draw, next_epoch - 1) and not overlap
         if not follows:
-            raise DataError("the segment does not follow the one before it", where=where)
+            raise DataError("The segment does not continue the previous one", where=where)
         return self._with_segments(index, (*before, segment))
 
     def _with_segments(self, source_index: int, segments: tuple[Segment, ...]) -> PlanState:
         groups = (*self.segments[:source_index], segments, *self.segments[source_index + 1 :])
         state = replace(self, segments=groups)
-        if "mixture" in self.__dict__:  # the same, and costly to build
+        if "mixture" in self.__dict__:  # segments do not change the mixture, which is expensive to build
             state.__dict__["mixture"] = self.mixture
         return state
 
@@ -280,19 +280,19 @@ class PlanState:
             self.sources[index], weight=source.weight, max_epochs=source.max_epochs, on_exhausted=source.on_exhausted
         )
         if limits != source:
-            raise DataError(f"source {source.name!r} has changed", where=where)
+            raise DataError(f"Source {source.name!r} has changed", where=where)
         return replace(self, sources=(*self.sources[:index], source, *self.sources[index + 1 :]))
 
     def _with_stage(self, event: StageEvent, where: str) -> PlanState:
         is_sound = event.start_position >= 0 and event.row_pieces > 0 and min(event.weights.values(), default=0) > 0
         _require(is_sound, event, where)
         if event.start_position % self._batch:
-            raise DataError("the stage begins within a step", where=where)
+            raise DataError("The stage starts in the middle of a step", where=where)
         weights = {self._index_of(name, event, where): weight for name, weight in event.weights.items()}
         draw_counts = self._draw_counts(event.start_position)
         if event.draw_counts is not None and dict(event.draw_counts) != draw_counts:
             raise DataError(
-                f"the stage goes on from {event.draw_counts}, the plan stands at {draw_counts}", where=where
+                f"The stage continues from draws {event.draw_counts}, the plan has {draw_counts}", where=where
             )
         stage = Stage(event.start_position, weights, event.row_pieces)
 
@@ -304,13 +304,13 @@ class PlanState:
 
     def _with_horizon(self, event: HorizonEvent, where: str) -> PlanState:
         if event.start_position % self._batch:
-            raise DataError("the horizon begins within a step", where=where)
+            raise DataError("The horizon starts in the middle of a step", where=where)
         kept = [known for known in self.horizons if known.start_position < event.start_position]
         return replace(self, horizons=(*kept, event))
 
-    def _with_cut(self, cut: Cut, where: str) -> PlanState:
+    def _with_cut(self, cut: CutEvent, where: str) -> PlanState:
         if cut.source not in self.names:
-            raise DataError(f"the plan cuts a source {cut.source!r} that it does not have", where=where)
+            raise DataError(f"The plan cuts source {cut.source!r}, which it does not have", where=where)
         index = self.names.index(cut.source)
         kept = [
             replace(segment, num_epochs=min(segment.num_epochs, cut.epoch - segment.epoch))
@@ -322,11 +322,11 @@ class PlanState:
 
 def _require(condition: bool, event: PlanEvent, where: str) -> None:
     if not condition:
-        raise DataError(f"the {event.kind} makes no sense: {encode_event(event)}", where=where)
+        raise DataError(f"Invalid {event.kind} event: {encode_event(event)}", where=where)
 
 
 def _in_ranges(segment: Segment, offset: Positions) -> tuple[Positions | int, Positions]:
-    """Return the first unit of the range that an offset falls into, and the row in it."""
+    """Return the first unit of the range that contains each offset, and the row within the range."""
     if len(segment.ranges) == 1:
         return segment.ranges[0].start, offset
     starts = np.cumsum([0, *(part.num_rows for part in segment.ranges[:-1])])
@@ -335,7 +335,7 @@ def _in_ranges(segment: Segment, offset: Positions) -> tuple[Positions | int, Po
 
 
 def _offset_in(segment: Segment, row: int, unit_row_starts: npt.NDArray[np.int64]) -> int | None:
-    """Return the offset in a segment of a row of today's cache; ``None`` if it is not in the segment."""
+    """Return the offset of a cache row in a segment; ``None`` if the segment does not contain it."""
     before = 0
     for part in segment.ranges:
         if part.start < len(unit_row_starts):

@@ -1,8 +1,8 @@
-"""Ordered prefetching: threads compute the items of a sequence ahead of their consumer.
+"""Ordered prefetching: threads compute the items of a sequence ahead of the consumer.
 
 A function from an index to an item goes in, an iterator comes out. Threads claim indices in order and the consumer
-takes items in order, so neither the number of threads nor the depth changes an item, and an error is raised at the
-item that it belongs to. For work that releases the interpreter lock: reading, hashing, decompressing.
+receives items in order, so the result does not depend on the number of threads or the depth, and an error is raised
+at the item that caused it. For work that releases the GIL: reading, hashing, decompressing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for a thread that hangs in a read; threads are daemons and keep no process alive."""
+"""How long ``close`` waits for a thread that hangs in a read. Threads are daemons and do not keep a process alive."""
 
 
 class Prefetcher(Generic[Item]):
-    """An iterator over the items of consecutive indices. Leave its context to close it.
+    """An iterator over the items of consecutive indices, and a context manager that closes it.
 
     Args:
-        read: Compute the item of an index; called from several threads.
-        num_items: Number of items that can be read by now. Past them, ``read`` is called to raise the reason.
+        read: Computes the item of an index; called from several threads.
+        num_items: Returns the number of items that can be read now. Past the end, ``read`` is called to raise the
+            reason.
         first: Index of the first item.
-        num_threads: Threads that read ahead; 0 reads each item when it is requested.
-        depth: Items that threads keep ready or in progress.
-        on_close: Called when the consumer is done, before threads are joined.
+        num_threads: Prefetching threads; 0 reads each item on request.
+        depth: Maximum number of items that are ready or in progress.
+        on_close: Called by ``close`` before the threads are joined.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class Prefetcher(Generic[Item]):
         self._read, self._num_items, self._on_close = read, num_items, on_close
         self._next_index = self._next_claim = first
         self._depth = depth
-        self._ready: dict[int, Callable[[], Item]] = {}  # each returns its item, or raises what reading it raised
+        self._ready: dict[int, Callable[[], Item]] = {}  # each returns its item, or raises the error of reading it
         self._closed = False
         self._changed = threading.Condition()
         self.wait_seconds = 0.0
-        """Time that the consumer has spent waiting for items."""
+        """Total time that the consumer has waited for items."""
         self._threads = [
             threading.Thread(target=self._work, name=f"vorox-prefetch-{number}", daemon=True)
             for number in range(num_threads)
@@ -70,11 +71,11 @@ class Prefetcher(Generic[Item]):
         """Return the next item.
 
         Raises:
-            Exception: Whatever ``read`` raised for this item, or for an index past the last one. The iterator is
-                closed then.
+            Exception: The error that ``read`` raised for this item, or for the index past the end. It closes the
+                iterator.
         """
         if self._closed:
-            raise RuntimeError("the prefetcher is closed")
+            raise RuntimeError("The prefetcher is closed")
         start = time.perf_counter()
         try:
             item = self._take() if self._threads else self._read(self._next_index)
@@ -88,7 +89,7 @@ class Prefetcher(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Stop reading ahead. Safe to call from any thread, and again."""
+        """Stop prefetching. Thread-safe and idempotent."""
         if self._on_close is not None:
             self._on_close()
         with self._changed:
@@ -113,11 +114,11 @@ class Prefetcher(Generic[Item]):
             index = self._next_index
             if index >= self._num_items():
                 self._read(index)  # raises the reason
-                raise AssertionError(f"item {index} is past the last one, yet it was read")
-            self._changed.notify_all()  # there may be more items than before
+                raise AssertionError(f"Item {index} is past the end, but reading it did not fail")
+            self._changed.notify_all()  # the number of items may have grown
             self._changed.wait_for(lambda: self._closed or index in self._ready)
             if self._closed:
-                raise RuntimeError("the prefetcher was closed while an item was awaited")
+                raise RuntimeError("The prefetcher was closed while an item was awaited")
             result = self._ready.pop(index)
             self._next_index += 1
             self._changed.notify_all()
@@ -142,10 +143,10 @@ class Prefetcher(Generic[Item]):
 
 
 def _outcome(read: Callable[[int], Item], index: int) -> Callable[[], Item]:
-    """Call ``read``; return what returns its item, or raises its error."""
+    """Call ``read``; return a function that returns its item or raises its error."""
     try:
         item = read(index)
-    except BaseException as error:  # of whatever kind: the consumer must see it
+    except BaseException as error:  # the consumer raises it
         return functools.partial(_raise, error)
     return lambda: item
 
@@ -157,10 +158,10 @@ def _raise(error: BaseException) -> NoReturn:
 def map_ordered(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item with the result of ``function``, in order; at most ``num_threads`` run at a time.
+    """Yield each item with the result of ``function``, in order, computed by ``num_threads`` threads.
 
     Raises:
-        Exception: Whatever ``function`` raises, at its item.
+        Exception: The error of ``function``, at its item.
     """
     listed = list(items)
     with Prefetcher(

@@ -1,7 +1,7 @@
-"""The rows at the positions of a plan: located by arithmetic, read from the caches of all sources.
+"""Reading rows by position: located by the plan, read from the caches of all sources.
 
-Positions go in, a block of rows in the order of the positions comes out. The loader and the streaming dataset read
-through here. Over caches that are still being built, ``cover`` waits until the plan covers the positions.
+Positions go in, a block of rows in the same order comes out. The loader and the streaming dataset both read rows
+through ``RowSource``. Over caches that are still being built, ``cover`` waits until the plan covers the positions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LocatedRows:
-    """Where the rows of some positions are stored.
+    """The rows at some positions, and the caches that hold them.
 
     Attributes:
-        source_index: Source of each row, in the order of the plan's sources.
-        epoch: Pass over the source, from 0.
-        rows: Row in the cache of its source.
-        readers: The caches, as far as they are needed for these rows.
+        source_index: Source of each row, an index into the plan's sources.
+        epoch: Epoch of the source, from 0.
+        rows: Row number in the source's cache.
+        readers: The caches of the plan's sources.
     """
 
     source_index: npt.NDArray[np.int32]
@@ -45,7 +45,7 @@ class LocatedRows:
         return LocatedRows(self.source_index[part], self.epoch[part], self.rows[part], self.readers)
 
     def read(self) -> RowBlock:
-        """Read and verify the rows, in this order.
+        """Read the rows in this order, and verify them.
 
         Raises:
             DataError: A row is damaged, or its source has been removed from the configuration.
@@ -54,13 +54,13 @@ class LocatedRows:
 
 
 class RowSource:
-    """The rows of one run or dataset, by position. Safe to use from any thread.
+    """The rows of a run or dataset, by position. Thread-safe.
 
     Args:
         plan: Maps positions to rows.
-        readers: Caches of the plan's sources, in its order; ``None`` for one that is no longer drawn from.
+        readers: Caches of the plan's sources, in its order; ``None`` for a source that is no longer sampled.
         grower: Extends the plan while the caches grow; its readers replace ``readers``.
-        stop: Polled while ``cover`` waits; ends the wait.
+        stop: Polled while ``cover`` waits; true ends the wait.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class RowSource:
         """Wait until the plan covers all positions below ``end_position``.
 
         Raises:
-            DataNotReady: The rows are not built yet, and the wait was ended.
-            DataError: A source is used up, or a cache cannot be read.
+            DataNotReady: The rows are not built yet, and ``stop`` or ``close`` ended the wait.
+            DataError: A source is exhausted, or a cache cannot be read.
         """
         if self._grower is not None:
             self._grower.cover(end_position, stop=self._is_stopped)
 
     def locate(self, positions: Positions) -> LocatedRows:
-        """Locate the rows of positions that the plan covers.
+        """Return the rows at positions that the plan covers.
 
         Raises:
             DataError: A position is not covered.
@@ -96,12 +96,12 @@ class RowSource:
         rows = found.row
         for index, reader in enumerate(readers):
             chosen = np.flatnonzero(found.source_index == index)
-            if chosen.size and reader is not None:  # a row whose reader is None raises when it is read
+            if chosen.size and reader is not None:  # reading a row without a reader raises
                 rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
         return LocatedRows(found.source_index, found.epoch, rows, readers)
 
     def close(self) -> None:
-        """End every wait. Repeatable."""
+        """End every wait. Idempotent."""
         self._closed.set()
 
     def _is_stopped(self) -> bool:
@@ -111,10 +111,15 @@ class RowSource:
 def read_rows(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
     """Read rows of several sources into one block, in the order given.
 
+    Args:
+        readers: The caches, by source.
+        source_index: Source of each row.
+        rows: Row number in the source's cache.
+
     Raises:
         DataError: A row is damaged, or its source has been removed from the configuration.
     """
-    if not rows.size:  # the last validation batch may have no row for a shard
+    if not rows.size:  # a shard may have no row in the last validation batch
         return next(reader for reader in readers if reader is not None).read_rows(rows)
     order = np.argsort(source_index, kind="stable")
     sources = source_index[order]
@@ -131,7 +136,7 @@ def read_rows(readers: Readers, source_index: npt.NDArray[np.integer], rows: Int
 def _present(reader: RowReader | None) -> RowReader:
     if reader is None:
         raise DataError(
-            "the step needs rows of a source that the configuration no longer has", where="data.sources",
-            hint="resume from a checkpoint behind the step at which it was taken out",
+            "The step needs rows of a source that was removed from the configuration", where="data.sources",
+            hint="Resume from a checkpoint after the step at which the source was removed",
         )  # fmt: skip
     return reader

@@ -1,4 +1,4 @@
-"""Packed rows: blocks as caches return them, the protocols of their readers, and the batch of a block.
+"""Packed rows: blocks read from caches, the reader protocols, and assembly of blocks into batches.
 
 A *row* is ``row_tokens`` stored token ids (sequence length plus one): its segments in order, then padding. A *segment*
 is a fragment of one document. ``assemble`` turns a block into a ``Batch`` of contiguous ``int32`` arrays, freshly
@@ -29,16 +29,16 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows in the order in which they were requested.
+    """Rows in the order of the request.
 
-    Row ``i`` has the segments ``row_ptr[i]:row_ptr[i + 1]`` of the flat segment arrays, in row order and without gaps;
-    the rest of the row is padding.
+    Row ``i`` consists of the segments ``row_ptr[i]:row_ptr[i + 1]`` of the flat segment arrays, in order and without
+    gaps; the rest of the row is padding.
 
     Attributes:
         tokens_NC: Stored token ids, uint16 or uint32, ``[N, row_tokens]``.
         row_ptr: Index of each row's first segment, int64 ``[N + 1]``.
-        segment_lengths: Tokens of each segment, int32, at least 1.
-        segment_document_offsets: Token offset of each segment in its document, int32: 0 where a document starts.
+        segment_lengths: Tokens per segment, int32, at least 1.
+        segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
     """
 
     tokens_NC: TokenArray
@@ -56,16 +56,16 @@ class RowBlock:
 
 
 class RowReader(Protocol):
-    """An open cache, as the plan and the loader see it. Safe to read from several threads."""
+    """An open cache as the plan and the loader use it. Thread-safe."""
 
     @property
     def recipe(self) -> Recipe:
-        """What the rows are a function of."""
+        """The recipe of the cache."""
         ...
 
     @property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
-        """First row of each unit, and the number of rows at the end; rows are numbered in unit order."""
+        """First row of each unit, then the total number of rows; rows are numbered in unit order."""
         ...
 
     @property
@@ -75,15 +75,15 @@ class RowReader(Protocol):
     def row_tokens(self) -> int: ...
 
     def rows_in(self, unit_start: int, unit_end: int, /) -> int:
-        """Rows of the units ``[unit_start, unit_end)``."""
+        """Return the number of rows in the units ``[unit_start, unit_end)``."""
         ...
 
     def content_digest(self, unit_start: int, unit_end: int, /) -> str:
-        """Digest of the content of those units, in unit order."""
+        """Return the digest of the content of these units, in unit order."""
         ...
 
     def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
-        """Read and verify rows, in the order given.
+        """Read rows in the order given, and verify them.
 
         Raises:
             DataError: A row does not match its hash.
@@ -92,27 +92,27 @@ class RowReader(Protocol):
 
 
 class GrowingReader(RowReader, Protocol):
-    """A cache that may still be growing. It sees what was committed when it was opened."""
+    """A cache that may still be growing. A reader is a snapshot of the commits at the time it was opened."""
 
     @property
     def is_building(self) -> bool:
-        """Whether this process builds what it lacks."""
+        """Whether this process builds the missing units."""
         ...
 
     @property
     def units_final(self) -> bool:
-        """Whether the units that it sees are all of the source; else more follow, as they are awaited."""
+        """Whether the list of units is complete; otherwise more units follow on demand."""
         ...
 
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
-        """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
+        """Return the units in ``[unit_start, unit_end)`` that are planned but not built."""
         ...
 
     def refreshed(self, *, awaited_units: int = 0) -> GrowingReader:
-        """Return a reader of what is committed by now.
+        """Return a reader of the current commits.
 
         Args:
-            awaited_units: The caller waits for all units below this one; for caches that are built on demand.
+            awaited_units: The caller waits for all units below this one; caches that are built on demand start them.
         """
         ...
 
@@ -131,18 +131,18 @@ def assemble(
 
     Args:
         block: Rows in slot order.
-        document_mask: Whether documents are kept apart: no label crosses from one segment into the next, and segment
-            and position ids are computed. If not, a row is one text.
+        document_mask: Whether attention is confined to a document: labels do not cross segment borders, and segment and
+            position ids are computed. Otherwise a row is one text.
         step: Step that trains on the batch.
-        cursor_after: Data state after the batch.
-        num_micro_batches: Micro-batches that the rows are divided into; they must divide evenly.
-        padding_rows: Rows to append that nothing is trained on: token 0, no label, segment 0, digest 0.
-        row_pieces: Pieces of equal length that each row is split into, one after the other. The label at a split is
-            the next token, so every token is predicted as often as before; segments are renumbered from 1 and
-            positions restart in each piece. The digest of a piece is that of its row and its index.
+        cursor_after: Data cursor after the batch.
+        num_micro_batches: Number of micro-batches; it must divide the number of rows.
+        padding_rows: Rows to append that carry no loss: token 0, ignored labels, segment 0, digest 0.
+        row_pieces: Number of equal pieces that each row is split into. The label at a split is the next token, so every
+            token is still predicted once; segments are renumbered from 1 and positions restart in each piece. A
+            piece's digest is the hash of its row's digest and its index.
     """
     num_positions = block.row_tokens - 1
-    # One allocation: several of this size at once make malloc return memory and fault it in again for each batch.
+    # One allocation: with several of this size, malloc returns the memory and faults it in again for each batch.
     shape = (4 if document_mask else 2, block.num_rows + padding_rows, num_positions)
     arrays = np.empty(shape, np.int32)
     num_target_tokens = _write_rows(block, arrays[:, : block.num_rows], document_mask=document_mask)
@@ -167,13 +167,13 @@ def assemble(
 
 
 def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> int:
-    """Fill tokens, labels and, under a document mask, segment and position ids; return the number of targets."""
+    """Fill tokens, labels and, with a document mask, segment and position ids; return the number of targets."""
     num_positions = block.row_tokens - 1
     arrays[0], arrays[1] = block.tokens_NC[:, :-1], block.tokens_NC[:, 1:]
     labels_NT = arrays[1]
     real_N = _real_tokens(block)
     if document_mask:
-        # All tokens of a segment are targets but the first.
+        # Every token of a segment except the first is a target.
         num_target_tokens = int(block.segment_lengths.sum()) - block.segment_lengths.size
         ends_S, row_S = _segment_ends(block)
         crossing = ends_S <= num_positions
@@ -181,16 +181,16 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
         _write_ids(block, ends_S, row_S, real_N, arrays[2], arrays[3])
     else:
         num_target_tokens = int(np.maximum(real_N - 1, 0).sum())
-    for row in np.flatnonzero(real_N < block.row_tokens).tolist():  # rows with padding, which are few
+    for row in np.flatnonzero(real_N < block.row_tokens).tolist():  # few rows have padding
         labels_NT[row, max(int(real_N[row]) - 1, 0) :] = IGNORED_LABEL
     return num_target_tokens
 
 
 def _split_rows(arrays: Int32Array, pieces: int) -> Int32Array:
-    """The same positions as rows of ``T / pieces``, with segment and position ids that restart in each piece."""
+    """Reshape rows of ``T`` positions into rows of ``T / pieces``; segment and position ids restart in each piece."""
     num_arrays, num_rows, num_positions = arrays.shape
     if num_positions % pieces:
-        raise ValueError(f"rows of {num_positions} positions cannot be split into {pieces} equal pieces")
+        raise ValueError(f"Rows of {num_positions} positions cannot be split into {pieces} equal pieces")
     arrays = arrays.reshape(num_arrays, num_rows * pieces, num_positions // pieces)
     if num_arrays == 4:
         ids, positions = arrays[2], arrays[3]
@@ -201,18 +201,18 @@ def _split_rows(arrays: Int32Array, pieces: int) -> Int32Array:
 
 
 def _piece_digests(digests: npt.NDArray[np.uint64], pieces: int) -> npt.NDArray[np.uint64]:
-    """The digest of each piece of each row, ``[N, pieces]``; of a whole row its own."""
+    """Return the digest of each piece of each row, ``[N, pieces]``; an unsplit row keeps its digest."""
     if pieces == 1:
         return digests[:, None]
-    of_pieces = np.empty((len(digests), pieces), np.uint64)
+    piece_digests = np.empty((len(digests), pieces), np.uint64)
     for piece in range(pieces):
         for row, digest in enumerate(digests.tolist()):
-            of_pieces[row, piece] = xxhash.xxh3_64_intdigest(struct.pack("<QII", digest, piece, pieces))
-    return of_pieces
+            piece_digests[row, piece] = xxhash.xxh3_64_intdigest(struct.pack("<QII", digest, piece, pieces))
+    return piece_digests
 
 
 def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
-    """The identity of each row: xxh3-64 of its token bytes as stored, then its segment lengths as int32."""
+    """Return the digest of each row: xxh3-64 of its stored token bytes followed by its segment lengths as int32."""
     tokens = np.ascontiguousarray(block.tokens_NC).reshape(-1).data.cast("B")
     lengths = np.ascontiguousarray(block.segment_lengths, np.int32).data.cast("B")
     row_bytes = block.row_tokens * block.tokens_NC.dtype.itemsize
@@ -226,37 +226,37 @@ def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
 
 
 def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
-    """One block in slot order from the blocks of several sources.
+    """Merge the blocks of several sources into one block in slot order.
 
     Args:
         blocks: Rows of each source.
-        slots: Where each of their rows goes; together every slot once.
+        slots: Slot of each row of each block; together they cover every slot once.
     """
     order = np.concatenate(slots)
-    where = np.empty_like(order)
-    where[order] = np.arange(len(order))
-    in_turn = np.concatenate([block.row_ptr[1:] - block.row_ptr[:-1] for block in blocks])  # segments of each row
-    first = (np.cumsum(in_turn) - in_turn)[where]
-    counts = in_turn[where]
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    row_segments = np.concatenate([block.row_ptr[1:] - block.row_ptr[:-1] for block in blocks])
+    first = (np.cumsum(row_segments) - row_segments)[inverse]
+    counts = row_segments[inverse]
     row_ptr = np.zeros(len(order) + 1, np.int64)
     np.cumsum(counts, out=row_ptr[1:])
-    taken = np.arange(int(row_ptr[-1])) + np.repeat(first - row_ptr[:-1], counts)
+    segments = np.arange(int(row_ptr[-1])) + np.repeat(first - row_ptr[:-1], counts)
     return RowBlock(
-        tokens_NC=cast("TokenArray", np.concatenate([block.tokens_NC for block in blocks])[where]),
+        tokens_NC=cast("TokenArray", np.concatenate([block.tokens_NC for block in blocks])[inverse]),
         row_ptr=row_ptr,
-        segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[taken],
-        segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[taken],
+        segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[segments],
+        segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[segments],
     )
 
 
 def _real_tokens(block: RowBlock) -> Int64Array:
-    """Tokens of each row that are not padding."""
+    """Return the number of tokens of each row that are not padding."""
     total = np.concatenate([[0], np.cumsum(block.segment_lengths, dtype=np.int64)])
     return total[block.row_ptr[1:]] - total[block.row_ptr[:-1]]
 
 
 def _segment_ends(block: RowBlock) -> tuple[Int64Array, Int64Array]:
-    """Place within its row behind each segment's last token, and the row of each segment."""
+    """Return the end of each segment within its row (exclusive), and the row of each segment."""
     row_S = np.repeat(np.arange(block.num_rows), np.diff(block.row_ptr))
     total = np.concatenate([[0], np.cumsum(block.segment_lengths, dtype=np.int64)])
     return total[1:] - total[block.row_ptr[row_S]], row_S
@@ -265,16 +265,16 @@ def _segment_ends(block: RowBlock) -> tuple[Int64Array, Int64Array]:
 def _write_ids(
     block: RowBlock, ends_S: Int64Array, row_S: Int64Array, real_N: Int64Array, ids: Int32Array, positions: Int32Array
 ) -> None:
-    """Number of the segment in its row, from 1, and place in the segment, from 0; padding is a segment numbered 0."""
+    """Fill segment ids (1-based within the row; padding is segment 0) and position ids (0-based within the segment)."""
     num_positions = ids.shape[1]
     starts = (ends_S - block.segment_lengths).astype(np.int32)
     lengths = np.minimum(ends_S, num_positions) - starts  # the last token of a full row is a label only
     numbers = (np.arange(1, row_S.size + 1) - block.row_ptr[row_S]).astype(np.int32)
     padding_N = np.maximum(num_positions - real_N, 0)
     if padding_N.any():
-        behind = block.row_ptr[1:]
-        lengths = np.insert(lengths, behind, padding_N)
-        starts = np.insert(starts, behind, real_N)
-        numbers = np.insert(numbers, behind, 0)
+        row_ends = block.row_ptr[1:]
+        lengths = np.insert(lengths, row_ends, padding_N)
+        starts = np.insert(starts, row_ends, real_N)
+        numbers = np.insert(numbers, row_ends, 0)
     ids.reshape(-1)[:] = np.repeat(numbers, lengths)
     np.subtract(np.arange(num_positions, dtype=np.int32), np.repeat(starts, lengths).reshape(ids.shape), out=positions)

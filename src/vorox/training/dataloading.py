@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus
-from vorox.data.growth import PlanGrower, Tell, await_planned
+from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
 from vorox.data.loader import BatchStream, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.training.run_plan import plan_readers
@@ -30,7 +30,7 @@ def training_batches(
     *,
     total_steps: int | None = None,
     stop: Callable[[], bool] | None = None,
-    tell: Tell | None = None,
+    report: PlanReporter | None = None,
     decides: bool = True,
 ) -> BatchStream:
     """The batches of a run from ``cursor`` on; over growing caches, for ``total_steps`` if that is given.
@@ -43,16 +43,16 @@ def training_batches(
         cursor: Where to begin.
         total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
         stop: Asked while a step waits for rows.
-        tell: Receives a message for every change that the plan takes up.
+        report: Receives a message for every change that the plan takes up.
         decides: Whether this process decides what is taken up; the others of a run follow the plan that it writes.
     """
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
     grower = None
     if plan.start.growth is not None:
-        readers = await_planned(plan, readers, stop=stop or _never, tell=tell)
+        readers = await_planned_units(plan, readers, stop=stop or _never, report=report)
     if plan.start.growth is not None and total_steps is not None:
         grower = PlanGrower(
-            plan, readers, config.data.growth, last_position=total_steps * batch, tell=tell, decides=decides
+            plan, readers, config.data.growth, last_position=total_steps * batch, report=report, decides=decides
         )
     return open_batches(
         plan,

@@ -15,26 +15,26 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import BucketReader, SourceReader, readers_of
-from vorox.data.growth import Tell, await_planned
+from vorox.data.growth import PlanReporter, await_planned_units
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import (
-    WantedStage,
+    RequestedStage,
     apply_all,
     cache_growth_events,
     covering_events,
     horizon_update_events,
     mixture_update_events,
 )
-from vorox.data.plan_events import Cut, PlanEvent, PlanStart, SourceEvent, StageEvent
+from vorox.data.plan_events import CutEvent, PlanEvent, PlanStart, SourceEvent, StageEvent
 from vorox.data.size_estimate import DatasetEstimate, estimate
 from vorox.training.schedule import Horizon
 
 
-def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
+def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage]:
     """The mixtures that a configuration asks for, by position."""
     batch, length = config.train.global_batch_sequences, config.data.sequence_length_tokens
     weights = {source.name: source.weight for source in start.sources}
-    stages = [WantedStage(0, weights)]
+    stages = [RequestedStage(0, weights)]
     for stage in config.data.stages:
         position = -(-stage.start_tokens // (batch * length)) * batch
         shares: dict[str, Fraction] = {}
@@ -47,7 +47,7 @@ def wanted_stages(config: RunConfig, start: PlanStart) -> list[WantedStage]:
                 shares[name] = shares.get(name, Fraction(0)) + exact_weight(weight)
         pieces = length // (stage.sequence_length_tokens or length)
         stages = [known for known in stages if known.start_position < position]
-        stages.append(WantedStage(position, shares or weights, pieces))
+        stages.append(RequestedStage(position, shares or weights, pieces))
     return stages
 
 
@@ -75,7 +75,7 @@ def update_plan(
     *,
     position: int = 0,
     reached: int = 0,
-    tell: Tell | None = None,
+    report: PlanReporter | None = None,
 ) -> tuple[Plan, list[PlanEvent]]:
     """Compare the plan of a run with what the configuration asks for; start one if there is none.
 
@@ -87,7 +87,7 @@ def update_plan(
         length: Length of the run. Complete caches are planned to its end; growing ones as the run reaches them.
         position: Where the run stands.
         reached: The furthest position that any attempt has trained on: what was planned up to there stays.
-        tell: Receives a report while units that the run has read are rebuilt.
+        report: Receives a report while units that the run has read are rebuilt.
 
     Returns:
         The plan, and the events that it lacks. A plan that was on disk is unchanged until they are added.
@@ -100,7 +100,7 @@ def update_plan(
     caches = {source.name: source.train for source in corpus.sources}
     if plan is not None and plan.start.growth is not None:
         for source, reader in zip(
-            plan.sources, await_planned(plan, plan_readers(plan, corpus), tell=tell), strict=True
+            plan.sources, await_planned_units(plan, plan_readers(plan, corpus), report=report), strict=True
         ):
             if isinstance(reader, CacheReader):
                 caches[source.name] = reader
@@ -111,7 +111,7 @@ def update_plan(
         plan = Plan.create(path, start, readers)
     else:
         plan.check_start(start, readers)
-    events = mixture_update_events(plan.state, start.sources, wanted_stages(config, start), position)
+    events = mixture_update_events(plan.state, start.sources, requested_stages(config, start), position)
     events += horizon_update_events(apply_all(plan.state, events), position, length.total_steps, length.warmup_steps)
     if plan.start.growth is None:
         state = apply_all(plan.state, events)
@@ -123,11 +123,11 @@ def update_plan(
     return plan, events
 
 
-def report_events(events: Sequence[PlanEvent], tell: Tell) -> None:
+def report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
     """Report to people what some events of a plan change."""
     for before, event in zip([None, *events], events, strict=False):
-        if isinstance(event, Cut) and not isinstance(before, SourceEvent):  # after one it follows from a new limit
+        if isinstance(event, CutEvent) and not isinstance(before, SourceEvent):  # after one it follows from a new limit
             text = f"Source {event.source!r} has grown: pass {event.epoch + 1:,} and later ones take it up"
-            tell("cache_grown", text)
+            report("cache_grown", text)
         for text in event.messages if isinstance(event, StageEvent) else ():
-            tell("mixture", text)
+            report("mixture", text)

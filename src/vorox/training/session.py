@@ -97,7 +97,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         open_provenance(run, config.log, progress, plan, plan_readers(plan, corpus), log) as provenance,
         training_batches(
             config, corpus, plan, engine.data_shard, progress.cursor, total_steps=total_steps,
-            stop=lambda: bool(stop.requested), tell=plan_reporter(log), decides=is_main,
+            stop=lambda: bool(stop.requested), report=plan_reporter(log), decides=is_main,
         ) as batches,
     ):  # fmt: skip
         sampler = PromptSampler(config, corpus.tokenizer, workload.spec)

@@ -75,7 +75,7 @@ def initialize_or_resume(
         plan, run.layout.plan, config, workload.corpus, length,
         position=0 if state is None else state.progress.cursor.position,
         reached=_last_recorded_step(directory, state, log) * config.train.global_batch_sequences,
-        tell=plan_reporter(log),
+        report=plan_reporter(log),
     )  # fmt: skip
     if state is None:
         _initialize_weights(workload, run)
