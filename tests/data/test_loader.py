@@ -408,7 +408,7 @@ def test_a_cursor_from_before_an_extension_is_good(plan: Plan, readers: list[Fak
 
 
 def test_first_cursor_refuses_another_seed(plan: Plan) -> None:
-    with pytest.raises(ConfigError, match="seed 11, the run has 12"):
+    with pytest.raises(ConfigError, match="seed 11, the run has seed 12"):
         first_cursor(plan, 12)
 
 
@@ -521,7 +521,7 @@ def test_validation_shards_concatenate(readers: list[FakeRows]) -> None:
 
 def test_validation_without_rows_is_refused() -> None:
     for readers in ([FakeRows("a", [0])], []):
-        with pytest.raises(DataError, match="no validation text"):
+        with pytest.raises(DataError, match="No validation text"):
             next(validation_batches(readers, num_sequences=4, micro_batch_sequences=2, document_mask=True))
 
 

@@ -256,7 +256,7 @@ def test_other_settings_are_refused_on_a_begun_plan(tmp_path: Path) -> None:
     start, readers = two_sources()
     plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
     assert Plan.open_or_create(plan.path, start, readers).digest == plan.digest
-    with pytest.raises(ConfigError, match="seed = 7, the configuration says 8"):
+    with pytest.raises(ConfigError, match="seed = 7, the configuration 8"):
         Plan.open_or_create(plan.path, PlanStart(8, True, 10, start.sources), readers)
     with pytest.raises(DataError, match="plan already exists"):
         Plan.create(plan.path, start, readers)

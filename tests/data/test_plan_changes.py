@@ -497,7 +497,7 @@ def test_a_pass_goes_on_with_units_that_it_has_not_read(
         plan.add([rest])
         assert plan.segments[0] == (begun, rest)
     else:
-        with pytest.raises(DataError, match="does not follow"):
+        with pytest.raises(DataError, match="does not continue"):
             plan.add([rest])
 
 

@@ -203,7 +203,7 @@ def test_starving_stops_saves_and_goes_on_later(tmp_path: Path, monkeypatch: pyt
     config = configuration(tmp_path, [*STRICT, "data.growth.on_starve=stop"])
     with monkeypatch.context() as patch:
         without_builder(patch)
-        with pytest.raises(Preempted, match=r"stopped after step 21 of 30: step 22 has no rows yet") as stopped:
+        with pytest.raises(Preempted, match=r"stopped after step 21 of 30: Step 22 has no rows yet") as stopped:
             run(config)
         assert "step-00000021" in stopped.value.saved
         with pytest.raises(Preempted, match="stopped after step 21 of 30"):
