@@ -281,7 +281,8 @@ def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     reader = GrowingRows("code", [4, 4], {0})
     plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic")), [reader])
     asked: list[int] = []
-    with pytest.raises(DataNotReady, match=r"Step 2 has no rows yet: source 'code' has 1 of 2 units built; the first missing one is unit 1"):
+    message = r"Step 2 has no rows yet: source 'code' has 1 of 2 units built; the first missing one is unit 1"
+    with pytest.raises(DataNotReady, match=message):
         grower_of(plan, [reader], on_starve="wait").cover(8, stop=lambda: len(asked) > 1 or asked.append(1) is not None)
     batches = open_batches(
         plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 7), global_batch_sequences=BATCH,
