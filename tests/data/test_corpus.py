@@ -256,7 +256,7 @@ class TestChangedText:
             if phase == "list texts" and done == total:
                 (tmp_path / "texts" / "030.txt").write_text("something else\n")
 
-        with pytest.raises(DataError, match="changed while its source was being read") as caught:
+        with pytest.raises(DataError, match="changed after it was listed") as caught:
             prepare(config, on_progress=meddle)
         assert caught.value.where.endswith("030.txt")
         verify(prepare(config))
@@ -332,7 +332,7 @@ class TestRefusals:
         return caught.value.hint
 
     def test_missing_path(self, tmp_path: Path) -> None:
-        self.refuse(configuration(tmp_path, texts_source(tmp_path)), DataError, "no such file", str(tmp_path / "texts"))
+        self.refuse(configuration(tmp_path, texts_source(tmp_path)), DataError, "No such file", str(tmp_path / "texts"))
 
     def test_empty_folder(self, tmp_path: Path) -> None:
         (tmp_path / "texts").mkdir()

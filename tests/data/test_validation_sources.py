@@ -22,7 +22,7 @@ from vorox.data.corpus import prepare
 from vorox.data.inspection import peek, stats, verify
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.shard_format import write_shard
-from vorox.data.transfer.export import export
+from vorox.data.transfer.token_export import export
 from vorox.training.replay import replay
 
 

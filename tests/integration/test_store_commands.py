@@ -60,7 +60,7 @@ def is_read(request: Request) -> bool:
         (Fault("answer", 400, {"Content-Type": "application/xml"}, EXPIRED), ["ExpiredToken", "AWS_SESSION_TOKEN"]),
         (
             Fault("answer", 404, {"Content-Type": "application/xml"}, GONE),
-            ["changed after it was listed", "put the old"],
+            ["changed after it was listed", "restore the old"],
         ),
     ],
 )
@@ -83,8 +83,8 @@ def test_what_stops_a_build_in_its_middle(
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("s3://nowhere/x", ["no bucket 'nowhere'"]),
-        ("gs://nowhere/x", ["no bucket 'nowhere'"]),
+        ("s3://nowhere/x", ["Bucket 'nowhere' does not exist"]),
+        ("gs://nowhere/x", ["Bucket 'nowhere' does not exist"]),
         ("s3://corpora/crawl/*.csv", ["matches no object"]),
         ("hf://someone/nothing/data", ["no repository 'someone/nothing'"]),
     ],

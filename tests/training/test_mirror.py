@@ -366,8 +366,8 @@ def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: 
     monkeypatch.setattr(ownership, "RENEW_SECONDS", 3600.0)
     owner, _ = ownership.acquire(f"{mirror}/run", lambda *_: None)
 
-    def put_and_lose(data: bytes, uri: str, *, over: Any) -> StoredFile:
-        put_bytes(data, uri, over=over)
+    def put_and_lose(data: bytes, uri: str, *, mode: Any) -> StoredFile:
+        put_bytes(data, uri, mode=mode)
         raise StoreUnreachable("no answer", where=uri, hint="wait")
 
     with monkeypatch.context() as patch:
@@ -472,7 +472,7 @@ def refusing(store: Shelf, fault: Fault, only: Any) -> Iterator[FaultProxy]:
 
 def test_a_mirror_that_cannot_be_is_refused_before_the_first_step(store: Shelf, mirror: str, tmp_path: Path) -> None:
     nowhere = on_machine(tmp_path / "a", mirror.replace("corpora", "nowhere"))
-    with pytest.raises(ConfigError, match="no bucket 'nowhere'"):
+    with pytest.raises(ConfigError, match="Bucket 'nowhere' does not exist"):
         run(nowhere)
     assert not list(Path(nowhere.run.directory).glob("*/run.json"))
     config = on_machine(tmp_path / "b", mirror)

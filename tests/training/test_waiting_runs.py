@@ -13,8 +13,7 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
 from vorox.data.storage import RetryPolicy, waiting
-from vorox.data.storage.shared_reads import SharedReads
-from vorox.data.text.range_cache import CUT_RANGES
+from vorox.data.storage.range_cache import RangeCache
 from vorox.training.chain import read_chain
 from vorox.training.display import NoDisplay
 
@@ -45,9 +44,9 @@ def test_a_run_shows_that_its_store_is_away(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(waiting, "LOG_AFTER_SECONDS", 0.3)
     monkeypatch.setattr(waiting, "SHOW_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(waiting._state, "log_times", waiting._LogTimes())
-    monkeypatch.setattr(CUT_RANGES, "_limit_bytes", 0)  # a text this small would be in memory by step 5
-    monkeypatch.setattr(SharedReads, "piece", lambda _self, _file, _position, start, end, fetch: fetch(start, end))
+    monkeypatch.setattr(waiting._state, "log_schedule", waiting._LogSchedule())
+    # A text this small would be in memory by step 5.
+    monkeypatch.setattr(RangeCache, "get", lambda _self, _file, _position, start, end, fetch: fetch(start, end))
     shown = Shown()
     with http_server(tmp_path / "text") as server, fault_proxy(server.url) as proxy:
         away = Fault("answer", 503, {"Retry-After": "1"})

@@ -131,6 +131,8 @@ def _mirror_line(place: str) -> str:
 
 def _look_at_text(config: RunConfig) -> _Text:
     """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
+    from contextlib import ExitStack
+
     from vorox.cli.build_display import BuildDisplay
     from vorox.data.cache_location import cache_root
     from vorox.data.corpus import exact_weights
@@ -139,7 +141,9 @@ def _look_at_text(config: RunConfig) -> _Text:
 
     root, display = cache_root(config.data), BuildDisplay()
     try:
-        listed = list_sources(config, exact_weights(config.data), root, display, build=False, is_dry=True)
+        with ExitStack() as reads:
+            weights = exact_weights(config.data)
+            listed = list_sources(config, weights, root, display, build=False, is_dry=True, reads=reads)
     finally:
         display.close()
     caches: list[_Cache] = []

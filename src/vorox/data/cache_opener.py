@@ -32,9 +32,8 @@ from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
 from vorox.data.text.holdout import SPLITS, Split
-from vorox.data.text.shared_reader import SharedReader, splits_share_units
 from vorox.data.text.sources import Source, read_units
-from vorox.data.text.unit_reader import UnitReader
+from vorox.data.text.unit_reader import SplitPairReader, UnitReader, splits_share_units
 from vorox.data.text.unit_splitter import UnitSplitter, first_units, reject_empty_source, units_of_both_splits
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
@@ -129,7 +128,7 @@ class CacheOpener:
             return self.open(source, "train"), self.open(source, "validation")
         cut = (None, None) if planned else units_of_both_splits(train.source, self.data.cache.unit_bytes)
         units = {split: self._units(places[split], split, known) for split, known in zip(SPLITS, cut, strict=True)}
-        reader = SharedReader(train.source, "train")
+        reader = SplitPairReader(train.source, "train")
         with ExitStack() as stack:
             targets: list[BuildTarget] = []
             for split, place in places.items():

@@ -33,7 +33,6 @@ from vorox.data.streaming.stream import StreamReader
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.text.holdout import Split
 from vorox.data.text.listing import Note
-from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_transforms
@@ -200,8 +199,6 @@ def prepare(
     if streams is not None:
         opened = _with_first_segments(opened, streams, report)
     backgrounds = tuple(opener.backgrounds)
-    if streams is None and not backgrounds:
-        CUT_RANGES.clear()  # everything is built
     return Corpus(
         data, tokenizer, opened, weights, root, listed.held_out, listed.notes, validated, streams, backgrounds
     )

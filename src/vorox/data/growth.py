@@ -103,9 +103,9 @@ class PlanGrower:
         return None
 
     def _cover(self, position: int, ahead: int, stop: Callable[[], bool]) -> None:
-        from vorox.data.storage.waiting import may_wait  # only needed while rows are missing
+        from vorox.data.storage.waiting import track_stall  # only needed while rows are missing
 
-        with may_wait(str(self._plan.path)) as wait:
+        with track_stall(str(self._plan.path)) as stall:
             while self._plan.num_positions < ahead:
                 is_required = self._plan.num_positions < position
                 if self._extend(is_required):
@@ -115,7 +115,7 @@ class PlanGrower:
                 if self._growth.on_starve == "stop":
                     raise self._not_ready()
                 self._check_stop(stop)
-                wait.because(self._reason(), failed=False)
+                stall.report(self._reason(), failed=False)
                 time.sleep(_POLL_SECONDS)
 
     def _extend(self, is_required: bool) -> bool:

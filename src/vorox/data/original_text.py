@@ -7,6 +7,7 @@ otherwise the reason is returned too.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -21,7 +22,7 @@ from vorox.core.schema import SourceConfig
 from vorox.data.difficulty_buckets import cache_name, cache_of
 from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.provenance_queries import DocumentOrigin, RowOrigin, RunDataIndex
-from vorox.data.storage import StoredFile, list_files
+from vorox.data.storage import StoredFile, cache_ranges, list_files
 from vorox.data.text.formats import read_record
 from vorox.data.tokenizers.loading import load
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -48,6 +49,11 @@ class TextFinder:
     def __init__(self, run_data: RunDataIndex) -> None:
         self._run_data = run_data
         self._files: dict[str, StoredFile] = {}
+        self._cached_ranges = ExitStack()
+
+    def close(self) -> None:
+        """Release what is cached of the files. Repeatable."""
+        self._cached_ranges.close()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -112,6 +118,7 @@ class TextFinder:
             if known.version is not None and known.version != document.version:
                 known = replace(known, version=document.version)
             self._files[document.uri] = known
+            self._cached_ranges.enter_context(cache_ranges([known]))
         return known
 
 

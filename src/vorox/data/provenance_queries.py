@@ -25,7 +25,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader, cache_of
 from vorox.data.documents import DocumentSpan
 from vorox.data.run_data_index import RunDataIndex, attempt_notes
-from vorox.data.storage import absolute
+from vorox.data.storage import canonical_uri
 from vorox.data.text.formats import has_row_groups
 from vorox.data.tokenizers.loading import load
 
@@ -313,7 +313,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
     Raises:
         ConfigError: No file matches, or files of several URIs do.
     """
-    names = {name, absolute(name)} if "://" not in name else {name}
+    names = {name, canonical_uri(name)} if "://" not in name else {name}
     listed = [
         (index, number, file.uri)
         for index, reader in enumerate(run_data.readers)
@@ -341,7 +341,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
 
 def is_held_out(run_data: RunDataIndex, name: str) -> bool:
     """Return whether a file, by the end of its name, is one of ``data.validation.sources``, which no step trains on."""
-    names, ends = {name, absolute(name)} if "://" not in name else {name}, "/" + name.lstrip("./")
+    names, ends = {name, canonical_uri(name)} if "://" not in name else {name}, "/" + name.lstrip("./")
     directories = [
         Path(path)
         for paths in attempt_notes(run_data.directory, "validation_caches")

@@ -22,7 +22,7 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
 from vorox.data.cache_opener import PrepareProgress
-from vorox.data.storage import ContentVersions, shared_reads
+from vorox.data.storage import ContentVersions, cache_ranges
 from vorox.data.text.holdout import ALL_HELD_OUT
 from vorox.data.text.holdout_selection import describe_holdout, select_holdout
 from vorox.data.text.listing import Note
@@ -97,7 +97,7 @@ def list_sources(
     sources = [_without(source, held_out) for source in listed]
     if reads is not None:
         for source in (*sources, *validation):
-            reads.enter_context(shared_reads.registered(source.stored))
+            reads.enter_context(cache_ranges(source.stored))
     # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
 
     def choose_holdout(source: Source) -> Source:

@@ -17,7 +17,7 @@ from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
-from vorox.data.storage.waiting import told_of_waits
+from vorox.data.storage.waiting import observe_stalls
 from vorox.experiments.tracking import Tracker
 from vorox.models.huggingface_config import huggingface_files
 from vorox.training import resume, user_functions
@@ -57,7 +57,7 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
     """
     log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, echo=display.message)
     try:
-        with log.capture(), told_of_waits(lambda wait: display.waiting(None if wait is None else str(wait))):
+        with log.capture(), observe_stalls(lambda wait: display.waiting(None if wait is None else str(wait))):
             yield log
     except BaseException as error:
         log.exception(error)

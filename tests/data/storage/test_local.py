@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
-from vorox.data.storage import ContentVersions, content_hash, list_files, local_path, open_range, root_of
+from vorox.data.storage import ContentVersions, content_hash, list_files, listing_root, local_path, open_range
 from vorox.data.storage import versions as storage
 
 
@@ -77,7 +77,7 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     assert names(tmp_path / "real") == ["a.txt"]
 
 
-@pytest.mark.parametrize(("name", "what"), [("missing", "no such file"), ("*.nothing", "no such file")])
+@pytest.mark.parametrize(("name", "what"), [("missing", "No such file"), ("*.nothing", "No such file")])
 def test_missing_location_is_named(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
         list_files(str(tmp_path / name), (".txt",))
@@ -87,7 +87,7 @@ def test_missing_location_is_named(tmp_path: Path, name: str, what: str) -> None
 
 def test_folder_with_other_endings_suggests_a_glob(tmp_path: Path) -> None:
     write(tmp_path / "a.md")
-    with pytest.raises(DataError, match=r"no \.txt file; it holds \.md") as caught:
+    with pytest.raises(DataError, match=r"no \.txt file; it contains \.md") as caught:
         list_files(str(tmp_path), (".txt",))
     assert "**/*.md" in caught.value.hint
     assert "data.sources" not in caught.value.hint, "only the caller knows which source this is"
@@ -139,7 +139,7 @@ def test_changed_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path / "a.txt", b"0123456789")
     (file,) = list_files(str(path), ())
     write(path, content + b"\n" * (content == b"other size"), age_seconds=5)
-    with pytest.raises(DataError, match="changed while") as caught, open_range(file):
+    with pytest.raises(DataError, match="changed after it was listed") as caught, open_range(file):
         pass
     assert caught.value.where == str(path)
 
@@ -153,7 +153,7 @@ def test_change_during_the_read_is_noticed_at_its_end(tmp_path: Path) -> None:
             reader.read(3)
             write(path, b"9876543210")
 
-    with pytest.raises(DataError, match="changed while"):
+    with pytest.raises(DataError, match="changed after it was listed"):
         read_slowly()
 
 
@@ -166,7 +166,7 @@ def test_content_hash_is_sha256(tmp_path: Path) -> None:
 class TestContentVersions:
     def test_unchanged_file_is_hashed_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = tmp_path / "memory.json"
-        monkeypatch.setattr(storage, "_SETTLED_NANOSECONDS", -1)
+        monkeypatch.setattr(storage, "_SETTLE_NANOSECONDS", -1)
         (file,) = list_files(str(write(tmp_path / "a.txt")), ())
         first = ContentVersions(memory)
         version = first.version(file)
@@ -180,10 +180,10 @@ class TestContentVersions:
         path, memory = write(tmp_path / "a.txt", "aaaa"), tmp_path / "memory.json"
         (file,) = list_files(str(path), ())
         versions = ContentVersions(memory)
-        versions._known[file.uri] = [file.stamp, "old"]
+        versions._known[file.uri] = [file.stat_signature, "old"]
         assert versions.version(file) == "old"
         path.write_text("bbbb")
-        os.utime(path, ns=(path.stat().st_atime_ns, int(file.stamp.split("-")[1])))
+        os.utime(path, ns=(path.stat().st_atime_ns, int(file.stat_signature.split("-")[1])))
         (changed,) = list_files(str(path), ())
         assert changed.size_bytes == file.size_bytes
         assert versions.version(changed) == hashlib.sha256(b"bbbb").hexdigest()
@@ -215,7 +215,7 @@ def test_standard_library_has_portable_names() -> None:
 
 def test_root_is_what_names_are_relative_to(tmp_path: Path) -> None:
     file = write(tmp_path / "sub" / "a.txt")
-    assert root_of(str(tmp_path)) == str(tmp_path)
-    assert root_of(str(file)) == str(tmp_path / "sub")
-    assert root_of(f"{tmp_path}/*/a.*") == str(tmp_path)
-    assert root_of(f"{tmp_path}/**") == str(tmp_path)
+    assert listing_root(str(tmp_path)) == str(tmp_path)
+    assert listing_root(str(file)) == str(tmp_path / "sub")
+    assert listing_root(f"{tmp_path}/*/a.*") == str(tmp_path)
+    assert listing_root(f"{tmp_path}/**") == str(tmp_path)

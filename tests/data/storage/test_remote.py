@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoredFile, background, in_one_budget, retry_budget, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoredFile, background, iterate_in_budget, retry_budget, waiting_for_data
 from vorox.data.storage import remote as remote_module
-from vorox.data.storage.remote import Asker, Keep, Receive, list_remote, open_remote_range, open_remote_seekable
-from vorox.data.storage.retry import TransientError
+from vorox.data.storage.remote import Receive, UriFilter, list_remote, open_remote_range, open_remote_seekable
+from vorox.data.storage.retry import RetryingClient, TransientError
 
 CONTENT = random.Random(0).randbytes(50_000)
-FILE = StoredFile("s3://bucket/file", len(CONTENT), "stamp", 0, "version:1")
+FILE = StoredFile("s3://bucket/file", len(CONTENT), "signature", 0, "version:1")
 POLICY = RetryPolicy(
-    retries_per_unit=10_000, first_backoff_seconds=1e-5, longest_backoff_seconds=1e-4, piece_bytes=7_000
+    retries_per_unit=10_000, first_backoff_seconds=1e-5, longest_backoff_seconds=1e-4, request_bytes=7_000
 )  # fmt: skip
 
 
@@ -38,15 +38,15 @@ class FakeStore:
     uris: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    async def describe(self, uri: str, ask: Asker) -> StoredFile | None:
+    async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
         return StoredFile(uri, 1, "", 0, "v") if uri in self.uris else None
 
-    async def search(self, prefix: str, keep: Keep, ask: Asker) -> list[StoredFile]:
-        found = [uri for uri in self.uris if uri.startswith(prefix) and keep(uri)]
+    async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
+        found = [uri for uri in self.uris if uri.startswith(prefix) and matches(uri)]
         random.Random(self.seed).shuffle(found)
         return [StoredFile(uri, 1, "", 0, "v") for uri in found]
 
-    async def send(
+    async def stream_range(
         self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
     ) -> None:
         with self.lock:
@@ -64,8 +64,8 @@ class FakeStore:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote_module, "_FIRST_PIECE_BYTES", 900)
-    monkeypatch.setattr(remote_module, "_LEAST_RANDOM_BYTES", 3_000)
+    monkeypatch.setattr(remote_module, "_FIRST_FETCH_BYTES", 900)
+    monkeypatch.setattr(remote_module, "_MIN_RANDOM_READ_BYTES", 3_000)
     with retry_budget(POLICY):
         yield
     assert waiting_for_data() is None
@@ -128,13 +128,13 @@ def test_units_have_budgets_of_their_own_in_one_thread() -> None:
             yield reader.read()
 
     for _ in range(2):
-        with pytest.raises(DataError, match="in 4 tries; the last time: it broke"):
-            list(in_one_budget(unit(), policy))
+        with pytest.raises(DataError, match="in 4 tries; last: it broke"):
+            list(iterate_in_budget(unit(), policy))
 
 
 def test_a_store_that_sends_a_wrong_length_is_a_fault_of_ours() -> None:
     class Wrong(FakeStore):
-        async def send(
+        async def stream_range(
             self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
         ) -> None:
             receive(b"x")
@@ -147,7 +147,7 @@ def test_a_reader_that_is_left_stops_fetching() -> None:
     """Of a store that never answers, so that no fetch ends by itself."""
 
     class Mute(FakeStore):
-        async def send(
+        async def stream_range(
             self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
         ) -> None:
             self.sent.append((start_byte, end_byte))

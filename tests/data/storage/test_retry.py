@@ -18,7 +18,7 @@ import pytest
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoreUnreachable, in_one_budget, retry_budget, waiting, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoreUnreachable, iterate_in_budget, retry_budget, waiting, waiting_for_data
 from vorox.data.storage.retry import (
     NoConnection,
     RetryBudget,
@@ -82,7 +82,7 @@ def test_the_budget_belongs_to_the_unit_and_not_to_the_file() -> None:
         assert current_budget() is budget
         Script(*failures(3), "a").run(current_budget())
         assert budget.left == 2
-        with pytest.raises(DataError, match="in 6 tries; the last time: HTTP 503 number 2") as caught:
+        with pytest.raises(DataError, match="in 6 tries; last: HTTP 503 number 2") as caught:
             Script(*failures(4), "b").run(current_budget())
     assert caught.value.where == "s3://bucket/file"
     assert "same command again" in caught.value.hint
@@ -105,7 +105,7 @@ def test_a_generator_has_a_budget_of_its_own_and_sets_none_for_others() -> None:
         finally:
             closed.append(True)
 
-    first, second = (in_one_budget(unit(name), POLICY) for name in "ab")
+    first, second = (iterate_in_budget(unit(name), POLICY) for name in "ab")
     with retry_budget() as outside:
         budgets = [(next(first), next(second)) for _ in range(2)]
         assert current_budget() is outside
@@ -152,7 +152,7 @@ def test_retry_after_is_the_least_delay() -> None:
 
 
 def test_a_store_that_asks_for_a_day_is_an_error_that_says_so() -> None:
-    with pytest.raises(DataError, match=r"come back in 86,400 s \(HTTP 429\)"):
+    with pytest.raises(DataError, match=r"retry after 86,400 s \(HTTP 429\)"):
         Script(TransientError("HTTP 429", 86_400.0), "x").run()
 
 
@@ -201,30 +201,30 @@ class TestWaiting:
         assert waiting_for_data() is None, "giving up ends the wait as well"
 
     def test_the_longest_wait_is_told_and_threads_do_not_mix(self) -> None:
-        first, second = waiting.Wait("first"), waiting.Wait("second")
-        first.because("HTTP 503")
-        thread = threading.Thread(target=second.because, args=("HTTP 429",))
+        first, second = waiting.Stall("first"), waiting.Stall("second")
+        first.report("HTTP 503")
+        thread = threading.Thread(target=second.report, args=("HTTP 429",))
         thread.start()
         thread.join()
         told = waiting_for_data()
         assert told is not None
         assert told.uri == "first"
         assert "waiting for data since" in str(told)
-        first.over()
+        first.clear()
         told = waiting_for_data()
         assert told is not None
         assert told.uri == "second"
-        second.over()
-        second.over()
+        second.clear()
+        second.clear()
         assert waiting_for_data() is None
 
     def test_a_moment_is_not_worth_a_line(self, caplog: pytest.LogCaptureFixture) -> None:
         told: list[str | None] = []
-        with waiting.told_of_waits(lambda state: told.append(str(state))):
-            wait = waiting.Wait("hf://a/b")
+        with waiting.observe_stalls(lambda state: told.append(str(state))):
+            wait = waiting.Stall("hf://a/b")
             for _ in range(3):
-                wait.because("HTTP 503")
-            wait.over()
+                wait.report("HTTP 503")
+            wait.clear()
         assert caplog.messages == told == []
 
     def test_the_log_tells_of_a_wait_in_which_nothing_happens(
@@ -234,14 +234,14 @@ class TestWaiting:
         caplog.set_level(logging.INFO, "vorox.data.storage")
         for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
             monkeypatch.setattr(waiting, name, 0.01)
-        monkeypatch.setattr(waiting._state, "log_times", waiting._LogTimes())
-        told: list[waiting.WaitingForData | None] = []
-        wait = waiting.Wait("hf://a/b")
-        with waiting.told_of_waits(told.append):
+        monkeypatch.setattr(waiting._state, "log_schedule", waiting._LogSchedule())
+        told: list[waiting.StallingForData | None] = []
+        wait = waiting.Stall("hf://a/b")
+        with waiting.observe_stalls(told.append):
             for _ in range(3):
-                wait.because("HTTP 503")
+                wait.report("HTTP 503")
             wait_until(lambda: len(caplog.messages) == 1 and len(told) >= 3)
-            wait.over()
+            wait.clear()
         assert len(caplog.messages) == 2, "once at its start, once at its end"
         assert "because HTTP 503 after 3 failed tries [hf://a/b]" in caplog.messages[0]
         assert "data flows again" in caplog.messages[1]
@@ -257,33 +257,33 @@ class TestWaiting:
 
     def test_waits_that_follow_each_other_do_not_fill_the_log(self) -> None:
         """A store that stumbles for 6 s in every 10, all day: by the rule, not by the clock of this machine."""
-        times, lines = waiting._LogTimes(), []
+        times, lines = waiting._LogSchedule(), []
         for begin in range(0, 86_400, 10):
-            times.begin(begin)
+            times.start(begin)
             told = [now for now in range(begin, begin + 7) if times.is_due(now)]
             lines += told
             times.end(begin + 6)
         assert lines[0] == 5
         assert len(lines) < 6 + 86_400 / 600
-        quiet = waiting._LogTimes()
+        quiet = waiting._LogSchedule()
         for begin in (0, 7200, 14_400):
-            quiet.begin(begin)
+            quiet.start(begin)
             assert [now - begin for now in range(begin, begin + 1000) if quiet.is_due(now)] == [5, 65, 185, 425, 905]
             quiet.end(begin + 1000)
 
     def test_secrets_do_not_get_into_it(self) -> None:
-        wait = waiting.Wait("https://host/x?token=hf_abcdefABCDEF123456")
-        wait.because("password=hunter2hunter2")
+        wait = waiting.Stall("https://host/x?token=hf_abcdefABCDEF123456")
+        wait.report("password=hunter2hunter2")
         told = waiting_for_data()
-        wait.over()
+        wait.clear()
         assert told is not None
         assert "hf_abc" not in str(told)
         assert "hunter2" not in str(told)
 
     def test_it_is_over_when_the_reader_is_interrupted(self) -> None:
         def fail() -> None:
-            with waiting.may_wait("x") as wait:
-                wait.because("late", failed=False)
+            with waiting.track_stall("x") as wait:
+                wait.report("late", failed=False)
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -299,8 +299,8 @@ def test_a_store_that_was_never_reached_is_given_up_after_a_stated_time() -> Non
     policy = RetryPolicy(first_backoff_seconds=0.02, longest_backoff_seconds=0.05, first_connection_seconds=0.3)
     told: list[str] = []
 
-    class Told(waiting.Wait):
-        def because(self, reason: str, *, failed: bool = True) -> None:
+    class Told(waiting.Stall):
+        def report(self, reason: str, *, failed: bool = True) -> None:
             told.append(reason)
 
     async def attempt() -> str:

@@ -28,7 +28,7 @@ BODY = b"".join(b"%07d\n" % number for number in range(50_000))
 PIECE = 1 << 16
 POLICY = RetryPolicy(
     retries_per_unit=20, first_backoff_seconds=0.005, longest_backoff_seconds=0.02, stall_seconds=0.4, late_seconds=0.1,
-    piece_bytes=PIECE,
+    request_bytes=PIECE,
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_the_budget_ends_it_with_what_happened(store: Shelf) -> None:
         proxy.error_503_fraction = 1.0
         with (
             retry_budget(RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.001)),
-            pytest.raises(DataError, match=r"in 5 tries; the last time: HTTP 503") as caught,
+            pytest.raises(DataError, match=r"in 5 tries; last: HTTP 503") as caught,
             open_range(file, 0, 10) as reader,
         ):
             reader.read()
@@ -157,7 +157,7 @@ def test_a_lasting_refusal_is_not_tried_again(store: Shelf) -> None:
         (file,) = list_files(f"{root}/a.txt", ())
         for status, what in [
             (403, "refuses access"),
-            (404, "changed after it was listed: it is gone"),
+            (404, "changed after it was listed: it, or this version of it, was deleted"),
             (400, "HTTP 400"),
         ]:
             proxy.log.clear()
@@ -173,7 +173,7 @@ def test_a_lasting_refusal_is_not_tried_again(store: Shelf) -> None:
 def test_random_access_survives_faults(store: Shelf) -> None:
     with store.behind(error_503_fraction=0.2, truncated_fraction=0.2, seed=3) as (root, _):
         (file,) = list_files(f"{root}/a.txt", ())
-        with retry_budget(RetryPolicy(retries_per_unit=200, first_backoff_seconds=0.001, piece_bytes=5_000)):
+        with retry_budget(RetryPolicy(retries_per_unit=200, first_backoff_seconds=0.001, request_bytes=5_000)):
             for _ in range(3):
                 with open_seekable(file) as reader:
                     for offset in (399_990, 17, 200_000, 60_000):
@@ -186,7 +186,7 @@ def test_many_random_faults_change_nothing(store: Shelf) -> None:
         proxy.only = is_read
         with retry_budget(
             RetryPolicy(
-                retries_per_unit=500, first_backoff_seconds=0.001, longest_backoff_seconds=0.01, piece_bytes=9_000
+                retries_per_unit=500, first_backoff_seconds=0.001, longest_backoff_seconds=0.01, request_bytes=9_000
             )
         ):
             assert read_all(root) == BODY

@@ -18,13 +18,13 @@ from vorox.data.storage import (
     list_files,
     open_range,
     open_seekable,
-    place_in,
+    relative_name,
     retry_budget,
 )
 
 BODY = b"".join(b"line %d of a text\n" % number for number in range(20_000))
 NAMES = ["b.txt", "a.txt", "deep/er/c.txt", "deep/d e+f%.TXT", "note.md", ".hidden.txt", ".git/x.txt", "skipped/s.txt"]
-POLICY = RetryPolicy(retries_per_unit=3, first_backoff_seconds=0.01, stall_seconds=2, piece_bytes=1 << 16)
+POLICY = RetryPolicy(retries_per_unit=3, first_backoff_seconds=0.01, stall_seconds=2, request_bytes=1 << 16)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -37,7 +37,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def places(store: Shelf, files: list[StoredFile]) -> list[str]:
-    return [str(place_in(store.root, file.uri)) for file in files]
+    return [str(relative_name(store.root, file.uri)) for file in files]
 
 
 def test_a_folder_is_searched_recursively_without_hidden_names(store: Shelf) -> None:
@@ -68,7 +68,7 @@ def test_patterns_mean_what_they_mean_on_a_disk(store: Shelf, pattern: str, expe
 def test_a_single_object_is_taken_whatever_its_ending(store: Shelf) -> None:
     (file,) = list_files(f"{store.root}/note.md", (".txt",))
     assert file.uri == f"{store.root}/note.md"
-    assert place_in(f"{store.root}/note.md", file.uri) == "note.md"
+    assert relative_name(f"{store.root}/note.md", file.uri) == "note.md"
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, None), (100, 100), (65_000, 200_001), (1 << 16, 1 << 17)])
@@ -140,7 +140,7 @@ def test_a_replaced_object_is_an_error_or_still_the_old_one(store: Shelf, openin
         with pytest.raises(DataError, match="changed after it was listed") as caught:
             read()
         assert caught.value.where == file.uri
-        assert "put the old object back" in caught.value.hint
+        assert "restore the old object" in caught.value.hint
     (now,) = list_files(f"{store.root}/{name}", ())
     assert now.version != file.version
     with open_range(now) as reader:
@@ -161,7 +161,11 @@ def test_copies_are_known_without_reading_them(store: Shelf) -> None:
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("missing.txt", "no such object"), ("missing/*.txt", "matches no object"), ("**/*.csv", "matches no object")],
+    [
+        ("missing.txt", "No object has this name"),
+        ("missing/*.txt", "matches no object"),
+        ("**/*.csv", "matches no object"),
+    ],
 )
 def test_a_missing_location_is_named(store: Shelf, name: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
@@ -171,6 +175,6 @@ def test_a_missing_location_is_named(store: Shelf, name: str, what: str) -> None
 
 
 def test_a_folder_of_other_endings_suggests_a_glob(store: Shelf) -> None:
-    with pytest.raises(DataError, match=r"no \.csv file; it holds .*\.txt") as caught:
+    with pytest.raises(DataError, match=r"no \.csv file; it contains .*\.txt") as caught:
         list_files(store.root, (".csv",))
     assert f"{store.root}/**/*" in caught.value.hint

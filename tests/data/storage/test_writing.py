@@ -15,10 +15,10 @@ from servers import Fault, FaultProxy, Request
 from servers.shelves import WRITABLE, Shelf, shelf
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import (
-    ConditionFailed,
     RetryPolicy,
     StoredFile,
     StoreUnreachable,
+    WriteConflict,
     cloud,
     list_objects,
     open_range,
@@ -78,14 +78,14 @@ def test_what_is_put_can_be_listed_read_and_removed(store: Shelf, large: Path) -
 
 def test_a_condition_lets_one_of_two_writers_through(store: Shelf) -> None:
     uri = f"{store.root}/OWNER.json"
-    first = put_bytes(b"one", uri, over="nothing")
-    with pytest.raises(ConditionFailed):
-        put_bytes(b"two", uri, over="nothing")
-    second = put_bytes(b"three", uri, over=first)
-    with pytest.raises(ConditionFailed):
-        put_bytes(b"four", uri, over=first)
+    first = put_bytes(b"one", uri, mode="create")
+    with pytest.raises(WriteConflict):
+        put_bytes(b"two", uri, mode="create")
+    second = put_bytes(b"three", uri, mode=first)
+    with pytest.raises(WriteConflict):
+        put_bytes(b"four", uri, mode=first)
     assert content(list_objects(store.root)[0]) == b"three"
-    put_bytes(b"five", uri, over=second)
+    put_bytes(b"five", uri, mode=second)
     assert content(list_objects(store.root)[0]) == b"five"
 
 
@@ -95,10 +95,10 @@ def test_a_write_whose_answer_was_lost_is_our_own(store: Shelf) -> None:
     with store.behind() as (_, proxy):
         proxy.only = lambda request: request.method in {"PUT", "POST"}
         lose_answers(proxy, 1)
-        written = put_bytes(b"mine", uri, over="nothing")
+        written = put_bytes(b"mine", uri, mode="create")
     assert content(written) == b"mine"
-    with pytest.raises(ConditionFailed):
-        put_bytes(b"yours", uri, over="nothing")
+    with pytest.raises(WriteConflict):
+        put_bytes(b"yours", uri, mode="create")
 
 
 def test_a_store_that_is_gone_is_not_another_writer(store: Shelf) -> None:
@@ -116,7 +116,7 @@ def test_a_store_that_is_gone_is_not_another_writer(store: Shelf) -> None:
 
         proxy._ask = ask  # type: ignore[method-assign]
         with pytest.raises(StoreUnreachable):
-            put_bytes(b"mine", uri, over="nothing")
+            put_bytes(b"mine", uri, mode="create")
     assert content(list_objects(store.root)[0]) == b"mine"
 
 
@@ -168,9 +168,9 @@ def test_other_bytes_than_were_sent_are_noticed_and_sent_again(store: Shelf, lar
 
 def test_refusals_are_said_at_once(store: Shelf) -> None:
     bucket = store.root.replace(store.root.split("/")[2], "nowhere")
-    with pytest.raises(DataError, match="no bucket 'nowhere'"):
+    with pytest.raises(DataError, match="Bucket 'nowhere' does not exist"):
         put_bytes(b"x", f"{bucket}/x")
-    with pytest.raises(DataError, match="no bucket 'nowhere'"):
+    with pytest.raises(DataError, match="Bucket 'nowhere' does not exist"):
         list_objects(bucket)
     with store.behind() as (root, proxy):
         proxy.script(*[Fault("answer", 403)] * 3)
@@ -178,24 +178,24 @@ def test_refusals_are_said_at_once(store: Shelf) -> None:
             put_bytes(b"x", f"{root}/x")
         proxy.scripted.clear()
         proxy.script(*[Fault("answer", 503)] * 100)
-        with pytest.raises(DataError, match="did not answer rightly in 21 tries"):
+        with pytest.raises(DataError, match="Unexpected response from the store in 21 tries"):
             put_bytes(b"x", f"{root}/x")
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     for place in (str(tmp_path / "x"), "hf://someone/x", "https://host/x"):
-        with pytest.raises(ConfigError, match="nothing can be written there"):
+        with pytest.raises(ConfigError, match="not writable"):
             put_bytes(b"x", place)
 
 
 def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
     """Whoever opens the budget says who is told; nobody takes an upload for a reader that waits."""
-    from vorox.data.storage.waiting import Wait
+    from vorox.data.storage.waiting import Stall
 
     told: list[str] = []
 
-    class Told(Wait):
-        def because(self, reason: str, *, failed: bool = True) -> None:
+    class Told(Stall):
+        def report(self, reason: str, *, failed: bool = True) -> None:
             told.append(reason)
             assert waiting_for_data() is None
 
@@ -205,7 +205,7 @@ def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
         def __exit__(self, *exception: object) -> None:
             pass
 
-    with store.behind() as (root, proxy), retry_budget(waits=Told):
+    with store.behind() as (root, proxy), retry_budget(tracker=Told):
         proxy.script(Fault("answer", 503), Fault("answer", 500))
         put_bytes(b"x", f"{root}/x")
     assert len(told) == 2

@@ -17,7 +17,6 @@ from servers import http_server
 from servers.recorded import Request
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.data.text import file_content
-from vorox.data.text.range_cache import CUT_RANGES
 
 KIBIBYTE = 1 << 10
 
@@ -56,7 +55,6 @@ FORMS: dict[str, tuple[str, Callable[[list[str]], bytes]]] = {
 def requests_of_an_epoch(folder: Path, name: str, form: str, data: bytes, **changes: Any) -> list[Request]:
     """Every request for content, with nothing remembered from earlier tests."""
     file_content._scan.cache_clear()
-    CUT_RANGES.clear()
     (folder / "web").mkdir()
     (folder / "web" / f"a.{name}").write_bytes(data)
     settings: dict[str, Any] = {

@@ -18,7 +18,6 @@ from servers import http_server
 from servers.web import WebServer
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.data.text import file_content
-from vorox.data.text.range_cache import CUT_RANGES
 
 UNIT_BYTES = 1 << 18
 MEGABYTES = 24
@@ -77,7 +76,6 @@ def test_the_first_samples_take_a_prefix(tmp_path: Path, texts: list[str], name:
     """A few units, each read to be cut and to be built, and what is read ahead; bounds do not know the corpus' size."""
     form, encode, compress = FORMS[name]
     file_content._scan.cache_clear()
-    CUT_RANGES.clear()
     data = compress(encode(texts))
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / f"a.{name}").write_bytes(data)
@@ -96,7 +94,6 @@ def test_a_state_goes_on_where_it_was_made(tmp_path: Path, texts: list[str], nam
     """What lies before is not read again; of a compressed file it is, as far as it has no other place to begin."""
     form, encode, compress = FORMS[name]
     file_content._scan.cache_clear()
-    CUT_RANGES.clear()
     data = compress(encode(texts[: len(texts) // 4]))
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / f"a.{name}").write_bytes(data)
@@ -112,7 +109,6 @@ def test_a_state_goes_on_where_it_was_made(tmp_path: Path, texts: list[str], nam
         shutil.rmtree(next((tmp_path / "cache" / "streams").glob("*")) / "chunks")
         server.log.clear()
         file_content._scan.cache_clear()
-        CUT_RANGES.clear()
         again = dataset(server, f"a.{name}", form, tmp_path / "cache")
         again.load_state_dict(state)
         samples = iter(again)

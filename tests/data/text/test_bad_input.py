@@ -345,7 +345,7 @@ class TestFallback:
         (note,) = listed.notes
         assert note.kind == "fallback"
         assert f"{tmp_path}/b.jsonl" in note.text
-        assert f"{tmp_path}/a.jsonl: there is no such file" in note.text
+        assert f"{tmp_path}/a.jsonl: No such file" in note.text
         assert [r.text for r in records(config) if isinstance(r, Document)] == ["second"]
         (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
         again = list_source(config)

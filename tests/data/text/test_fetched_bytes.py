@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import pytest
 from servers import http_server
 from vorox.core.config import load_config
 from vorox.data.corpus import prepare
-from vorox.data.storage import StoredFile, list_files
-from vorox.data.text import range_cache
-from vorox.data.text.range_cache import CUT_RANGES, RangeCache
+from vorox.data.storage import cache_ranges, list_files, open_range
+from vorox.data.storage.remote import RANGE_CACHE
 
 PROBED_BYTES = 6 << 20
 """Read of a source of any size to find the rule of its held-out part, with what readers had asked for ahead."""
@@ -28,13 +26,6 @@ BODIES = {
 }
 PROBED_FRACTION = 0.25
 """Of these files of 4 MB: what readers that were closed early had asked for ahead, and the borders of the sample."""
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    CUT_RANGES.clear()
-    yield
-    CUT_RANGES.clear()
 
 
 def fetched(tmp_path: Path, form: str, ending: str, **settings: Any) -> tuple[float, int]:
@@ -78,40 +69,31 @@ def test_so_does_one_that_trains_its_tokenizer(tmp_path: Path) -> None:
 def test_files_beyond_the_cache_are_cut_once_and_read_once_for_each_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CUT_RANGES, "_limit_bytes", 1 << 20)
+    monkeypatch.setattr(RANGE_CACHE, "_limit_bytes", 1 << 20)
     factor, _ = fetched(tmp_path, "jsonl", "")
     assert factor <= 3 + PROBED_BYTES / len(BODIES["jsonl"])
 
 
-def test_the_cache_is_bounded_and_gives_what_it_was_given() -> None:
-    file, other = (StoredFile(f"http://host/{name}", 1000, "stamp", 0, "etag:1") for name in "ab")
-    cache = RangeCache(limit_bytes=30)
-    for start in (0, 10, 20):
-        cache.add(file, start, bytes(range(start, start + 10)))
-    assert cache.range_of(file, 5, 25) == bytes(range(5, 25))
-    assert cache.range_of(file, 25, 31) is None
-    assert cache.range_of(other, 5, 6) is None
-    cache.add(other, 0, b"x" * 10)
-    assert cache.range_of(file, 5, 25) is None, "the oldest chunk went"
-    assert cache.range_of(file, 10, 30) == bytes(range(10, 30))
-    cache.clear()
-    assert cache.range_of(other, 0, 1) is None
-
-
-def test_a_reader_goes_on_at_the_store_where_the_cache_ends(tmp_path: Path) -> None:
+def test_a_reader_continues_at_the_store_where_the_cache_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RANGE_CACHE, "_small_file_bytes", 0)
     content = bytes(range(256)) * 40
     (tmp_path / "a.bin").write_bytes(content)
     with http_server(tmp_path) as web:
         (file,) = list_files(f"{web.url}/a.bin", ())
-        CUT_RANGES.add(file, 100, content[100:2000])
+
+        def read(start: int, end: int | None) -> bytes:
+            with open_range(file, start, end) as reader:
+                return reader.read()
+
+        with cache_ranges([file]):
+            assert read(100, 2000) == content[100:2000]
+            web.log.clear()
+            assert read(150, 1900) == content[150:1900]
+            assert web.log.requests == []
+            assert read(150, None) == content[150:]
+            assert sum(request.sent_bytes for request in web.log.requests) == len(content) - 2000
+            assert read(0, 5000) == content[:5000]
+            assert sum(request.sent_bytes for request in web.log.requests) == len(content) - 2000 + 100
         web.log.clear()
-
-        def read(start: int, end: int | None) -> Iterator[bytes]:
-            with range_cache.open_through_cache(file, start, end) as reader:
-                yield reader.read()
-
-        assert next(CUT_RANGES.during(read(150, 1900))) == content[150:1900]
-        assert web.log.requests == []
-        assert next(CUT_RANGES.during(read(150, None))) == content[150:]
-        assert sum(request.sent_bytes for request in web.log.requests) == len(content) - 2000
-        assert next(CUT_RANGES.during(read(0, 5000))) == content[:5000]
+        assert read(0, 5000) == content[:5000]
+        assert sum(request.sent_bytes for request in web.log.requests) == 5000, "nothing is cached after the block"

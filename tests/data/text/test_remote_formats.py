@@ -19,7 +19,6 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
 from vorox.data.text import file_content
-from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import list_source, read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
@@ -82,7 +81,6 @@ def test_an_object_that_changes_under_way_is_an_error(folder: Path, proxy: Fault
     path = folder / FILES[form]
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
     file_content._scan.cache_clear()
-    CUT_RANGES.clear()
     with pytest.raises(DataError, match="changed") as caught:
         [list(read_unit(listed, unit, "train", EVERYTHING)) for unit in units]
     assert caught.value.where == location

@@ -22,7 +22,7 @@ from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.holdout_selection import select_holdout
 from vorox.data.text.sources import Source, list_source, read_unit
 from vorox.data.text.unit_splitter import split_into_units
-from vorox.data.transfer.export import export
+from vorox.data.transfer.token_export import export
 
 TEXTS = [f"sample {n} é {'word ' * (n % 11)}" for n in range(130)]
 SAMPLES = [{"id": n, "text": text, "note": f"n{n}"} for n, text in enumerate(TEXTS)]

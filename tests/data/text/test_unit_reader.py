@@ -15,8 +15,7 @@ from transport import received
 from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfig
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.pipeline.stages import FetchedUnit
-from vorox.data.storage import Fetched, open_range
-from vorox.data.text.range_cache import CUT_RANGES
+from vorox.data.storage import PrefetchedRanges, open_range
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
@@ -38,7 +37,6 @@ def reader_of(location: str, **changes: Any) -> UnitReader:
 
 def built(reader: UnitReader, **pipeline: Any) -> tuple[list[BuiltUnit], list[str]]:
     units = split_into_units(reader.source, "train", RULE, 4000)
-    CUT_RANGES.clear()
     work = UnitBuilder(
         reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=PipelineConfig(**pipeline)
     )  # fmt: skip
@@ -74,10 +72,9 @@ def test_remote_text_is_fetched_apart(web, tmp_path, threads, queue_bytes):
     assert [unit.chunks for unit in serial] == [unit.chunks for unit in remote]
 
 
-def test_what_is_held_is_not_asked_for_again(web):
+def test_a_prefetched_range_is_not_requested_again(web):
     reader = reader_of(f"{web.url}/")
     units = split_into_units(reader.source, "train", RULE, 4000)
-    CUT_RANGES.clear()
     fetched = reader.fetch(units[1])
     asked = len(web.log.requests)
     work = UnitBuilder(reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER))
@@ -90,17 +87,17 @@ def test_what_is_held_is_not_asked_for_again(web):
     assert len(web.log.requests) > asked
 
 
-def test_a_range_that_is_not_held_whole_is_read_from_the_store(web):
+def test_a_range_outside_the_prefetched_ones_is_read_from_the_store(web):
     reader = reader_of(f"{web.url}/")
     (file, *_) = reader.source.stored
-    held = Fetched(((file, 10, b"0123456789"),))
-    assert held.size_bytes == 10
-    inside = held.reader(file, 12, 15)
+    prefetched = PrefetchedRanges(((file, 10, b"0123456789"),))
+    assert prefetched.size_bytes == 10
+    inside = prefetched.open(file, 12, 15)
     assert inside is not None
     assert inside.read() == b"234"
-    assert held.reader(file, 9, 12) is None
-    assert held.reader(file, 15, 21) is None
-    assert held.reader(reader.source.stored[1], 12, 15) is None
+    assert prefetched.open(file, 9, 12) is None
+    assert prefetched.open(file, 15, 21) is None
+    assert prefetched.open(reader.source.stored[1], 12, 15) is None
     with open_range(file, 0, 5) as opened:
         assert opened.read() == b'{"tex'
 

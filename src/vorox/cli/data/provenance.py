@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,12 +41,12 @@ def where(
         if text:
             from vorox.data.original_text import TextFinder
 
-            finder = TextFinder(run_data)
-            texts = {
-                (row.position, part): finder.find(row, document)
-                for row in rows
-                for part, document in enumerate(row.documents)
-            }
+            with contextlib.closing(TextFinder(run_data)) as finder:
+                texts = {
+                    (row.position, part): finder.find(row, document)
+                    for row in rows
+                    for part, document in enumerate(row.documents)
+                }
     if as_json:
         print_json([_row_json(row, texts) for row in rows])
         return

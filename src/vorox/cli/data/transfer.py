@@ -24,13 +24,13 @@ def export(
 ) -> None:
     """Write the tokens of complete caches for another trainer, documents whole, with a manifest."""
     from vorox.data.corpus import prepare
-    from vorox.data.transfer import export as exporting
+    from vorox.data.transfer import token_export
 
     config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
     with showing() as display:
         corpus = prepare(config, on_progress=display, build=False)
-        report = exporting.export(
+        report = token_export.export(
             corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step
         )
     if as_json:

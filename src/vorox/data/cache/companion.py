@@ -25,7 +25,7 @@ from vorox.data.documents import Record, Unit
 
 
 class HeldRecords(Protocol):
-    """Holds back the records of the other split: ``text.shared_reader.SharedReader``."""
+    """Holds back the records of the other split: ``text.unit_reader.SplitPairReader``."""
 
     def hold(self, unit_id: int, /) -> None: ...
     def take(self, unit_id: int, /) -> Sequence[Record] | None: ...

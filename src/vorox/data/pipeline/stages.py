@@ -23,7 +23,7 @@ from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, SourceFile, TokenDocument, Unit
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
-from vorox.data.storage import Fetched, reading_from
+from vorox.data.storage import PrefetchedRanges, read_prefetched
 from vorox.data.text.file_content import SequentialReads
 from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
 from vorox.data.transforms.registry import Transform
@@ -122,7 +122,7 @@ class Fetching(Protocol):
     @property
     def fetches(self) -> bool: ...
     def fetched_bytes(self, unit: Unit, /) -> int: ...
-    def fetch(self, unit: Unit, /) -> Fetched: ...
+    def fetch(self, unit: Unit, /) -> PrefetchedRanges: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class FetchedUnit:
     """A unit and its bytes."""
 
     unit: Unit
-    fetched: Fetched
+    ranges: PrefetchedRanges
 
     @property
     def size_bytes(self) -> int:
-        return self.fetched.size_bytes
+        return self.ranges.size_bytes
 
     @property
     def place(self) -> str:
@@ -216,7 +216,7 @@ class UnitStages:
                 try:
                     records = reads.during(iter(self.read_unit(unit)))
                     if isinstance(item, FetchedUnit):
-                        records = reading_from(records, item.fetched)
+                        records = read_prefetched(records, item.ranges)
                     yield from self._batches(unit, records)
                 except OSError as error:
                     raise DataError(

@@ -1,20 +1,6 @@
-"""Where bytes are, whatever the scheme: listings, immutable versions, ranged reads; and writing to stores."""
+"""Files and object stores under one interface: listings, pinned versions, ranged reads, conditional writes."""
 
-from vorox.data.storage.background import close_connections
-from vorox.data.storage.fetched import Fetched, reading_from
-from vorox.data.storage.local import local_path, root_of
-from vorox.data.storage.locations import (
-    STANDARD_LIBRARY,
-    NoSuchEnding,
-    StoredFile,
-    absolute,
-    has_magic,
-    place_in,
-    scheme_of,
-)
-from vorox.data.storage.remote import shared_reads
-from vorox.data.storage.retry import RetryBudget, RetryPolicy, StoreUnreachable, in_one_budget, retry_budget
-from vorox.data.storage.verbs import (
+from vorox.data.storage.api import (
     check_writable,
     list_files,
     list_objects,
@@ -24,43 +10,65 @@ from vorox.data.storage.verbs import (
     put_file,
     remove_object,
 )
+from vorox.data.storage.background import close_connections
+from vorox.data.storage.local import listing_root, local_path
+from vorox.data.storage.locations import (
+    STANDARD_LIBRARY,
+    NoMatchingSuffix,
+    StoredFile,
+    canonical_uri,
+    has_magic,
+    relative_name,
+    scheme_of,
+)
+from vorox.data.storage.range_cache import PrefetchedRanges, read_prefetched
+from vorox.data.storage.remote import cache_ranges
+from vorox.data.storage.retry import (
+    RetryBudget,
+    RetryPolicy,
+    StoreUnreachable,
+    iterate_in_budget,
+    retry_budget,
+    run_in_context,
+)
 from vorox.data.storage.versions import ContentVersions, content_hash
-from vorox.data.storage.waiting import Waiter, WaitingForData, untold, waiting_for_data
-from vorox.data.storage.writing import WRITABLE_SCHEMES, ConditionFailed
+from vorox.data.storage.waiting import StallReporter, WaitingForData, silent, waiting_for_data
+from vorox.data.storage.writing import WRITABLE_SCHEMES, WriteConflict
 
 __all__ = [
     "STANDARD_LIBRARY",
     "WRITABLE_SCHEMES",
-    "ConditionFailed",
     "ContentVersions",
-    "Fetched",
-    "NoSuchEnding",
+    "NoMatchingSuffix",
+    "PrefetchedRanges",
     "RetryBudget",
     "RetryPolicy",
+    "StallReporter",
     "StoreUnreachable",
     "StoredFile",
-    "Waiter",
     "WaitingForData",
-    "absolute",
+    "WriteConflict",
+    "cache_ranges",
+    "canonical_uri",
     "check_writable",
     "close_connections",
     "content_hash",
     "has_magic",
-    "in_one_budget",
+    "iterate_in_budget",
     "list_files",
     "list_objects",
+    "listing_root",
     "local_path",
     "open_range",
     "open_seekable",
-    "place_in",
     "put_bytes",
     "put_file",
-    "reading_from",
+    "read_prefetched",
+    "relative_name",
     "remove_object",
     "retry_budget",
-    "root_of",
+    "run_in_context",
     "scheme_of",
-    "shared_reads",
-    "untold",
+    "silent",
     "waiting_for_data",
 ]

@@ -1,7 +1,7 @@
-"""The background event loop of this process, on which all requests to stores run, and the clients that live with it.
+"""The event loop thread of this process, on which all requests to stores run, and the clients bound to it.
 
-A coroutine goes in; its result, or the ``DataError`` that ended it, comes out in the calling thread. Invariants: one
-loop per process, made on first use; a forked child gets a loop and clients of its own and never closes its parent's.
+A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. Invariants: one
+loop per process, created on first use; a forked child gets its own loop and clients and never closes its parent's.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class _Background:
 
 
 _lock = threading.Lock()
-_made: list[_Background] = []
-"""The last one is this process's. Those before came through a fork: they are kept so that not even the garbage
-collector closes them, because that would take the parent's sockets out of the poll set that both processes share."""
+_instances: list[_Background] = []
+"""The last one belongs to this process. Earlier ones were inherited by fork and stay referenced, because collecting
+them would close their selector and remove the parent's sockets from the epoll set that both processes share."""
 
 
 def _background() -> _Background:
     with _lock:
-        if not _made or _made[-1].process != os.getpid():
-            _made.append(_Background())
+        if not _instances or _instances[-1].process != os.getpid():
+            _instances.append(_Background())
             atexit.register(_close_at_exit, os.getpid())
-        return _made[-1]
+        return _instances[-1]
 
 
-def _unlock() -> None:
+def _reset_lock() -> None:
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_unlock)
+os.register_at_fork(after_in_child=_reset_lock)
 
 
 def _close_at_exit(process: int) -> None:
@@ -64,19 +64,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start work on the background loop."""
+    """Schedule a coroutine on the background loop."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
 
 def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
-    """Wait for started work; report it as waiting for data once it is late."""
+    """Wait for scheduled work and return its result; report a stall once it is late."""
     try:
         with contextlib.suppress(TimeoutError):
             return future.result(timeout=budget.policy.late_seconds)
         if future.done():
             return future.result()
-        with budget.waits(uri) as wait:
-            wait.because(f"no answer for {budget.policy.late_seconds:g} s", failed=False)
+        with budget.tracker(uri) as stall:
+            stall.report(f"no response for {budget.policy.late_seconds:g} s", failed=False)
             return future.result()
     except BaseException:
         future.cancel()
@@ -84,41 +84,41 @@ def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
 
 
 def run(coroutine: Coroutine[Any, Any, T], uri: str, budget: RetryBudget) -> T:
-    """Do work on the background loop and wait for it."""
+    """Run a coroutine on the background loop and return its result."""
     return finish(start(coroutine), uri, budget)
 
 
-async def client(name: str, make: Callable[[], Awaitable[tuple[T, Close]]]) -> T:
-    """Return the client of this process with a name, made on first use.
+async def client(name: str, create: Callable[[], Awaitable[tuple[T, Close]]]) -> T:
+    """Return this process's client of a name, created on first use.
 
     Args:
-        name: What it is called.
-        make: Makes it, and a function that closes it.
+        name: Its name.
+        create: Returns a new client and the function that closes it.
     """
     clients = _background().clients
     if name not in clients:
-        made, close = await make()
-        if name in clients:  # another task was faster while this one waited
+        created, close = await create()
+        if name in clients:  # another task created one meanwhile
             await close()
         else:
-            clients[name] = made, close
+            clients[name] = created, close
     return clients[name][0]
 
 
 async def drop_client(name: str) -> None:
-    """Close a client, if there is one. The next request makes a new one, with the environment as it is then."""
+    """Close a client, if it exists. The next request creates a new one from the environment of that moment."""
     _, close = _background().clients.pop(name, (None, None))
     if close is not None:
         await close()
 
 
 def close_connections() -> None:
-    """Close every connection of this process. The next request opens new ones, with the environment as it is then."""
-    if not _made or _made[-1].process != os.getpid():
+    """Close every connection of this process. Later requests reconnect, with the environment of that moment."""
+    if not _instances or _instances[-1].process != os.getpid():
         return
 
     async def close() -> None:
-        for name in list(_made[-1].clients):
+        for name in list(_instances[-1].clients):
             await drop_client(name)
 
     start(close()).result(timeout=10)

@@ -1,9 +1,9 @@
 """Clients of ``obstore`` for S3, Google Cloud Storage and Azure: endpoints, credentials, time limits.
 
-A scheme, a bucket and a retry policy go in; a client that never retries comes out, because retries are counted and
-reported by ``retry``. Credentials come from the environment: for S3 by the chain of botocore and for Google by that of
-google-auth where these are installed, else by obstore's own. Invariant: no client is used in a process that was forked
-from one that used obstore, because its threads do not survive a fork.
+A scheme, a bucket and a retry policy go in; a client without retries comes out, because ``retry`` counts and reports
+them. Credentials come from the environment: for S3 through botocore's chain and for Google through google-auth's where
+these are installed, else through obstore's own. Invariant: no client is used in a process that was forked from one that
+used obstore, because its threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from vorox.data.storage import background
 from vorox.data.storage.retry import RetryPolicy
 
 CREDENTIALS_HINTS = {
-    "s3": "give credentials that may read it by the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
-    "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; new ones if they expired",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, or run gcloud auth application-default "
-    "login",
+    "s3": "set credentials with access to it in the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; renew them if they expired",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a service account file, or run gcloud auth application-default login",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; or AZURE_CLIENT_ID, "
     "AZURE_CLIENT_SECRET and AZURE_TENANT_ID",
 }
@@ -37,21 +36,21 @@ STORE_NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _UPLOAD_RETRIES = 8
 _CREDENTIAL_SECONDS = 300
-_IDENTITY = ("AWS_", "GOOGLE_", "AZURE_")
+_CREDENTIAL_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
 _used_in_process = 0
 
 
 @dataclass(slots=True)
 class CloudClient:
-    """A bucket as obstore reaches it.
+    """A client of one bucket.
 
     Attributes:
-        store: For single requests, each tried once.
-        upload_store: For uploads in parts, each part of which obstore sends again by itself.
-        name: What it is kept under.
-        checks_bodies: Whether the store compares what it receives with a SHA-256 that is sent along.
-        identity: What the credentials come from: other ones may work where these do not.
-        is_proven: Whether the store has accepted a request of this client.
+        store: For single requests, without retries.
+        upload_store: For multipart uploads, whose parts obstore retries itself.
+        name: Its name in ``background``.
+        checks_bodies: Whether the store compares uploads with a SHA-256 that is sent along.
+        identity: The environment variables its credentials come from; empty if a provider renews them.
+        has_worked: Whether the store has accepted a request of this client.
     """
 
     store: Any
@@ -59,47 +58,47 @@ class CloudClient:
     name: str
     checks_bodies: bool
     identity: str
-    is_proven: bool = False
+    has_worked: bool = False
 
 
 async def cloud_client(scheme: str, bucket: str, policy: RetryPolicy, uri: str) -> CloudClient:
-    """Return the client of this process for a bucket.
+    """Return this process's client of a bucket.
 
     Raises:
-        ConfigError: The bucket's name is not allowed, or this process was forked from one that used obstore.
-        DataError: There are no credentials.
+        ConfigError: The bucket name is not allowed, or this process was forked from one that used obstore.
+        DataError: No credentials were found.
     """
     name = f"{scheme}://{bucket} {policy.connect_seconds} {policy.stall_seconds}"
 
-    async def make() -> tuple[CloudClient, background.Close]:
+    async def create() -> tuple[CloudClient, background.Close]:
         async def close() -> None:
             return None
 
-        return await asyncio.to_thread(_make, scheme, bucket, policy, uri, name), close
+        return await asyncio.to_thread(_create, scheme, bucket, policy, uri, name), close
 
-    return await background.client(name, make)
+    return await background.client(name, create)
 
 
 async def renew(client: CloudClient) -> bool:
-    """Drop a client whose credentials expired; return whether a new one may have better ones."""
-    renewable = client.is_proven and (client.identity == "" or client.identity != _environment())
+    """Drop a client whose credentials expired; return whether a new one may get valid ones."""
+    renewable = client.has_worked and (client.identity == "" or client.identity != _credential_environment())
     await background.drop_client(client.name)
     return renewable
 
 
-def _make(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) -> CloudClient:
+def _create(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) -> CloudClient:
     global _used_in_process
     if _used_in_process not in {0, os.getpid()}:
         raise ConfigError(
-            "this process was forked from one that has used a store, which cannot work", where=uri,
+            "This process was forked from one that has used a store, which is not supported", where=uri,
             hint="start it by spawn or forkserver: multiprocessing_context='spawn' for a DataLoader",
         )  # fmt: skip
     _used_in_process = os.getpid()
     if not _NAME.fullmatch(bucket):
         raise ConfigError(
-            f"{STORE_NAMES[scheme]} allows no such name", where=uri, hint="check the names of bucket and object"
+            f"{STORE_NAMES[scheme]} does not allow this name", where=uri, hint="check the names of bucket and object"
         )  # fmt: skip
-    make = {"s3": _s3, "gs": _google, "az": _azure}[scheme]
+    configure = {"s3": _s3, "gs": _google, "az": _azure}[scheme]
     options: dict[str, Any] = {
         "allow_http": True,
         "connect_timeout": timedelta(seconds=policy.connect_seconds),
@@ -110,8 +109,8 @@ def _make(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) ->
     certificates = os.environ.get("SSL_CERT_FILE", "")
     if certificates and Path(certificates).is_file():
         options["root_certificate"] = Path(certificates).read_bytes()
-    once = {"max_retries": 0, "retry_timeout": timedelta(seconds=policy.try_seconds)}
-    again = {
+    no_retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=policy.try_seconds)}
+    part_retries = {
         "max_retries": min(_UPLOAD_RETRIES, policy.retries_per_unit),
         "retry_timeout": timedelta(seconds=policy.try_seconds),
         "backoff": {
@@ -120,22 +119,29 @@ def _make(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) ->
         },
     }
     try:
-        maker, settings = make(bucket, uri)
+        store_class, settings = configure(bucket, uri)
         checks_bodies = "checksum_algorithm" in settings
-        identity = "" if "credential_provider" in settings else _environment()
-        stores = [maker(bucket, client_options=options, retry_config=retry, **settings) for retry in (once, again)]
+        identity = "" if "credential_provider" in settings else _credential_environment()
+        stores = [
+            store_class(bucket, client_options=options, retry_config=retry, **settings)
+            for retry in (no_retries, part_retries)
+        ]
     except (ConfigError, DataError):
         raise
     except Exception as error:
         raise DataError(
-            f"{STORE_NAMES[scheme]} cannot be used: {type(error).__name__}", where=uri, hint=CREDENTIALS_HINTS[scheme]
+            f"The client for {STORE_NAMES[scheme]} cannot be created: {type(error).__name__}",
+            where=uri,
+            hint=CREDENTIALS_HINTS[scheme],
         ) from None
     return CloudClient(stores[0], stores[1], name, checks_bodies, identity)
 
 
-def _environment() -> str:
-    """Return what the environment says about credentials."""
-    return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_IDENTITY))
+def _credential_environment() -> str:
+    """Return the environment variables of credentials and their values."""
+    return "\n".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_CREDENTIAL_PREFIXES)
+    )
 
 
 def _is_set(*names: str) -> bool:
@@ -164,11 +170,11 @@ def _s3(bucket: str, uri: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _bucket_region(bucket: str) -> str | None:
-    """Ask Amazon where a bucket lies; ``None`` if it does not answer."""
+    """Request the region of a bucket from Amazon; ``None`` if it does not respond."""
     request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
-            return answer.headers.get("x-amz-bucket-region")
+        with urllib.request.urlopen(request, timeout=5) as response:  # noqa: S310
+            return response.headers.get("x-amz-bucket-region")
     except urllib.error.HTTPError as error:
         return error.headers.get("x-amz-bucket-region")
     except (OSError, ValueError):
@@ -176,14 +182,14 @@ def _bucket_region(bucket: str) -> str | None:
 
 
 def _aws_chain(uri: str) -> tuple[Callable[[], Any], str | None, str | None] | None:
-    """Credentials, region and endpoint by botocore: profiles, SSO, roles; ``None`` where it is not installed."""
+    """Return botocore's credential provider, region and endpoint (profiles, SSO, roles); ``None`` without botocore."""
     try:
         session: Any = importlib.import_module("botocore.session").get_session()
     except ImportError:
         return None
     credentials: Any = session.get_credentials()
     if credentials is None:
-        raise DataError("there are no credentials for S3", where=uri, hint=CREDENTIALS_HINTS["s3"])
+        raise DataError("No credentials for S3 were found", where=uri, hint=CREDENTIALS_HINTS["s3"])
 
     def provide() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()
@@ -229,7 +235,7 @@ def _no_token() -> dict[str, Any]:
 
 
 def _no_google_credentials() -> dict[str, Any]:
-    raise LookupError("there are no credentials")
+    raise LookupError("no credentials")
 
 
 def _azure(bucket: str, uri: str) -> tuple[Callable[..., Any], dict[str, Any]]:

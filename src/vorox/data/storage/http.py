@@ -1,9 +1,9 @@
-"""Requests over HTTP for ``https://`` and ``hf://``: one session per process, every answer checked.
+"""HTTP requests for ``https://`` and ``hf://``: one session per process, every response checked.
 
-A request comes in; bytes come out piece by piece as they arrive, or a failure (see ``failures``). Nothing is retried
-here or in the library below. Invariants: bytes are never decompressed on the way, an answer that is shorter than
-announced is a failure, a server with a public address cannot redirect into a private network, and neither addresses
-that were redirected to nor headers get into messages.
+A request goes in; bytes come out as they arrive, or an error (see ``failures``). Neither this module nor aiohttp
+retries. Invariants: response bodies are not decompressed, a response that is shorter than announced is an error, a
+server with a public address cannot redirect into a private network, and messages contain neither headers nor the
+targets of redirects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage import background
-from vorox.data.storage.failures import changed, gives_no_parts, raise_for_status
+from vorox.data.storage.failures import no_range_support, raise_changed, raise_for_status
 from vorox.data.storage.remote import Receive
 from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
 
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 
 
 async def http_session() -> aiohttp.ClientSession:
-    """The session of this process: certificates by the environment, credentials only by headers."""
+    """Return this process's session. Certificates come from the environment, credentials only from headers."""
     try:
         import aiohttp
     except ImportError as error:
         raise ConfigError(
-            "reading over http needs aiohttp, which is not installed", hint=install_command("http")
+            "Reading over http needs aiohttp, which is not installed", hint=install_command("http")
         ) from error
 
-    async def make() -> tuple[aiohttp.ClientSession, background.Close]:
+    async def create() -> tuple[aiohttp.ClientSession, background.Close]:
         redirects = aiohttp.TraceConfig()
         redirects.on_request_redirect.append(_refuse_private_target)
         session = aiohttp.ClientSession(
             trace_configs=[redirects],
             auto_decompress=False,
-            trust_env=False,  # it would also send what ~/.netrc holds
+            trust_env=False,  # True would also send credentials from ~/.netrc
             headers={"Accept-Encoding": "identity", "User-Agent": "vorox"},
             connector=aiohttp.TCPConnector(limit=64, limit_per_host=32),
         )
         return session, session.close
 
-    return await background.client("http", make)
+    return await background.client("http", create)
 
 
 class _PrivateTarget(Exception):
-    """A server with a public address redirects into a private network."""
+    """A server with a public address redirected into a private network."""
 
 
 async def _refuse_private_target(
@@ -69,16 +69,16 @@ async def _refuse_private_target(
 
 
 async def _is_private(host: str) -> bool:
-    """Return whether a host has an address that is not one of the public internet."""
+    """Return whether any address of a host is outside the public internet."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:
-        return False  # no connection to it, or only a proxy knows it
+        return False  # unreachable, or known only to a proxy
     return not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
 
 
 def _proxy_of(url: str) -> str | None:
-    """The proxy that the environment (``HTTPS_PROXY``, ``NO_PROXY`` ...) names for an address."""
+    """Return the proxy for a url from the environment (``HTTPS_PROXY``, ``NO_PROXY`` ...)."""
     parts = urlsplit(url)
     proxies = getproxies()
     if not proxies or proxy_bypass(parts.netloc):
@@ -98,15 +98,21 @@ async def request(
     body: bytes | memoryview | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """One try of a request.
+    """Send a request, without retries.
 
     Args:
-        uri: What it is about, for messages; the address itself is never shown.
-        form: Sent as the body, as forms are.
-        body: Sent as it is.
+        method: HTTP method.
+        url: Its target, which is never shown.
+        uri: The requested object, for messages.
+        policy: Time limits.
+        headers: Request headers.
+        form: Body, sent url-encoded.
+        body: Body, sent as is.
+        session: ``None`` uses this process's.
 
     Raises:
-        TransientError: No connection, no byte for too long, or a body that broke.
+        TransientError: No connection, no byte for too long, or an incomplete body.
+        DataError: The url is invalid, its redirects are refused, or the certificate is not trusted.
     """
     session = session or await http_session()
     import aiohttp
@@ -125,27 +131,25 @@ async def request(
         ) as response:
             yield response
     except aiohttp.InvalidURL:
-        raise DataError("this is no address", where=uri, hint="check the uri") from None
+        raise DataError("The url is invalid", where=uri, hint="check the uri") from None
     except _PrivateTarget:
         raise DataError(
-            "the server redirects to a private address", where=uri,
-            hint="name the private address itself if it is yours, or copy the file to this machine",
+            "The server redirects to a private address", where=uri,
+            hint="use the private address itself if you trust it, or copy the file to this machine",
         ) from None  # fmt: skip
     except aiohttp.TooManyRedirects:
-        raise DataError("the server sends from one address to the next", where=uri, hint="check the uri") from None
+        raise DataError("The server redirects too many times", where=uri, hint="check the uri") from None
     except (aiohttp.SocketTimeoutError, aiohttp.ConnectionTimeoutError, TimeoutError) as error:
-        late = isinstance(error, aiohttp.ConnectionTimeoutError)
-        what = (
-            f"no connection within {policy.connect_seconds:g} s" if late else f"no byte for {policy.stall_seconds:g} s"
-        )
-        raise (NoConnection if late else TransientError)(what) from None
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            raise NoConnection(f"no connection within {policy.connect_seconds:g} s") from None
+        raise TransientError(f"no byte for {policy.stall_seconds:g} s") from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise DataError(
-            f"the certificate of the server is not trusted: {redact(str(error.certificate_error))}", where=uri,
+            f"The certificate of the server is not trusted: {redact(str(error.certificate_error))}", where=uri,
             hint="set SSL_CERT_FILE to the certificates of your network",
         ) from None  # fmt: skip
     except aiohttp.ClientPayloadError:
-        raise TransientError("the body broke off") from None
+        raise TransientError("the response ended early") from None
     except aiohttp.ClientConnectorError as error:
         raise NoConnection(f"no connection to {error.host}:{error.port} ({error.strerror or error.os_error})") from None
     except (aiohttp.ClientError, OSError) as error:
@@ -153,7 +157,7 @@ async def request(
 
 
 def content_range(headers: Mapping[str, str]) -> tuple[int, int, int | None] | None:
-    """``(start, end, size)`` of the part that an answer holds; ``None`` if it does not say."""
+    """Return ``(start, end, size)`` from a Content-Range header; ``None`` if it is missing or malformed."""
     value = headers.get("Content-Range", "")
     try:
         span, _, size = value.removeprefix("bytes").strip().partition("/")
@@ -166,30 +170,30 @@ def content_range(headers: Mapping[str, str]) -> tuple[int, int, int | None] | N
 async def receive_range(
     response: aiohttp.ClientResponse, start_byte: int, end_byte: int, size_bytes: int, *, uri: str, receive: Receive
 ) -> None:
-    """Take the bytes ``[start, end)`` out of an answer, and make sure that they are these.
+    """Receive the bytes ``[start, end)`` from a response, after checking that it contains them.
 
     Raises:
-        TransientError: Too few bytes came.
-        DataError: The server gives something else than it was asked for.
+        TransientError: The body is too short.
+        DataError: The response contains another range or another file.
     """
     position = 0
     if response.status == 206:
         part = content_range(response.headers)
         if part is None or part[0] != start_byte:
             raise DataError(
-                f"the server was asked for byte {start_byte:,} and gives {response.headers.get('Content-Range')!r}",
+                f"The server returned {response.headers.get('Content-Range')!r} instead of byte {start_byte:,}",
                 where=uri, hint="copy the file to this machine and read it there",
             )  # fmt: skip
         if part[2] is not None and part[2] != size_bytes:
-            changed(uri, f"it has {part[2]:,} bytes instead of {size_bytes:,}")
+            raise_changed(uri, f"it has {part[2]:,} bytes instead of {size_bytes:,}")
         position = start_byte
     elif start_byte > 0 or size_bytes > end_byte:
-        raise gives_no_parts(uri)
+        raise no_range_support(uri)
     elif response.content_length is not None and response.content_length != size_bytes:
-        changed(uri, f"it has {response.content_length:,} bytes instead of {size_bytes:,}")
-    async for piece in response.content.iter_any():
-        receive(piece[: end_byte - position])
-        position += len(piece)
+        raise_changed(uri, f"it has {response.content_length:,} bytes instead of {size_bytes:,}")
+    async for data in response.content.iter_any():
+        receive(data[: end_byte - position])
+        position += len(data)
         if position >= end_byte:
             return
     raise TransientError(f"the body ended {end_byte - position:,} bytes early")
@@ -206,27 +210,27 @@ async def get_json(
     form: Mapping[str, str] | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> tuple[Any, Mapping[str, str]]:
-    """One try of a question that is answered in JSON: the answer and its headers."""
+    """Send a request, without retries; return the JSON of its response and the headers."""
     async with request(
         method, url, uri=uri, policy=policy, headers=headers, form=form, session=session
     ) as response:  # fmt: skip
         content = await response.read()
-        message = _message(response, content)
+        message = _error_message(response, content)
         raise_for_status(
             response.status, response.headers, uri=uri, credentials_hint=credentials_hint, message=message
         )  # fmt: skip
         try:
             return json.loads(content), response.headers
         except ValueError:
-            raise TransientError("the answer is no JSON") from None
+            raise TransientError("the response is not JSON") from None
 
 
-def _message(response: aiohttp.ClientResponse, content: bytes) -> str:
-    """What a store says about its refusal: a header of the hub, or the JSON of the others."""
+def _error_message(response: aiohttp.ClientResponse, content: bytes) -> str:
+    """Return the store's explanation of an error: a header on the hub, JSON elsewhere."""
     if response.status < 400:
         return ""
-    if told := response.headers.get("X-Error-Message"):
-        return told
+    if message := response.headers.get("X-Error-Message"):
+        return message
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)  # pyright: ignore[reportUnknownArgumentType]

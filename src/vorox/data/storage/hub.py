@@ -1,9 +1,9 @@
-"""``hf://``: repositories of the Hugging Face Hub, or of the server that ``HF_ENDPOINT`` names, by their web interface.
+"""``hf://``: repositories of the Hugging Face Hub, or of the server in ``HF_ENDPOINT``, through its HTTP API.
 
-``hf://datasets/OWNER/NAME[@REVISION]/PATH``, in short ``hf://OWNER/NAME/PATH``; models and spaces by their full form.
-A revision is resolved to its commit once per listing and every file is read at that commit, so that a push in between
-changes nothing. A file's version is the hash of its content, the same at every commit that did not touch it. The token
-is that of ``HF_TOKEN`` or of ``hf auth login``; it goes to the endpoint only, never to where that redirects.
+``hf://datasets/OWNER/NAME[@REVISION]/PATH``, in short ``hf://OWNER/NAME/PATH``; models and spaces in the long form. A
+revision is resolved to its commit once per listing and every file is read at that commit, so a push in between changes
+nothing. A file's version is the hash of its content, the same at every commit that did not change it. The token comes
+from ``HF_TOKEN`` or ``hf auth login``; it is sent to the endpoint only, never to the target of a redirect.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import background, failures
-from vorox.data.storage.failures import NotThere, raise_for_status
+from vorox.data.storage.failures import ObjectNotFound, raise_for_status
 from vorox.data.storage.http import get_json, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Asker, Keep, Receive
-from vorox.data.storage.retry import RetryPolicy, current_budget
+from vorox.data.storage.remote import Receive, UriFilter
+from vorox.data.storage.retry import RetryingClient, RetryPolicy, current_budget
 
 if TYPE_CHECKING:
     import aiohttp
 
 _CREDENTIALS_HINT = (
-    "set HF_TOKEN to a token that may read it, and accept the conditions of the repository on its page where it asks"
+    "set HF_TOKEN to a token with access to it, and accept the repository's conditions on its page if it has any"
 )
 _URI = re.compile(
     r"hf://(?P<kind>datasets|models|spaces)/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?"
@@ -39,139 +39,140 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class HubPlace:
-    """A place in a repository: ``hf://datasets/OWNER/NAME@REVISION/PATH`` in its parts."""
+class HubUri:
+    """``hf://datasets/OWNER/NAME@REVISION/PATH``, parsed."""
 
     kind: str
     name: str
     revision: str
     path: str
     root: str
-    """The uri up to the path, with the slash."""
+    """The uri up to the path, including the slash."""
 
 
-def split_hub(uri: str) -> HubPlace:
-    """The parts of a canonical uri.
+def parse_hub_uri(uri: str) -> HubUri:
+    """Parse a canonical uri.
 
     Raises:
-        ConfigError: It names no repository.
+        ConfigError: It lacks a repository.
     """
     match = _URI.fullmatch(uri)
     if match is None:
         raise ConfigError(
-            "the uri names no repository of the hub", where=uri,
+            "The uri lacks a repository of the hub", where=uri,
             hint="write it as hf://OWNER/NAME or hf://datasets/OWNER/NAME@REVISION/PATH",
         )  # fmt: skip
     path = match["path"] or ""
     root = uri[: match.start("path")] if match["path"] is not None else uri + "/"
-    return HubPlace(match["kind"], match["name"], unquote(match["revision"] or "main"), path, root)
+    return HubUri(match["kind"], match["name"], unquote(match["revision"] or "main"), path, root)
 
 
 def resolve_commit(uri: str) -> str:
-    """The commit that the revision of a uri stands for now (the branch main, if it names none).
+    """Return the current commit of a uri's revision, by default of the branch main.
 
     Raises:
-        DataError: There is no such repository or revision, or it may not be read.
+        DataError: The repository or revision does not exist or is not readable.
     """
     budget = current_budget()
-    ask = Asker(uri, budget)
-    return background.run(_resolve(split_hub(uri), ask), uri, budget)
+    return background.run(_resolve(parse_hub_uri(uri), RetryingClient(uri, budget)), uri, budget)
 
 
-async def _resolve(place: HubPlace, ask: Asker) -> str:
-    if _COMMIT.fullmatch(place.revision):
-        return place.revision
+async def _resolve(hub: HubUri, client: RetryingClient) -> str:
+    if _COMMIT.fullmatch(hub.revision):
+        return hub.revision
     try:
-        answer, _ = await ask(
-            lambda: _ask(f"api/{place.kind}/{place.name}/revision/{quote(place.revision, safe='')}", ask)
+        response, _ = await client.run(
+            lambda: _api_request(f"api/{hub.kind}/{hub.name}/revision/{quote(hub.revision, safe='')}", client)
         )
-    except NotThere:
+    except ObjectNotFound:
         raise DataError(
-            f"the hub has no repository {place.name!r} with a revision {place.revision!r} that may be read here",
-            where=ask.uri, hint=f"check the name; {_CREDENTIALS_HINT}",
+            f"The hub has no repository {hub.name!r} with revision {hub.revision!r}, or this user cannot read it",
+            where=client.uri, hint=f"check the name; {_CREDENTIALS_HINT}",
         ) from None  # fmt: skip
-    return str(answer["sha"])
+    return str(response["sha"])
 
 
 class HubStore:
     """Repositories of the hub."""
 
-    async def describe(self, uri: str, ask: Asker) -> StoredFile | None:
-        place = split_hub(uri)
-        if not place.path:
+    async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
+        hub = parse_hub_uri(uri)
+        if not hub.path:
             return None
-        commit = await _resolve(place, ask)
-        path = f"api/{place.kind}/{place.name}/paths-info/{commit}"
+        commit = await _resolve(hub, client)
+        path = f"api/{hub.kind}/{hub.name}/paths-info/{commit}"
         try:
-            entries, _ = await ask(lambda: _ask(path, ask, form={"paths": place.path, "expand": "false"}))
-        except NotThere:
+            entries, _ = await client.run(
+                lambda: _api_request(path, client, form={"paths": hub.path, "expand": "false"})
+            )
+        except ObjectNotFound:
             return None
-        files = [_file(place, commit, entry) for entry in entries if entry["type"] == "file"]
+        files = [_file(hub, commit, entry) for entry in entries if entry["type"] == "file"]
         return files[0] if files else None
 
-    async def search(self, prefix: str, keep: Keep, ask: Asker) -> list[StoredFile]:
-        place = split_hub(prefix)
-        commit = await _resolve(place, ask)
-        folder = place.path.rpartition("/")[0]
-        url = f"api/{place.kind}/{place.name}/tree/{commit}" + (f"/{quote(folder)}" if folder else "")
+    async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
+        hub = parse_hub_uri(prefix)
+        commit = await _resolve(hub, client)
+        folder = hub.path.rpartition("/")[0]
+        url = f"api/{hub.kind}/{hub.name}/tree/{commit}" + (f"/{quote(folder)}" if folder else "")
         url += "?recursive=true&expand=false"
         found: list[StoredFile] = []
         while url:
 
             async def attempt(url: str = url) -> tuple[Any, Mapping[str, str]]:
-                return await _ask(url, ask)
+                return await _api_request(url, client)
 
             try:
-                entries, headers = await ask(attempt)
-            except NotThere:
-                return []  # no such folder; the repository and the revision are there
+                entries, headers = await client.run(attempt)
+            except ObjectNotFound:
+                return []  # the folder is missing; repository and revision exist
             files = (entry for entry in entries if entry["type"] == "file")
-            wanted = (entry for entry in files if (place.root + entry["path"]).startswith(prefix))
-            found += [_file(place, commit, entry) for entry in wanted if keep(place.root + entry["path"])]
+            below = (entry for entry in files if (hub.root + entry["path"]).startswith(prefix))
+            found += [_file(hub, commit, entry) for entry in below if matches(hub.root + entry["path"])]
             url = _next_page(headers)
         return found
 
-    async def send(
+    async def stream_range(
         self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
     ) -> None:
         assert file.version is not None
-        place = split_hub(file.uri)
-        kind = "" if place.kind == "models" else f"{place.kind}/"
-        url = f"{_endpoint()}/{kind}{place.name}/resolve/{file.stamp}/{quote(place.path)}"
+        hub = parse_hub_uri(file.uri)
+        kind = "" if hub.kind == "models" else f"{hub.kind}/"
+        url = f"{_endpoint()}/{kind}{hub.name}/resolve/{file.stat_signature}/{quote(hub.path)}"
         headers = {**_token(), "Range": f"bytes={start_byte}-{end_byte - 1}"}
         async with request("GET", url, uri=file.uri, policy=policy, headers=headers) as response:
             try:
                 raise_for_status(
                     response.status, response.headers, uri=file.uri, credentials_hint=_CREDENTIALS_HINT
                 )  # fmt: skip
-            except NotThere:
-                failures.gone(file.uri)
-            for told in map(_blob_of, [*response.history, response]):
-                if told is not None and told != file.version:
-                    failures.changed(file.uri, f"{file.version} became {told}")
+            except ObjectNotFound:
+                failures.raise_deleted(file.uri)
+            for version in map(_blob_version, [*response.history, response]):
+                if version is not None and version != file.version:
+                    failures.raise_changed(file.uri, f"{file.version} became {version}")
             await receive_range(response, start_byte, end_byte, file.size_bytes, uri=file.uri, receive=receive)
 
 
-def _blob_of(answer: aiohttp.ClientResponse) -> str | None:
-    """Which content the hub itself says that it sends; where it redirected to, the ETag is another store's."""
-    told = answer.headers.get("X-Linked-ETag") or ("" if answer.history else answer.headers.get("ETag", ""))
-    match = _BLOB.fullmatch(told.removeprefix("W/").strip('"'))
+def _blob_version(response: aiohttp.ClientResponse) -> str | None:
+    """Return the version that the hub reports for a response. Behind a redirect, the ETag is another store's."""
+    etag = response.headers.get("X-Linked-ETag") or ("" if response.history else response.headers.get("ETag", ""))
+    match = _BLOB.fullmatch(etag.removeprefix("W/").strip('"'))
     return f"blob:{match[0]}" if match else None
 
 
-def _file(place: HubPlace, commit: str, entry: Mapping[str, Any]) -> StoredFile:
+def _file(hub: HubUri, commit: str, entry: Mapping[str, Any]) -> StoredFile:
     large: Mapping[str, Any] = entry.get("lfs") or {}
     version = f"blob:{large.get('oid') or entry['oid']}"
-    return StoredFile(place.root + entry["path"], int(large.get("size", entry["size"])), commit, 0, version, version)
+    return StoredFile(hub.root + entry["path"], int(large.get("size", entry["size"])), commit, 0, version, version)
 
 
 def _next_page(headers: Mapping[str, str]) -> str:
-    """The address of the next page without the endpoint, empty at the end."""
+    """Return the path of the next page, without the endpoint; empty at the end."""
     match = re.search(r'<([^>]+)>\s*;\s*rel="?next"?', headers.get("Link", ""))
     if match is None:
         return ""
-    address = match[1]
-    return address[address.index("/api/") + 1 :] if "/api/" in address else ""
+    url = match[1]
+    return url[url.index("/api/") + 1 :] if "/api/" in url else ""
 
 
 def _endpoint() -> str:
@@ -188,14 +189,16 @@ def _token() -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-async def _ask(path: str, ask: Asker, *, form: Mapping[str, str] | None = None) -> tuple[Any, Mapping[str, str]]:
-    """One try of a question to the hub's interface."""
+async def _api_request(
+    path: str, client: RetryingClient, *, form: Mapping[str, str] | None = None
+) -> tuple[Any, Mapping[str, str]]:
+    """Send a request to the hub's API, without retries."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         raise DataError(
-            "HF_HUB_OFFLINE forbids to ask the hub", where=ask.uri,
-            hint="unset it, or read a copy on this machine",
+            "HF_HUB_OFFLINE forbids requests to the hub", where=client.uri,
+            hint="unset it, or read a local copy",
         )  # fmt: skip
     return await get_json(
-        f"{_endpoint()}/{path}", uri=ask.uri, policy=ask.policy, headers=_token(), credentials_hint=_CREDENTIALS_HINT,
-        method="GET" if form is None else "POST", form=form,
+        f"{_endpoint()}/{path}", uri=client.uri, policy=client.policy, headers=_token(),
+        credentials_hint=_CREDENTIALS_HINT, method="GET" if form is None else "POST", form=form,
     )  # fmt: skip

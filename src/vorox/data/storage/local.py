@@ -1,8 +1,8 @@
-"""Files of this machine and of Python's standard library: sorted listings, and reads that notice changes.
+"""Local files and Python's standard library: sorted listings, and reads that detect changes.
 
-A path, a folder, a glob or ``stdlib:...`` comes in, ``StoredFile``s go out; then a range of one of them, or random
-access. Invariants: a listing is sorted and names every file once, and bytes are only ever read from the content that
-was listed: a file that changed since then is an error, never other data.
+A path, a folder, a glob or ``stdlib:...`` goes in, ``StoredFile``s come out, which open as a range or for random
+access. Invariants: a listing is sorted and contains every file once, and reading a file that changed since it was
+listed is an error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vorox.core.errors import DataError
-from vorox.data.storage.locations import STANDARD_LIBRARY, NoSuchEnding, StoredFile, absolute
+from vorox.data.storage.locations import STANDARD_LIBRARY, NoMatchingSuffix, StoredFile, canonical_uri
 
 
 def local_path(uri: str) -> Path:
-    """The path behind a uri of this machine."""
+    """Return the path of a local uri."""
     if uri.startswith(STANDARD_LIBRARY):
         return _standard_library() / uri.removeprefix(STANDARD_LIBRARY)
     return Path(uri)
@@ -35,54 +35,54 @@ def _standard_library() -> Path:
 
 def _failure(error: OSError, uri: str) -> DataError:
     if isinstance(error, PermissionError):
-        hint = "give this user read permission, or take the file out of data.sources"
+        hint = "grant this user read permission, or remove the file from data.sources"
     elif isinstance(error, FileNotFoundError):
-        hint = "check the path; it is relative to the directory the command runs in"
+        hint = "check the path; it is relative to the working directory of the command"
     else:
-        hint = "check the disk or the network share that it lies on"
-    return DataError(f"cannot read: {error.strerror or error}", where=uri, hint=hint)
+        hint = "check its disk or network share"
+    return DataError(f"The file cannot be read: {error.strerror or error}", where=uri, hint=hint)
 
 
 def _describe(uri: str, status: os.stat_result) -> StoredFile:
     modified = max(status.st_mtime_ns, status.st_ctime_ns)
-    stamp = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
-    return StoredFile(uri, status.st_size, stamp, modified)
+    signature = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
+    return StoredFile(uri, status.st_size, signature, modified)
 
 
 def list_files(
     location: str, suffixes: tuple[str, ...], *, skip_directories: frozenset[str] = frozenset()
 ) -> list[StoredFile]:
-    """All files of a location, sorted by uri.
+    """List all files of a location, sorted by uri.
 
-    A file or a glob is taken as it is; a folder is searched recursively for the given suffixes. Names that start with
-    a dot are left out of folders. Links are followed, each directory is entered once.
+    A file or a glob is used as given; a folder is searched recursively for the suffixes, without names that start with
+    a dot. Links are followed, each directory is entered once.
 
     Args:
         location: Path, folder, glob (``**`` crosses folders), or ``stdlib:``.
-        suffixes: Endings, in lower case, that count inside a folder.
+        suffixes: File name suffixes, in lower case, that count inside a folder.
         skip_directories: Names of directories that are not entered.
 
     Raises:
         DataError: The location does not exist, matches nothing, or cannot be read.
     """
-    root = local_path(location) if location.startswith(STANDARD_LIBRARY) else Path(absolute(location))
+    root = local_path(location) if location.startswith(STANDARD_LIBRARY) else Path(canonical_uri(location))
     try:
         if root.is_dir():
             found = list(_walk(root, skip_directories))
-            chosen = [path for path in found if path.name.lower().endswith(suffixes)]
-            if found and not chosen:
-                raise NoSuchEnding(str(root), suffixes, {path.suffix for path in found})
+            paths = [path for path in found if path.name.lower().endswith(suffixes)]
+            if found and not paths:
+                raise NoMatchingSuffix(str(root), suffixes, {path.suffix for path in found})
         elif root.exists():
-            chosen = [root]
+            paths = [root]
         else:
-            chosen = [Path(path) for path in glob.glob(str(root), recursive=True) if Path(path).is_file()]  # noqa: PTH207
-            if not chosen:
+            paths = [Path(path) for path in glob.glob(str(root), recursive=True) if Path(path).is_file()]  # noqa: PTH207
+            if not paths:
                 raise DataError(
-                    "there is no such file, and as a pattern it matches none", where=str(root),
-                    hint="check the path; it is relative to the directory the command runs in",
+                    "No such file, and no file matches it as a pattern", where=str(root),
+                    hint="check the path; it is relative to the working directory of the command",
                 )  # fmt: skip
         files: list[StoredFile] = []
-        for path in chosen:
+        for path in paths:
             uri = str(path)
             if location.startswith(STANDARD_LIBRARY):
                 uri = STANDARD_LIBRARY + path.relative_to(_standard_library()).as_posix()
@@ -92,9 +92,9 @@ def list_files(
     return sorted(files, key=lambda file: file.uri)
 
 
-def root_of(location: str) -> str:
-    """The folder that the names inside a location are relative to: itself, a file's folder, a glob's fixed part."""
-    path = Path(absolute(location))
+def listing_root(location: str) -> str:
+    """Return the folder that names are relative to: a folder itself, a file's parent, the fixed part of a glob."""
+    path = Path(canonical_uri(location))
     if path.is_dir():
         return str(path)
     if path.exists():
@@ -119,33 +119,33 @@ def _walk(root: Path, skip_directories: frozenset[str]) -> Iterator[Path]:
         for name in sorted(files):
             path = Path(folder, name)
             if not name.startswith(".") and (path.is_file() or not path.exists()):
-                yield path  # a dangling link is listed, so that its stat says which one it is
+                yield path  # a dangling link is listed, so that its stat fails with its name
 
 
 class _Range(io.RawIOBase):
-    """The bytes ``[start, end)`` of an open file as a file of its own."""
+    """The bytes ``[start, end)`` of an open file."""
 
     def __init__(self, file: BinaryIO, start_byte: int, end_byte: int) -> None:
         file.seek(start_byte)
         self._file = file
-        self._left_bytes = end_byte - start_byte
+        self._remaining_bytes = end_byte - start_byte
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: self._left_bytes]
+        view = memoryview(buffer)[: self._remaining_bytes]
         count = cast("io.RawIOBase", self._file).readinto(view) or 0
-        self._left_bytes -= count
+        self._remaining_bytes -= count
         return count
 
 
 @contextlib.contextmanager
 def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = None) -> Generator[BinaryIO]:
-    """Read a part of a listed file.
+    """Open the bytes ``[start_byte, end_byte)`` of a listed file.
 
     Raises:
-        DataError: The file cannot be read, or is not (or no longer, at the end) the one that was listed.
+        DataError: The file cannot be read, or it changed since it was listed (checked again when the block ends).
     """
     end_byte = file.size_bytes if end_byte is None else end_byte
     try:
@@ -159,7 +159,7 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
 
 
 class _Seekable(io.RawIOBase):
-    """A listed file for random access, whose every read is checked against the listing."""
+    """A listed file for random access; every read is checked against the listing."""
 
     def __init__(self, file: StoredFile, raw: io.FileIO) -> None:
         self._file, self._raw = file, raw
@@ -190,7 +190,7 @@ def open_seekable(file: StoredFile) -> BinaryIO:
     """Open a listed file for random access.
 
     Raises:
-        DataError: The file cannot be read, or is not the one that was listed; also from its reads.
+        DataError: The file cannot be read, or it changed since it was listed; its reads raise this too.
     """
     try:
         raw = local_path(file.uri).open("rb", buffering=0)
@@ -205,8 +205,8 @@ def open_seekable(file: StoredFile) -> BinaryIO:
 
 
 def _refuse_change(file: StoredFile, raw: io.FileIO) -> None:
-    if _describe(file.uri, os.fstat(raw.fileno())).stamp != file.stamp:
+    if _describe(file.uri, os.fstat(raw.fileno())).stat_signature != file.stat_signature:
         raise DataError(
-            "the file changed while its source was being read", where=file.uri,
-            hint="run the same command again; what was built from unchanged files is kept",
+            "The file changed after it was listed", where=file.uri,
+            hint="run the same command again; everything built from unchanged files is kept",
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""How places of bytes are named: schemes, patterns, and the file as it was when it was listed.
+"""Locations and listed files: schemes, canonical uris, glob patterns, and ``StoredFile``.
 
-A location (a path, or a uri of a store) goes in; its scheme, its canonical form, the folder that names inside of it
-are relative to come out, all without touching disk or network. Invariants: a uri never carries credentials, hidden
-names are matched by no wildcard, and one thing has one canonical uri.
+A location (a path, or a uri of a store) goes in; its scheme, its canonical form and names relative to it come out,
+without access to disk or network. Invariants: a uri never contains credentials, wildcards do not match hidden names,
+and every file has exactly one canonical uri.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import MARK, redact
 
 STANDARD_LIBRARY = "stdlib:"
-"""Scheme of this Python's own library: ``stdlib:json/decoder.py`` is the same text wherever the version is the same."""
+"""Scheme of this Python's standard library: ``stdlib:json/decoder.py`` is the same text for the same Python version."""
 
 REMOTE_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 
@@ -31,41 +31,41 @@ _SECRET_VARIABLES = (
 _MAGIC = re.compile(r"[*?[]")
 
 
-class NoSuchEnding(DataError):
-    """A folder that holds files, and none with an ending that was searched for.
+class NoMatchingSuffix(DataError):
+    """A folder contains files, but none with a requested suffix.
 
     Attributes:
-        endings: Some endings that it holds.
+        found: Some suffixes that it does contain.
     """
 
-    def __init__(self, folder: str, suffixes: Sequence[str], endings: Collection[str]) -> None:
-        self.endings = tuple(sorted(endings)[:8])
+    def __init__(self, folder: str, suffixes: Sequence[str], found: Collection[str]) -> None:
+        self.found = tuple(sorted(found)[:8])
         super().__init__(
-            f"the folder holds no {' or '.join(suffixes)} file; it holds "
-            f"{', '.join(ending or 'files without an ending' for ending in self.endings)}",
-            where=folder, hint=f"name the files by a glob, such as {folder.rstrip('/')}/**/*{self.endings[-1]}",
+            f"The folder contains no {' or '.join(suffixes)} file; it contains "
+            f"{', '.join(suffix or 'files without a suffix' for suffix in self.found)}",
+            where=folder, hint=f"name the files by a glob, such as {folder.rstrip('/')}/**/*{self.found[-1]}",
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file as it was when it was listed.
+    """A file as it was listed.
 
     Attributes:
         uri: Absolute path, or a name under a scheme.
-        size_bytes: Its length.
-        stamp: Changes whenever the content may have changed (times and inode; the commit it was listed at on the hub).
-            It guards reads and spares hashing; it identifies nothing, since copies of a file differ in it.
-        modified_nanoseconds: Time of the last change, for deciding whether the stamp can be trusted; 0 where unknown.
-        version: What the store itself pins the content by: ``version:`` (S3), ``generation:`` (GCS), ``blob:`` (hub),
-            ``etag:``, or the weaker ``modified:``. ``None`` for files of this machine, which are hashed.
-        content: A hash of the content as the store tells it, for knowing copies; ``None`` where it tells none.
-        hashes: What an index beside the file says of its bytes, as (algorithm, hexadecimal digest).
+        size_bytes: Size.
+        stat_signature: Changes whenever the content may have changed: size, times and inode of a local file, the listed
+            commit on the hub. Guards reads and avoids hashing; identifies nothing, since copies of a file differ in it.
+        modified_nanoseconds: Modification time, which decides whether the signature can be trusted; 0 if unknown.
+        version: How the store pins the content: ``version:`` (S3), ``generation:`` (GCS), ``blob:`` (hub), ``etag:``,
+            or the weaker ``modified:``. ``None`` for local files, which are hashed.
+        content: Content hash from the store, which identifies copies; ``None`` if the store provides none.
+        hashes: Hashes of the bytes from an index file next to it, as (algorithm, hexadecimal digest).
     """
 
     uri: str
     size_bytes: int
-    stamp: str
+    stat_signature: str
     modified_nanoseconds: int
     version: str | None = None
     content: str | None = None
@@ -73,10 +73,10 @@ class StoredFile:
 
 
 def scheme_of(location: str) -> str | None:
-    """Return ``s3``, ``gs``, ``az``, ``hf``, ``http`` or ``https``; ``None`` for paths and for the standard library.
+    """Return ``s3``, ``gs``, ``az``, ``hf``, ``http`` or ``https``; ``None`` for paths and the standard library.
 
     Raises:
-        ConfigError: The scheme is none of these, or the uri carries credentials.
+        ConfigError: The scheme is unknown, or the uri contains credentials.
     """
     match = _SCHEME.match(location)
     if match is None:
@@ -84,20 +84,23 @@ def scheme_of(location: str) -> str | None:
     scheme = match[1].lower()
     if scheme not in REMOTE_SCHEMES:
         raise ConfigError(
-            f"there is no way to read {scheme}://", where=redact(location),
-            hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)} or a path of this machine",
+            f"Scheme {scheme}:// is not supported", where=redact(location),
+            hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)} or a local path",
         )  # fmt: skip
-    if _carries_credentials(scheme, location):
+    if _has_credentials(scheme, location):
         raise ConfigError(
-            "the uri carries credentials", where=redact(location),
-            hint="take them out; give them by the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
+            "The uri contains credentials", where=redact(location),
+            hint="remove them; pass them in the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
             "HF_TOKEN) or use files that need none",
         )  # fmt: skip
     return scheme
 
 
-def _carries_credentials(scheme: str, location: str) -> bool:
-    """Whether a login, a signed query or a secret of the environment is part of a uri; names may look like secrets."""
+def _has_credentials(scheme: str, location: str) -> bool:
+    """Return whether a uri contains a login, a signed query or a secret from the environment.
+
+    Object names may look like secrets, so only logins and query parameters are matched by pattern.
+    """
     if f"://{MARK}@" in redact(location):
         return True
     if any(value and value in location for value in map(os.environ.get, _SECRET_VARIABLES)):
@@ -107,15 +110,15 @@ def _carries_credentials(scheme: str, location: str) -> bool:
 
 
 def has_magic(location: str) -> bool:
-    """Whether a location is a pattern. In the web's addresses ``?`` is none: it begins a query."""
+    """Return whether a location is a glob pattern. In http and https urls, ``?`` starts the query instead."""
     scheme = scheme_of(location)
     if scheme in {"http", "https"}:
         return any(sign in location for sign in "*[")
     return _MAGIC.search(location.partition("://")[2] if scheme else location) is not None
 
 
-def absolute(location: str) -> str:
-    """The canonical form: ``~`` and the working directory filled in, ``hf://`` spelt out; links stay as they are."""
+def canonical_uri(location: str) -> str:
+    """Return the canonical form: an absolute path, or a uri with ``hf://`` spelled out. Links are not resolved."""
     scheme = scheme_of(location)
     if scheme is None:
         return os.path.abspath(Path(location).expanduser())  # noqa: PTH100 - Path.resolve would follow links
@@ -127,34 +130,34 @@ def absolute(location: str) -> str:
     return f"{scheme}://{rest}"
 
 
-def fixed_part(location: str) -> str:
-    """The folder above the first wildcard of a canonical pattern."""
+def glob_root(location: str) -> str:
+    """Return the folder above the first wildcard of a canonical pattern."""
     head, separator, rest = location.rpartition("://")
-    kept: list[str] = []
+    fixed: list[str] = []
     for segment in rest.split("/"):
         if _MAGIC.search(segment):
             break
-        kept.append(segment)
-    return head + separator + "/".join(kept)
+        fixed.append(segment)
+    return head + separator + "/".join(fixed)
 
 
-def place_in(location: str, uri: str) -> str | None:
-    """The name of a listed file relative to the location it was listed from; ``None`` if it is not from there."""
+def relative_name(location: str, uri: str) -> str | None:
+    """Return a listed file's name relative to the location it was listed from; ``None`` if it is not below it."""
     if location.startswith(STANDARD_LIBRARY):
         return uri.removeprefix(STANDARD_LIBRARY) if uri.startswith(STANDARD_LIBRARY) else None
-    root = absolute(location)
+    root = canonical_uri(location)
     if uri == root:
         return uri.replace("\\", "/").rpartition("/")[2]
     if has_magic(root) and not (scheme_of(location) is None and Path(root).exists()):
-        root = fixed_part(root)
+        root = glob_root(root)
     root = root.rstrip("/\\")
     if uri.startswith(root) and uri[len(root) :][:1] in {"/", "\\"}:
         return uri[len(root) + 1 :].replace("\\", "/")
     return None
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a relative name fits a pattern in which ``**`` crosses folders and no wildcard meets a hidden name."""
+def matches_glob(name: str, pattern: str) -> bool:
+    """Return whether a relative name matches a pattern: ``**`` crosses folders, wildcards skip hidden names."""
     return _match(name.split("/"), pattern.split("/"))
 
 

@@ -1,9 +1,9 @@
-"""Trying again: what failed for a moment is tried until its unit of work has used up its budget.
+"""Retries: transient failures are retried until their unit of work has used up its budget.
 
-An attempt (a coroutine) goes in; its result comes out, or the ``DataError`` that says how often it was tried and why
-it failed. Delays are full-jitter exponential, or what the server's Retry-After asks. Invariants: only what may pass by
-itself is tried again (never a refusal), every try has a deadline, and what was received stays received: an attempt
-that is repeated goes on behind the last byte it got.
+An attempt (a coroutine) goes in; its result comes out, or a ``DataError`` with the number of tries and the last reason.
+Delays are exponential with full jitter, or as long as the server's Retry-After requests. Invariants: only transient
+failures are retried, never a refusal; every try has a deadline; bytes already received are kept, and a repeated attempt
+continues behind the last one.
 """
 
 from __future__ import annotations
@@ -19,36 +19,33 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
-from vorox.data.storage.contexts import iterated_with
-from vorox.data.storage.waiting import Waiter, may_wait
+from vorox.data.storage.waiting import StallTracker, track_stall
 
 T = TypeVar("T")
-
-Waits = Callable[[str], contextlib.AbstractContextManager[Waiter]]
-"""Opens a wait for something of a uri: somebody to tell, until the block is left."""
+V = TypeVar("V")
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How patient reading from stores is.
+    """How patiently stores are read.
 
     Attributes:
-        retries_per_unit: Failed tries that one unit of work may have in all; some 13 minutes of an outage.
-        first_backoff_seconds: The longest delay after the first failure; it doubles with each further one.
-        longest_backoff_seconds: Where that ends. The delay is drawn evenly between nothing and this bound.
-        connect_seconds: For a connection to stand.
-        stall_seconds: Without a byte until a try is given up; the next one goes on behind the last byte.
-        try_seconds: For one try in all.
-        late_seconds: Without an answer until the reader counts as waiting for data.
-        piece_bytes: Asked for at a time.
-        first_connection_seconds: Without a connection to a store that this process never reached, until it is given
-            up: a wrong name or a missing network is said before a run begins, not after the whole budget.
+        retries_per_unit: Failed tries allowed for one unit of work; about 13 minutes of an outage.
+        first_backoff_seconds: Upper bound of the delay after the first failure; doubles with every further one.
+        longest_backoff_seconds: Limit of that bound. Delays are uniform between zero and the bound.
+        connect_seconds: Time limit for a connection.
+        stall_seconds: Time limit without a byte; the next try continues behind the last byte.
+        try_seconds: Time limit of one try.
+        late_seconds: Time without a response after which the reader counts as waiting for data.
+        request_bytes: Largest range of one request.
+        first_connection_seconds: Time limit for the first connection to a store, so that a wrong name or a missing
+            network fails before a run starts, not after the whole budget.
     """
 
     retries_per_unit: int = 60
@@ -58,16 +55,16 @@ class RetryPolicy:
     stall_seconds: float = 20.0
     try_seconds: float = 300.0
     late_seconds: float = 5.0
-    piece_bytes: int = 8 << 20
+    request_bytes: int = 8 << 20
     first_connection_seconds: float = 60.0
 
 
 class TransientError(Exception):
-    """What may pass by itself. Leaves this room only as the reason of a ``DataError``.
+    """A failure worth a retry. Never leaves this package, except as the reason of a ``DataError``.
 
     Args:
         reason: For a person, without secrets: ``HTTP 503``.
-        retry_after_seconds: What the server asked to wait.
+        retry_after_seconds: The delay that the server requests.
     """
 
     def __init__(self, reason: str, retry_after_seconds: float | None = None) -> None:
@@ -77,11 +74,11 @@ class TransientError(Exception):
 
 
 class NoConnection(TransientError):
-    """Nobody answered at the store's address: the network, the name or the store may be away."""
+    """No response at the store's address: the network or the store is down, or the name is wrong."""
 
 
 class StoreUnreachable(DataError):
-    """A store did not answer rightly for as long as was to be waited: it may later."""
+    """A store gave no usable response within the retry budget. It may later."""
 
 
 class RetryBudget:
@@ -89,11 +86,11 @@ class RetryBudget:
 
     Args:
         policy: How patient to be.
-        waits: Whom failed and late tries are told; by default everybody who asks whether data is waited for.
+        tracker: Receives failed and late tries; by default they count as waiting for data.
     """
 
-    def __init__(self, policy: RetryPolicy, waits: Waits = may_wait) -> None:
-        self.policy, self.waits = policy, waits
+    def __init__(self, policy: RetryPolicy, tracker: StallTracker = track_stall) -> None:
+        self.policy, self.tracker = policy, tracker
         self._left = policy.retries_per_unit
         self._lock = threading.Lock()
 
@@ -102,27 +99,31 @@ class RetryBudget:
         return self._left
 
     def spend(self, uri: str, reason: str) -> None:
-        """Take one, or raise the error that ends the unit."""
+        """Use one retry.
+
+        Raises:
+            StoreUnreachable: None is left.
+        """
         with self._lock:
             self._left -= 1
             if self._left >= 0:
                 return
         raise StoreUnreachable(
-            f"the store did not answer rightly in {self.policy.retries_per_unit + 1:,} tries; the last time: {reason}",
+            f"Unexpected response from the store in {self.policy.retries_per_unit + 1:,} tries; last: {reason}",
             where=uri, hint="check the network and the store, then run the same command again; nothing is lost",
         )  # fmt: skip
 
 
 _reached: set[str] = set()
-"""Stores that this process has had a connection to."""
+"""Stores that this process has connected to."""
 
 
 class FirstConnection:
-    """The time that a store which was never reached has left.
+    """The time limit for the first connection to a store.
 
     Args:
-        uri: Something in the store.
-        limit_seconds: From now until it is given up.
+        uri: An object of the store.
+        limit_seconds: The limit, from now.
     """
 
     def __init__(self, uri: str, limit_seconds: float) -> None:
@@ -130,48 +131,67 @@ class FirstConnection:
         self._store = "/".join(uri.split("/", 3)[:3])
         self._deadline = time.monotonic() + limit_seconds
 
-    def made(self) -> None:
-        """The store answered, whatever it said."""
+    def mark_reached(self) -> None:
+        """Record that the store responded, with any status."""
         _reached.add(self._store)
 
     def deadline_text(self) -> str:
-        """When it is given up, for a person; empty for a store that was reached."""
+        """Return the deadline for a person; empty for a store that was reached."""
         if self._store in _reached:
             return ""
         left_seconds = max(0.0, self._deadline - time.monotonic())
         return f" (gives up at {time.strftime('%H:%M:%S UTC', time.gmtime(time.time() + left_seconds))})"
 
     def seconds_left(self, reason: str) -> float:
-        """How long another try may wait.
+        """Return how long the next try may be delayed.
 
         Raises:
-            StoreUnreachable: No longer.
+            StoreUnreachable: The time is up.
         """
         if self._store in _reached:
             return math.inf
         left_seconds = self._deadline - time.monotonic()
         if left_seconds <= 0:
             raise StoreUnreachable(
-                f"the store was not reached in {self._limit_seconds:g} s; the last time: {reason}", where=self._uri,
-                hint="check the name and the network, or name files on this machine in data.sources.N.paths; then run "
-                "the same command again",
+                f"The store was not reached in {self._limit_seconds:g} s; last: {reason}", where=self._uri,
+                hint="check the name and the network, or use local files in data.sources.N.paths; then run the same "
+                "command again",
             )  # fmt: skip
         return left_seconds
+
+
+def run_in_context(items: Iterator[T], variable: contextvars.ContextVar[V], value: V) -> Iterator[T]:
+    """Yield the items of an iterator that runs with ``variable`` set to ``value``; its consumer does not see the value.
+
+    A generator that is left early is closed in the same context.
+    """
+    context = contextvars.copy_context()
+    context.run(variable.set, value)
+    try:
+        while True:
+            try:
+                item = context.run(next, items)
+            except StopIteration:
+                return
+            yield item
+    finally:
+        if isinstance(items, Generator):
+            context.run(cast("Generator[T]", items).close)
 
 
 _current: contextvars.ContextVar[RetryBudget | None] = contextvars.ContextVar("retry_budget", default=None)
 
 
 @contextlib.contextmanager
-def retry_budget(policy: RetryPolicy | None = None, *, waits: Waits | None = None) -> Generator[RetryBudget]:
-    """Let everything that is read inside share one budget: a unit of work. Without it every reader has its own.
+def retry_budget(policy: RetryPolicy | None = None, *, tracker: StallTracker | None = None) -> Generator[RetryBudget]:
+    """Share one budget among all reads of a unit of work, until the block ends. Without it, every reader has its own.
 
     Args:
-        policy: How patient to be. ``None``: as outside, else as ``RetryPolicy`` says.
-        waits: Whom failed and late tries are told. ``None``: as outside.
+        policy: How patient to be. ``None`` inherits the enclosing budget's, else the default.
+        tracker: Receives failed and late tries. ``None`` inherits.
     """
-    outside = _current.get() or RetryBudget(RetryPolicy())
-    budget = RetryBudget(policy or outside.policy, waits or outside.waits)
+    outer = _current.get() or RetryBudget(RetryPolicy())
+    budget = RetryBudget(policy or outer.policy, tracker or outer.tracker)
     token = _current.set(budget)
     try:
         yield budget
@@ -179,24 +199,24 @@ def retry_budget(policy: RetryPolicy | None = None, *, waits: Waits | None = Non
         _current.reset(token)
 
 
-def in_one_budget(items: Iterator[T], policy: RetryPolicy) -> Iterator[T]:
-    """The same items, all read out of one budget: for generators, which must not set it for whoever iterates."""
-    return iterated_with(items, _current, RetryBudget(policy))
+def iterate_in_budget(items: Iterator[T], policy: RetryPolicy) -> Iterator[T]:
+    """Yield the items of a generator, all of whose reads share one budget."""
+    return run_in_context(items, _current, RetryBudget(policy))
 
 
-def current_budget(otherwise: RetryBudget | None = None) -> RetryBudget:
-    """The budget of the unit of work around the caller, else the one given, else a new one."""
-    return _current.get() or otherwise or RetryBudget(RetryPolicy())
+def current_budget(default: RetryBudget | None = None) -> RetryBudget:
+    """Return the budget of the enclosing unit of work, else the default, else a new one."""
+    return _current.get() or default or RetryBudget(RetryPolicy())
 
 
 def backoff_seconds(policy: RetryPolicy, failures: int, jitter: random.Random) -> float:
-    """Delay after so many failures in a row: evenly drawn from nothing to the exponential bound ("full jitter")."""
+    """Return the delay after some consecutive failures: uniform between zero and the exponential bound."""
     bound = min(policy.longest_backoff_seconds, policy.first_backoff_seconds * 2.0 ** min(failures - 1, 60))
     return jitter.random() * bound
 
 
 def retry_after_seconds(value: str | None, *, now_unix_seconds: float | None = None) -> float | None:
-    """What a Retry-After header asks for: a number of seconds or a date; ``None`` if there is none or it is neither."""
+    """Parse a Retry-After header: seconds or a date; ``None`` if it is missing or malformed."""
     if value is None:
         return None
     text = value.strip()
@@ -209,8 +229,8 @@ def retry_after_seconds(value: str | None, *, now_unix_seconds: float | None = N
     return max(0.0, then - (time.time() if now_unix_seconds is None else now_unix_seconds))
 
 
-def jitter_of(uri: str) -> random.Random:
-    """Where delays are drawn from: they decide no result, and must differ between processes that failed together."""
+def new_jitter(uri: str) -> random.Random:
+    """Return a generator for delays. It affects no result, and must differ between processes that failed together."""
     return random.Random(f"{os.getpid()} {uri}")
 
 
@@ -227,44 +247,65 @@ async def with_retries(
     """Repeat an attempt until it succeeds, is refused, or the budget is used up.
 
     Args:
-        attempt: One try. It raises ``TransientError`` for what may pass, a ``DataError`` for what will not.
-        uri: What it is about, for messages.
-        budget: Of the unit of work.
-        jitter: Where delays are drawn from.
-        sleep: How to wait.
-        progress: Bytes received so far: a try that got further starts the delays anew.
-        has_deadline: Whether a try may take ``try_seconds`` only; not so where each of its requests has a limit.
+        attempt: One try. Raises ``TransientError`` for failures worth a retry, ``DataError`` for refusals.
+        uri: Its object, for messages.
+        budget: That of the unit of work.
+        jitter: Generator for the delays.
+        sleep: Waits for some seconds.
+        progress: Bytes received so far. Progress resets the delays.
+        has_deadline: Whether ``try_seconds`` limits each try; off where each of its requests has a limit of its own.
 
     Raises:
         DataError: A refusal, or too many failures.
     """
-    policy, jitter = budget.policy, jitter or jitter_of(uri)
+    policy, jitter = budget.policy, jitter or new_jitter(uri)
     failures, before = 0, progress()
-    contact = FirstConnection(uri, policy.first_connection_seconds)
-    with budget.waits(uri) as wait:
+    first_connection = FirstConnection(uri, policy.first_connection_seconds)
+    with budget.tracker(uri) as stall:
         while True:
             try:
                 async with asyncio.timeout(policy.try_seconds if has_deadline else None):
                     result = await attempt()
-                contact.made()
+                first_connection.mark_reached()
                 return result
             except TimeoutError:
                 failure = TransientError(f"the try took longer than {policy.try_seconds:g} s")
             except TransientError as error:
                 failure = error
                 if not isinstance(error, NoConnection):
-                    contact.made()
+                    first_connection.mark_reached()
             if (now := progress()) > before:
                 failures, before = 0, now
             failures += 1
             reason = redact(failure.reason)
-            wait.because(reason + contact.deadline_text())
+            stall.report(reason + first_connection.deadline_text())
             budget.spend(uri, reason)
-            longest_seconds = contact.seconds_left(reason)
-            asked = failure.retry_after_seconds or 0.0
-            if asked > _LONGEST_RETRY_AFTER_SECONDS:
+            longest_seconds = first_connection.seconds_left(reason)
+            requested_seconds = failure.retry_after_seconds or 0.0
+            if requested_seconds > _LONGEST_RETRY_AFTER_SECONDS:
                 raise DataError(
-                    f"the store asks to come back in {asked:,.0f} s ({reason})", where=uri,
+                    f"The store requests a retry after {requested_seconds:,.0f} s ({reason})", where=uri,
                     hint="run the same command again then; nothing is lost",
                 )  # fmt: skip
-            await sleep(min(max(asked, backoff_seconds(policy, failures, jitter)), longest_seconds))
+            delay_seconds = max(requested_seconds, backoff_seconds(policy, failures, jitter))
+            await sleep(min(delay_seconds, longest_seconds))
+
+
+class RetryingClient:
+    """Runs the requests of one operation, retried within one budget.
+
+    Args:
+        uri: The object or location, for messages.
+        budget: That of the unit of work.
+    """
+
+    def __init__(self, uri: str, budget: RetryBudget) -> None:
+        self.uri, self.budget = uri, budget
+
+    @property
+    def policy(self) -> RetryPolicy:
+        return self.budget.policy
+
+    async def run(self, attempt: Callable[[], Awaitable[T]], *, has_deadline: bool = True) -> T:
+        """Repeat an attempt until it succeeds: see ``with_retries``."""
+        return await with_retries(attempt, uri=self.uri, budget=self.budget, has_deadline=has_deadline)

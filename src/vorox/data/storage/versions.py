@@ -1,7 +1,7 @@
-"""What pins the content of a file: what its store says, else a SHA-256 that is remembered.
+"""Content versions of files: the store's own version, else a SHA-256 that is remembered between runs.
 
-A ``StoredFile`` goes in, a version comes out that differs whenever the content does. Invariant: a remembered hash is
-used only for the very state of the file that it was taken from.
+A ``StoredFile`` goes in, a version comes out that changes whenever the content does. Invariant: a remembered hash is
+used only for exactly the file state it was computed from.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from pathlib import Path
 from typing import cast
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
+from vorox.data.storage.api import open_range
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.verbs import open_range
 
-_PIECE_BYTES = 1 << 22
-_SETTLED_NANOSECONDS = 2_000_000_000
+_READ_BYTES = 1 << 22
+_SETTLE_NANOSECONDS = 2_000_000_000
 
 
 def content_hash(file: StoredFile) -> str:
-    """SHA-256 of the whole file, hex."""
+    """Return the SHA-256 of a whole file, in hexadecimal."""
     digest = hashlib.sha256()
     with open_range(file) as reader:
-        while piece := reader.read(_PIECE_BYTES):
-            digest.update(piece)
+        while data := reader.read(_READ_BYTES):
+            digest.update(data)
     return digest.hexdigest()
 
 
 class ContentVersions:
-    """What pins the content of files, remembered so that unchanged files are hashed once.
+    """Versions of files, remembered so that unchanged files are hashed once.
 
-    A remembered hash counts only for the very stamp (size, both times, inode) it was taken under, and is remembered
-    only when the file had been left alone for two seconds, so that a change within one tick of the clock is noticed.
+    A remembered hash is valid only for exactly the signature (size, both times, inode) it was computed under. It is
+    remembered only if the file had not changed for two seconds, so that a change within one clock tick is detected.
 
     Args:
-        path: Where the memory lies. ``None`` keeps nothing.
+        path: File of remembered hashes. ``None`` remembers nothing.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -45,27 +45,27 @@ class ContentVersions:
         self._known: dict[str, list[str]] = {}
         self._changed = False
         if path is not None and path.exists():
-            with contextlib.suppress(ValueError, OSError):  # a damaged memory costs hashing, nothing else
+            with contextlib.suppress(ValueError, OSError):  # without it, files are hashed again
                 value = json.loads(path.read_bytes())
                 if isinstance(value, dict):
                     self._known = cast("dict[str, list[str]]", value)
 
     def version(self, file: StoredFile) -> str:
-        """What the store pins the file by, else the SHA-256 of its content."""
+        """Return the version that the store reports, else the SHA-256 of the content."""
         if file.version is not None:
             return file.version
         known = self._known.get(file.uri)
-        if isinstance(known, list) and len(known) == 2 and known[0] == file.stamp:
+        if isinstance(known, list) and len(known) == 2 and known[0] == file.stat_signature:
             return known[1]
-        settled = time.time_ns() - file.modified_nanoseconds > _SETTLED_NANOSECONDS
+        is_settled = time.time_ns() - file.modified_nanoseconds > _SETTLE_NANOSECONDS
         version = content_hash(file)
-        if settled:
-            self._known[file.uri] = [file.stamp, version]
+        if is_settled:
+            self._known[file.uri] = [file.stat_signature, version]
             self._changed = True
         return version
 
     def save(self) -> None:
-        """Write the memory for the next run, where that is possible: without it, files are hashed again."""
+        """Save the hashes for the next run. Errors are ignored: without the file, files are hashed again."""
         if self._path is not None and self._changed:
             with contextlib.suppress(OSError):
                 make_directory(self._path.parent)

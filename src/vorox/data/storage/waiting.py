@@ -1,10 +1,10 @@
-"""Whether this process waits for data just now, since when and why: a state that anybody may read, or be told of.
+"""Stall tracking: whether this process is waiting for data, since when and why.
 
-Readers of stores say when a try failed or an answer is late, and when bytes flow again; a watchdog asks
-``waiting_for_data()``, a progress line is told by ``told_of_waits``. The state is there at once; the log tells of it
-when it lasts, again while it goes on (after one minute, two, four ... at most every ten), and at its end. Waits that
-follow each other within a minute are one matter in the log, so that a store which stumbles all day does not fill it.
-Invariant: it is waiting exactly as long as somebody is between a failed or late try and its success or its end.
+Readers report failed or late requests and clear the stall when bytes arrive again. Watchdogs read the state with
+``waiting_for_data()``; progress displays observe it with ``observe_stalls``. The state changes immediately. The log
+gets a line once a stall lasts, again after one minute, two, four ... at most every ten, and one at its end. Stalls less
+than a minute apart share one series of lines, so a store that fails intermittently does not fill the log. Invariant:
+the process is waiting exactly while some reader is between a failed or late try and its success or final error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
@@ -22,27 +22,27 @@ from typing import Protocol
 from vorox.core.redaction import redact
 
 LOG_AFTER_SECONDS = 5.0
-"""A wait that is over sooner is not worth a line: two faults in a hundred requests are everyday."""
+"""Shorter stalls are not logged: two failures in a hundred requests are normal."""
 LOG_AGAIN_SECONDS = 60.0
-"""Between the first two lines about waits that go on; doubled each time."""
+"""Between the first two lines about a stall; doubled each time."""
 LONGEST_LOG_AGAIN_SECONDS = 600.0
 SHOW_AFTER_SECONDS = 1.0
-"""A wait that is over sooner would only flicker."""
+"""Shorter stalls would only flicker on a display."""
 TICK_SECONDS = 0.5
-"""How often it is looked whether a wait goes on."""
+"""Poll interval of the reporting thread."""
 
 _log = logging.getLogger("vorox.data.storage")
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForData:
-    """What this process waits for.
+    """What this process is waiting for.
 
     Attributes:
-        since_unix_seconds: When the wait began.
+        since_unix_seconds: Start of the stall.
         uri: The file or location.
-        reason: What went wrong last: ``HTTP 503``, ``no byte for 20 s``.
-        failed_tries: How many tries failed so far.
+        reason: The latest failure: ``HTTP 503``, ``no byte for 20 s``.
+        failed_tries: Number of failed tries so far.
     """
 
     since_unix_seconds: float
@@ -61,177 +61,181 @@ class WaitingForData:
 
 
 Listener = Callable[[WaitingForData | None], None]
-"""Told of a wait again and again while it lasts, and ``None`` once when data flows again. A thread of its own calls."""
+"""Called repeatedly during a stall, and once with ``None`` when it ends, from a thread of its own."""
 
 
-class _LogTimes:
-    """When the log is told: a series of waits that follow each other closely is one matter, told ever more rarely."""
+class _LogSchedule:
+    """When to log: stalls close to each other share one series of lines with growing intervals."""
 
     def __init__(self) -> None:
-        self._due = self._again_seconds = self._began = 0.0
-        self._ended = float("-inf")
+        self._due = self._interval_seconds = self._start = 0.0
+        self._last_end = float("-inf")
 
-    def begin(self, now: float) -> None:
-        if now - self._ended > LOG_AGAIN_SECONDS:
-            self._due, self._again_seconds = 0.0, LOG_AGAIN_SECONDS
-        self._began, self._due = now, max(self._due, now + LOG_AFTER_SECONDS)
+    def start(self, now: float) -> None:
+        if now - self._last_end > LOG_AGAIN_SECONDS:
+            self._due, self._interval_seconds = 0.0, LOG_AGAIN_SECONDS
+        self._start, self._due = now, max(self._due, now + LOG_AFTER_SECONDS)
 
     def is_due(self, now: float) -> bool:
         if now < self._due:
             return False
-        self._due = now + self._again_seconds
-        self._again_seconds = min(2 * self._again_seconds, LONGEST_LOG_AGAIN_SECONDS)
+        self._due = now + self._interval_seconds
+        self._interval_seconds = min(2 * self._interval_seconds, LONGEST_LOG_AGAIN_SECONDS)
         return True
 
     def end(self, now: float) -> None:
-        if now - self._began >= LOG_AFTER_SECONDS:
-            self._ended = now
+        if now - self._start >= LOG_AFTER_SECONDS:
+            self._last_end = now
 
 
 class _State:
-    """Invariant, under ``changed``: somebody narrates exactly if there are waits, or were at its last look."""
+    """Invariant, under ``changed``: ``is_reporting`` if and only if stalls exist or existed at the last poll."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.waits: dict[int, WaitingForData] = {}
+        self.stalls: dict[int, WaitingForData] = {}
         self.numbers = itertools.count()
         self.failed_tries = 0
         self.listeners: list[Listener] = []
-        self.log_times = _LogTimes()
-        self.narrates = False
-        self.narrator: threading.Thread | None = None
+        self.log_schedule = _LogSchedule()
+        self.is_reporting = False
+        self.reporter: threading.Thread | None = None
 
-    def narrate(self) -> None:
-        """Have the waits told by a thread, which ends with the last of them."""
-        if self.narrator is None or not self.narrates or not self.narrator.is_alive():
-            self.narrates, self.failed_tries = True, 0
-            self.narrator = threading.Thread(target=_narrate, name="vorox-waiting", daemon=True)
-            self.narrator.start()
+    def ensure_reporter(self) -> None:
+        """Start the reporting thread unless it runs. It ends with the last stall."""
+        if self.reporter is None or not self.is_reporting or not self.reporter.is_alive():
+            self.is_reporting, self.failed_tries = True, 0
+            self.reporter = threading.Thread(target=_report_stalls, name="vorox-waiting", daemon=True)
+            self.reporter.start()
 
 
 _state = _State()
 
 
 def waiting_for_data() -> WaitingForData | None:
-    """The wait that lasts longest, or ``None`` while data flows."""
+    """Return the oldest stall; ``None`` while data flows."""
     with _state.changed:
-        return next(iter(_state.waits.values()), None)
+        return next(iter(_state.stalls.values()), None)
 
 
 @contextmanager
-def told_of_waits(listener: Listener) -> Generator[None]:
-    """While inside, somebody is told of every wait that lasts long enough to be seen."""
+def observe_stalls(listener: Listener) -> Generator[None]:
+    """Notify a listener of every stall that is long enough to show, until the block ends."""
     with _state.changed:
         _state.listeners.append(listener)
     try:
         yield
     finally:
         with _state.changed:
-            narrator = None if _state.waits else _state.narrator
-        if narrator is not None and narrator is not threading.current_thread():
-            narrator.join()  # nothing is waited for, which it says before it ends
+            reporter = None if _state.stalls else _state.reporter
+        if reporter is not None and reporter is not threading.current_thread():
+            reporter.join()  # no stall is left, which it reports before it ends
         with _state.changed:
             _state.listeners.remove(listener)
 
 
-class Waiter(Protocol):
-    """Who is told why something does not come yet."""
+class StallReporter(Protocol):
+    """Receives the reasons why data does not arrive."""
 
-    def because(self, reason: str, *, failed: bool = True) -> None:
-        """Say why: a try failed, or is only late."""
+    def report(self, reason: str, *, failed: bool = True) -> None:
+        """Report that a try failed, or (``failed=False``) that it is late."""
         ...
 
 
-class _Nobody:
-    def because(self, reason: str, *, failed: bool = True) -> None:
+StallTracker = Callable[[str], AbstractContextManager[StallReporter]]
+"""Opens a stall reporter for a uri; leaving the block ends the stall."""
+
+
+class _SilentReporter:
+    def report(self, reason: str, *, failed: bool = True) -> None:
         pass
 
 
 @contextmanager
-def untold(_uri: str) -> Generator[Waiter]:
-    """A wait that nobody is told of: what is done in the background is nothing that the run waits for."""
-    yield _Nobody()
+def silent(_uri: str) -> Generator[StallReporter]:
+    """Track nothing: a ``StallTracker`` for background work that the run does not wait for."""
+    yield _SilentReporter()
 
 
-class Wait:
-    """One reader's wait. It begins with the first ``because`` and ends with ``over``; both may be called again."""
+class Stall:
+    """One reader's stall. It starts with the first ``report`` and ends with ``clear``; both may be repeated."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self._number: int | None = None
 
-    def because(self, reason: str, *, failed: bool = True) -> None:
-        """Say why there are no bytes yet.
+    def report(self, reason: str, *, failed: bool = True) -> None:
+        """Report why there are no bytes yet.
 
         Args:
             reason: For a person.
-            failed: Whether a try failed, rather than only being late.
+            failed: Whether a try failed, rather than being late.
         """
         reason = redact(reason)
         with _state.changed:
-            _state.narrate()
+            _state.ensure_reporter()
             if self._number is None:
                 self._number = next(_state.numbers)
-                _state.waits[self._number] = WaitingForData(time.time(), redact(self._uri), reason, 0)
-            known = _state.waits[self._number]
-            _state.waits[self._number] = replace(known, reason=reason, failed_tries=known.failed_tries + failed)
+                _state.stalls[self._number] = WaitingForData(time.time(), redact(self._uri), reason, 0)
+            known = _state.stalls[self._number]
+            _state.stalls[self._number] = replace(known, reason=reason, failed_tries=known.failed_tries + failed)
             _state.failed_tries += failed
 
-    def over(self) -> None:
-        """The bytes came, or nobody waits for them any more."""
+    def clear(self) -> None:
+        """End the stall: bytes arrived, or the reader stopped waiting."""
         with _state.changed:
             if self._number is None:
                 return
-            del _state.waits[self._number]
+            del _state.stalls[self._number]
             self._number = None
-            if not _state.waits:
+            if not _state.stalls:
                 _state.changed.notify_all()
 
 
 @contextmanager
-def may_wait(uri: str) -> Generator[Wait]:
-    """A wait that is over when the block is left, however that happens."""
-    wait = Wait(uri)
+def track_stall(uri: str) -> Generator[Stall]:
+    """Open a stall that is cleared when the block ends, in whatever way."""
+    stall = Stall(uri)
     try:
-        yield wait
+        yield stall
     finally:
-        wait.over()
+        stall.clear()
 
 
-def _narrate() -> None:
-    began, shown, told, last = time.monotonic(), False, False, None
+def _report_stalls() -> None:
+    start, is_shown, is_logged, last = time.monotonic(), False, False, None
     with _state.changed:
-        _state.log_times.begin(began)
+        _state.log_schedule.start(start)
     while True:
         with _state.changed:
-            _state.changed.wait_for(lambda: not _state.waits, timeout=TICK_SECONDS)
+            _state.changed.wait_for(lambda: not _state.stalls, timeout=TICK_SECONDS)
             now = time.monotonic()
-            wait = next(iter(_state.waits.values()), None)
+            stall = next(iter(_state.stalls.values()), None)
             listeners, failed_tries = list(_state.listeners), _state.failed_tries
-            tell = wait is not None and _state.log_times.is_due(now)
-            if wait is None:
-                _state.narrates = False
-                _state.log_times.end(now)
-        if wait is None:
+            is_due = stall is not None and _state.log_schedule.is_due(now)
+            if stall is None:
+                _state.is_reporting = False
+                _state.log_schedule.end(now)
+        if stall is None:
             break
-        told, shown, last = told or tell, shown or now - began >= SHOW_AFTER_SECONDS, wait
-        if tell:
-            _log.warning("%s", wait, extra=_as_event("waiting_for_data", wait, wait.waited_seconds, wait.failed_tries))
-        for listener in listeners if shown else ():
-            listener(wait)
-    for listener in listeners if shown else ():
+        is_logged, is_shown, last = is_logged or is_due, is_shown or now - start >= SHOW_AFTER_SECONDS, stall
+        if is_due:
+            _log.warning("%s", stall, extra=_event("waiting_for_data", stall, stall.waited_seconds, stall.failed_tries))
+        for listener in listeners if is_shown else ():
+            listener(stall)
+    for listener in listeners if is_shown else ():
         listener(None)
-    if told and last is not None:
-        text = f"data flows again after {now - began:.0f} s and {failed_tries:,} failed tries [{last.uri}]"
-        _log.warning("%s", text, extra=_as_event("data_flows_again", last, now - began, failed_tries))
+    if is_logged and last is not None:
+        text = f"data flows again after {now - start:.0f} s and {failed_tries:,} failed tries [{last.uri}]"
+        _log.warning("%s", text, extra=_event("data_flows_again", last, now - start, failed_tries))
 
 
-def _as_event(kind: str, wait: WaitingForData, waited_seconds: float, failed_tries: int) -> dict[str, object]:
-    """What ``core.log`` makes an event of, beside the words."""
+def _event(kind: str, stall: WaitingForData, waited_seconds: float, failed_tries: int) -> dict[str, object]:
+    """Return the structured event that ``core.log`` writes besides the text."""
     fields = {
-        "uri": wait.uri,
-        "reason": wait.reason,
-        "since_unix_seconds": wait.since_unix_seconds,
+        "uri": stall.uri,
+        "reason": stall.reason,
+        "since_unix_seconds": stall.since_unix_seconds,
         "waited_seconds": round(waited_seconds, 3),
         "failed_tries": failed_tries,
     }

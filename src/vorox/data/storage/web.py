@@ -1,7 +1,7 @@
-"""``http://`` and ``https://``: single files by their address, folders by the links of their index page.
+"""``http://`` and ``https://``: single files by url, folders by the links of their index page.
 
-A strong ETag pins a file (``If-Match``, and the ETag of every answer is compared); without one, Last-Modified and
-length do: that guarantee is weaker, since two changes within one second look alike. A file with neither is refused.
+A strong ETag pins a file (``If-Match``, and the ETag of every response is compared). Without one, Last-Modified and
+length do, which is weaker: two changes within one second look the same. A file with neither is refused.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from vorox.core.errors import DataError
 from vorox.data.storage import failures
-from vorox.data.storage.failures import NotThere, raise_for_status
+from vorox.data.storage.failures import ObjectNotFound, raise_for_status
 from vorox.data.storage.http import content_range, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Asker, Keep, Receive
-from vorox.data.storage.retry import RetryPolicy
+from vorox.data.storage.remote import Receive, UriFilter
+from vorox.data.storage.retry import RetryingClient, RetryPolicy
 
 if TYPE_CHECKING:
     import aiohttp
 
-_CREDENTIALS_HINT = (
-    "files that need a login are not read over http; copy them to this machine, or use s3://, gs://, hf://"
-)
-_LARGEST_INDEX_BYTES = 16 << 20
-_MOST_AT_ONCE = 8
+_CREDENTIALS_HINT = "http:// does not support logins; copy the files to this machine, or use s3://, gs://, hf://"
+_MAX_INDEX_BYTES = 16 << 20
+_MAX_CONCURRENT_REQUESTS = 8
 
 
-def address(uri: str) -> str:
-    """The uri with what an address cannot hold written as %XX; what is written so already stays."""
+def quoted_url(uri: str) -> str:
+    """Return a uri as a url: characters that a url cannot contain become %XX, existing %XX stay."""
     return quote(uri, safe="%/:=&?~+!$,;'@()*[]#")
 
 
 def version_of(headers: Mapping[str, str]) -> str | None:
-    """What pins the content that an answer tells of."""
+    """Return the version that response headers pin; ``None`` if they pin none."""
     etag, modified = headers.get("ETag"), headers.get("Last-Modified")
     if etag and not etag.startswith("W/"):
         return f"etag:{etag}"
@@ -47,7 +45,7 @@ def version_of(headers: Mapping[str, str]) -> str | None:
 
 
 def modified_nanoseconds(value: str | None) -> int:
-    """The time that a header tells, 0 where it tells none."""
+    """Parse a Last-Modified header; 0 if it is missing or malformed."""
     try:
         return int(email.utils.parsedate_to_datetime(value or "").timestamp()) * 1_000_000_000
     except (ValueError, TypeError):
@@ -57,68 +55,68 @@ def modified_nanoseconds(value: str | None) -> int:
 class WebStore:
     """Plain web servers."""
 
-    async def describe(self, uri: str, ask: Asker) -> StoredFile | None:
+    async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
         try:
-            return await ask(lambda: self._describe(uri, ask.policy))
-        except NotThere:
+            return await client.run(lambda: self._describe(uri, client.policy))
+        except ObjectNotFound:
             return None
 
     async def _describe(self, uri: str, policy: RetryPolicy) -> StoredFile:
         async with request(
-            "GET", address(uri), uri=uri, policy=policy, headers={"Range": "bytes=0-0"}
+            "GET", quoted_url(uri), uri=uri, policy=policy, headers={"Range": "bytes=0-0"}
         ) as response:  # fmt: skip
             if response.status != 416:
                 raise_for_status(response.status, response.headers, uri=uri, credentials_hint=_CREDENTIALS_HINT)
             if response.url.path.endswith("/"):
-                raise NotThere("a folder")
+                raise ObjectNotFound("a folder")
             version = version_of(response.headers)
             if version is None:
                 raise DataError(
-                    "the server tells neither ETag nor Last-Modified, so that a change could not be noticed",
+                    "The server sends neither ETag nor Last-Modified, so changes would go undetected",
                     where=uri, hint="copy the file to this machine and read it there",
                 )  # fmt: skip
             size = _size_of(response, uri)
         modified = modified_nanoseconds(response.headers.get("Last-Modified"))
         return StoredFile(uri, size, version, modified, version)
 
-    async def search(self, prefix: str, keep: Keep, ask: Asker) -> list[StoredFile]:
+    async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
         folder = prefix.rpartition("/")[0] + "/"
-        waiting, seen, wanted = [folder], {folder}, set[str]()
-        while waiting:
-            here = waiting.pop()
+        pending, seen, wanted = [folder], {folder}, set[str]()
+        while pending:
+            here = pending.pop()
 
             async def attempt(here: str = here) -> list[str]:
-                return await self._links(here, ask.policy)
+                return await self._links(here, client.policy)
 
             try:
-                links = await ask(attempt)
-            except NotThere:
+                links = await client.run(attempt)
+            except ObjectNotFound:
                 continue
             for link in links:
                 if not link.startswith(prefix) and not prefix.startswith(link):
                     continue
                 if link.endswith("/") and link not in seen:
                     seen.add(link)
-                    waiting.append(link)
-                elif not link.endswith("/") and keep(link):
+                    pending.append(link)
+                elif not link.endswith("/") and matches(link):
                     wanted.add(link)
-        places = asyncio.Semaphore(_MOST_AT_ONCE)
+        slots = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
 
         async def describe(uri: str) -> StoredFile | None:
-            async with places:
-                return await self.describe(uri, ask)
+            async with slots:
+                return await self.describe(uri, client)
 
         described = await asyncio.gather(*(describe(uri) for uri in sorted(wanted)))
         return [file for file in described if file is not None]
 
     async def _links(self, folder: str, policy: RetryPolicy) -> list[str]:
-        """What an index page leads to inside of its folder."""
-        async with request("GET", address(folder), uri=folder, policy=policy) as response:
+        """Return the links of an index page that are inside its folder."""
+        async with request("GET", quoted_url(folder), uri=folder, policy=policy) as response:
             raise_for_status(response.status, response.headers, uri=folder, credentials_hint=_CREDENTIALS_HINT)
             if "html" not in response.headers.get("Content-Type", ""):
-                raise NotThere("no index page")
-            page = await response.content.read(_LARGEST_INDEX_BYTES)
-            while len(page) < _LARGEST_INDEX_BYTES and (more := await response.content.read(1 << 16)):
+                raise ObjectNotFound("no index page")
+            page = await response.content.read(_MAX_INDEX_BYTES)
+            while len(page) < _MAX_INDEX_BYTES and (more := await response.content.read(1 << 16)):
                 page += more
             base = str(response.url)
         parser = _Links()
@@ -131,22 +129,22 @@ class WebStore:
                 links.append(folder + name)
         return links
 
-    async def send(
+    async def stream_range(
         self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
     ) -> None:
         assert file.version is not None
         kind, _, value = file.version.partition(":")
         pin = {"etag": {"If-Match": value}, "modified": {"If-Unmodified-Since": value}}.get(kind, {})
         headers = {"Range": f"bytes={start_byte}-{end_byte - 1}", **pin}
-        async with request("GET", address(file.uri), uri=file.uri, policy=policy, headers=headers) as response:
+        async with request("GET", quoted_url(file.uri), uri=file.uri, policy=policy, headers=headers) as response:
             try:
                 raise_for_status(
                     response.status, response.headers, uri=file.uri, credentials_hint=_CREDENTIALS_HINT
                 )  # fmt: skip
-            except NotThere:
-                failures.gone(file.uri)
+            except ObjectNotFound:
+                failures.raise_deleted(file.uri)
             if (now := version_of(response.headers)) != file.version:
-                failures.changed(file.uri, f"{file.version} became {now}")
+                failures.raise_changed(file.uri, f"{file.version} became {now}")
             await receive_range(response, start_byte, end_byte, file.size_bytes, uri=file.uri, receive=receive)
 
 
@@ -157,7 +155,7 @@ def _size_of(response: aiohttp.ClientResponse, uri: str) -> int:
     size = part[2] if response.status == 206 and part is not None else response.content_length
     if size is None:
         raise DataError(
-            "the server does not tell the length of the file", where=uri,
+            "The server does not report the length of the file", where=uri,
             hint="copy the file to this machine and read it there",
         )  # fmt: skip
     return size

@@ -1,8 +1,8 @@
-"""Writing to stores: whole objects, each proven by what the store says of it, replaced only as far as was asked.
+"""Writing to stores: whole objects, verified after the upload, replaced only under the requested condition.
 
-Bytes or a file and a uri go in; the object as the store describes it comes out. A large file goes up in parts, each of
-them tried again by itself. Invariants: an object appears with all of its bytes or not at all, what the store received
-is held against what was sent (size and checksum), and a write under a condition never replaces anything else.
+Bytes or a file and a uri go in; the object as the store describes it comes out. Large files are uploaded in parts, and
+each part is retried on its own. Invariants: an object appears complete or not at all, its size and checksum in the
+store are compared with what was sent, and a conditional write replaces nothing else.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Literal, Protocol
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.data.storage import background
-from vorox.data.storage.failures import RefusedByCondition
-from vorox.data.storage.locations import StoredFile, absolute
-from vorox.data.storage.remote import Asker, Store
-from vorox.data.storage.retry import RetryPolicy, StoreUnreachable, TransientError, current_budget
+from vorox.data.storage.failures import PreconditionFailed
+from vorox.data.storage.locations import StoredFile, canonical_uri
+from vorox.data.storage.remote import Store
+from vorox.data.storage.retry import RetryingClient, RetryPolicy, StoreUnreachable, TransientError, current_budget
 
-Over = StoredFile | Literal["anything", "nothing"]
-"""What a new object may replace: whatever is there, nothing at all, or exactly this version."""
+PutMode = StoredFile | Literal["overwrite", "create"]
+"""What a new object may replace: any object, none, or exactly this version."""
 
 PART_BYTES = 16 << 20
-"""What is larger goes up in parts of this size. A multiple of 256 KiB and at least 5 MiB, as the stores ask."""
+"""Larger objects are uploaded in parts of this size: a multiple of 256 KiB and at least 5 MiB, as stores require."""
 
 WRITABLE_SCHEMES = ("s3", "gs", "az")
 
 
-class ConditionFailed(DataError):
-    """Another object stands where one was to be put, or the one that was to be replaced is no longer there."""
+class WriteConflict(DataError):
+    """The store holds another object than the one that a conditional write expects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What is to be put.
+    """The content of an upload.
 
     Attributes:
-        size_bytes: Its length.
-        data: All of it, or the file that it lies in, which does not change while it is put.
+        size_bytes: Its size.
+        data: The bytes, or the file that contains them, which must not change during the upload.
     """
 
     size_bytes: int
@@ -55,22 +55,22 @@ class Content:
         return cls(path.stat().st_size, path)
 
     def read(self) -> bytes:
-        """Return all of it.
+        """Return the bytes.
 
         Raises:
-            OSError: The file cannot be read, or has changed its length.
+            OSError: The file cannot be read, or its length changed.
         """
         if isinstance(self.data, bytes):
             return self.data
         data = self.data.read_bytes()
         if len(data) != self.size_bytes:
-            raise OSError(f"{self.data} changed its length while it was copied")
+            raise OSError(f"{self.data} changed its length during the upload")
         return data
 
     def checksums(self, part_bytes: int | None) -> tuple[str, bytes]:
-        """Return the ETag that S3 gives it, put in parts of a size or at once (``None``), and its MD5.
+        """Return the S3 ETag of an upload in parts of some size, or in one request (``None``), and the MD5.
 
-        It guards against accidents, not against people.
+        MD5 detects corruption, not tampering.
         """
         if part_bytes is None:
             whole = hashlib.md5(self.read(), usedforsecurity=False)
@@ -86,57 +86,59 @@ class Content:
 
 
 class WritableStore(Store, Protocol):
-    """What a scheme must be able to do besides reading."""
+    """What a scheme implements for writing."""
 
-    async def put(self, uri: str, content: Content, over: Over, ask: Asker) -> StoredFile:
-        """Write an object; raises ``RefusedByCondition`` if it may not replace what is there."""
+    async def put(self, uri: str, content: Content, mode: PutMode, client: RetryingClient) -> StoredFile:
+        """Write an object; raises ``PreconditionFailed`` if it may not replace the existing one."""
         ...
 
-    async def remove(self, uri: str, ask: Asker) -> None:
-        """Remove an object; one that is not there is no failure."""
+    async def remove(self, uri: str, client: RetryingClient) -> None:
+        """Remove an object. Removing one that does not exist is not an error."""
         ...
 
-    async def holds(self, file: StoredFile, digest: bytes, policy: RetryPolicy) -> bool:
-        """Return whether an object has the content with an MD5, by one try of reading it."""
+    async def verify_upload(self, file: StoredFile, md5: bytes, policy: RetryPolicy) -> bool:
+        """Read an object in one try; return whether its content has an MD5."""
         ...
 
 
-def received_other_bytes(uri: str) -> TransientError:
-    """What a store holds is not what was sent: it is sent again."""
+def corrupt_upload(uri: str) -> TransientError:
+    """Return the error for an object whose checksum differs from what was sent. It is sent again."""
     return TransientError(f"the store received other bytes than were sent to {uri.rpartition('/')[2]}")
 
 
-def cannot_be_written(location: str) -> ConfigError:
+def not_writable(location: str) -> ConfigError:
+    """Return the error for a location that cannot be written to."""
     known = ", ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
-    return ConfigError("nothing can be written there", where=redact(location), hint=f"give a place under {known}")
+    return ConfigError("The location is not writable", where=redact(location), hint=f"use one under {known}")
 
 
-def put(store: WritableStore, uri: str, content: Content, over: Over) -> StoredFile:
+def put(store: WritableStore, uri: str, content: Content, mode: PutMode) -> StoredFile:
     """Write one object: see ``storage.put_bytes``."""
-    budget = current_budget()
-    uri = absolute(uri)
-    ask = Asker(uri, budget)
+    budget, uri = current_budget(), canonical_uri(uri)
+    client = RetryingClient(uri, budget)
     try:
-        return background.run(store.put(uri, content, over, ask), uri, budget)
-    except RefusedByCondition:
-        found = background.run(_our_own(store, uri, content, ask), uri, budget)
+        return background.run(store.put(uri, content, mode, client), uri, budget)
+    except PreconditionFailed:
+        found = background.run(_find_own_upload(store, uri, content, client), uri, budget)
     if found is None:
-        raise ConditionFailed(
-            "another object is there than the one that was to be replaced", where=uri,
-            hint="somebody else writes to the same place",
+        raise WriteConflict(
+            "The store holds another object than this write expects", where=uri,
+            hint="another process writes to the same location",
         )  # fmt: skip
     return found
 
 
-async def _our_own(store: WritableStore, uri: str, content: Content, ask: Asker) -> StoredFile | None:
-    """The object that is there if it has the very bytes that were to be put: an earlier try had come through."""
-    found = await store.describe(uri, ask)
+async def _find_own_upload(
+    store: WritableStore, uri: str, content: Content, client: RetryingClient
+) -> StoredFile | None:
+    """Return the existing object if it has exactly this content: an earlier try succeeded and its response was lost."""
+    found = await store.describe(uri, client)
     if found is None or found.size_bytes != content.size_bytes:
         return None
-    _, digest = await asyncio.to_thread(content.checksums, None)
+    _, md5 = await asyncio.to_thread(content.checksums, None)
     try:
-        return found if await ask(lambda: store.holds(found, digest, ask.policy)) else None
-    except StoreUnreachable:  # nobody can know
+        return found if await client.run(lambda: store.verify_upload(found, md5, client.policy)) else None
+    except StoreUnreachable:  # unknown, so neither ours nor foreign
         raise
     except DataError:  # replaced while it was read: not ours
         return None
@@ -144,13 +146,12 @@ async def _our_own(store: WritableStore, uri: str, content: Content, ask: Asker)
 
 def remove(store: WritableStore, uri: str) -> None:
     """Remove one object: see ``storage.remove_object``."""
-    budget = current_budget()
-    background.run(store.remove(absolute(uri), Asker(uri, budget)), uri, budget)
+    budget, uri = current_budget(), canonical_uri(uri)
+    background.run(store.remove(uri, RetryingClient(uri, budget)), uri, budget)
 
 
 def list_below(store: Store, folder: str) -> list[StoredFile]:
-    """Every object of a folder: see ``storage.list_objects``."""
-    budget = current_budget()
-    folder = absolute(folder) + "/"
-    found = background.run(store.search(folder, lambda _: True, Asker(folder, budget)), folder, budget)
-    return sorted(found, key=lambda file: file.uri)
+    """List every object of a folder: see ``storage.list_objects``."""
+    budget, prefix = current_budget(), canonical_uri(folder) + "/"
+    listing = store.list_prefix(prefix, lambda _: True, RetryingClient(prefix, budget))
+    return sorted(background.run(listing, prefix, budget), key=lambda file: file.uri)

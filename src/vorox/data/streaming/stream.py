@@ -28,7 +28,7 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.rows import RowBlock
-from vorox.data.storage.waiting import may_wait
+from vorox.data.storage.waiting import track_stall
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.read_windows import ReadWindow, UnitRange
 from vorox.data.streaming.stream_queue import StreamQueue
@@ -122,8 +122,8 @@ class Stream:
         """
         if self._queue.is_settled(unit):
             return
-        with may_wait(str(self.directory)) as wait:
-            wait.because(f"unit {unit} is being built", failed=False)
+        with track_stall(str(self.directory)) as stall:
+            stall.report(f"unit {unit} is being built", failed=False)
             self._start()
             self._queue.wait_for(unit)
 

@@ -15,7 +15,7 @@ from vorox.core.schema.data import DataConfig
 from vorox.data.cache.residency import DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
-from vorox.data.storage import StoredFile, shared_reads
+from vorox.data.storage import StoredFile, cache_ranges
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream, StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
@@ -37,11 +37,11 @@ class StreamGroup:
         self._data = data
         self.budget = DiskBudget(data.streaming.retention_bytes)
         self.streams: list[Stream] = []
-        self._shared_reads = contextlib.ExitStack()
+        self._cached_ranges = contextlib.ExitStack()
 
     def share_reads(self, files: Sequence[StoredFile]) -> None:
         """Fetch bytes of these files once for all that cut and build them, as far as memory goes."""
-        self._shared_reads.enter_context(shared_reads.registered(files))
+        self._cached_ranges.enter_context(cache_ranges(files))
 
     def open(self, directory: Path, builder: UnitBuilder, units: UnitList) -> StreamReader:
         """Open the rows of one split of a source, which are built while they are read.
@@ -102,7 +102,7 @@ class StreamGroup:
             stream.stop()
         for stream in self.streams:
             stream.close()
-        self._shared_reads.close()
+        self._cached_ranges.close()
 
 
 def _size_bytes(unit: Unit) -> int:

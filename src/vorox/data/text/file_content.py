@@ -19,10 +19,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.storage import StoredFile, open_seekable, scheme_of
-from vorox.data.storage.contexts import iterated_with
+from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context, scheme_of
 from vorox.data.text.decompression import MAX_READ_BYTES, BrokenStream, DecompressedStream, NotCompressed
-from vorox.data.text.range_cache import open_through_cache
 from vorox.data.text.signatures import Compression, compression_by_suffix, reject_binary
 
 T = TypeVar("T")
@@ -91,9 +89,7 @@ class _DecodedFile:
         self._base, self._recent = 0, bytearray()
         self._open = contextlib.ExitStack()
         # open_seekable checks a local file against its listing on every read, not only at the end.
-        source = self._open.enter_context(
-            open_seekable(file) if scheme_of(file.uri) is None else open_through_cache(file, always=True)
-        )
+        source = self._open.enter_context(open_seekable(file) if scheme_of(file.uri) is None else open_range(file))
         check = functools.partial(reject_binary, file) if limits.is_text else None
         self._stream = DecompressedStream(kind, source, check, max_read_bytes)
 
@@ -185,7 +181,7 @@ class SequentialReads:
 
     def during(self, items: Iterator[T]) -> Iterator[T]:
         """Iterate over items whose computation reads ranges through this object."""
-        return iterated_with(items, _reads, self)
+        return run_in_context(items, _reads, self)
 
     def take(self, file: StoredFile, limits: Limits, start_byte: int) -> _DecodedFile | None:
         """Return the kept decoder if it is this file's and can seek to ``start_byte``."""
@@ -258,7 +254,7 @@ def open_content(
     """
     kind = compression_by_suffix(file.uri)
     if kind is None:
-        with open_through_cache(file, start_byte, end_byte) as reader:
+        with open_range(file, start_byte, end_byte) as reader:
             yield reader
         return
     damage = detect_damage(file, limits) if end_byte is None else None

@@ -117,9 +117,10 @@ def _locations(paths: Sequence[str], name: str, chosen: Sequence[StoredFile]) ->
     others = sorted({_ending(file.uri) for file in chosen if not file.uri.lower().endswith(listed)})
     locations: list[str] = []
     for path in paths:
-        inside = [file for file in chosen if storage.place_in(storage.absolute(path), file.uri) not in {None, ""}]
+        root = storage.canonical_uri(path)
+        inside = [file for file in chosen if storage.relative_name(root, file.uri) not in {None, ""}]
         is_folder = scheme_of(path) is None and not has_magic(path) and any(
-            file.uri.startswith(f"{storage.absolute(path).rstrip('/')}/") for file in inside
+            file.uri.startswith(f"{root.rstrip('/')}/") for file in inside
         )  # fmt: skip
         if not is_folder or not others:
             locations.append(path)

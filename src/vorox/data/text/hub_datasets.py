@@ -18,7 +18,7 @@ import yaml
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
-from vorox.data.storage import StoredFile, absolute
+from vorox.data.storage import StoredFile, canonical_uri
 
 _REPOSITORY = re.compile(r"hf://datasets/[^/@]+/[^/@]+(@(refs/[^/]+/[^/]+|[^/]+))?")
 _CARD_BYTES = 8 << 20
@@ -44,7 +44,7 @@ class HubFiles:
 
 def pin_revision(location: str, revision: str | None) -> str:
     """The canonical location, at the source's revision where it names none itself."""
-    uri = absolute(location)
+    uri = canonical_uri(location)
     if revision is None or not uri.startswith("hf://"):
         return uri
     kind, owner, name, *path = uri.removeprefix("hf://").split("/")
@@ -55,7 +55,7 @@ def pin_revision(location: str, revision: str | None) -> str:
 
 def is_dataset_name(location: str) -> bool:
     """Whether a location is a whole dataset of the hub, not a path inside of one."""
-    return location.startswith("hf://") and _REPOSITORY.fullmatch(absolute(location)) is not None
+    return location.startswith("hf://") and _REPOSITORY.fullmatch(canonical_uri(location)) is not None
 
 
 def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...]) -> HubFiles:

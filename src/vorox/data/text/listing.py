@@ -17,7 +17,7 @@ from vorox.core.errors import DataError, VoroxError
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
-from vorox.data.storage import STANDARD_LIBRARY, NoSuchEnding, StoredFile, place_in
+from vorox.data.storage import STANDARD_LIBRARY, NoMatchingSuffix, StoredFile, relative_name
 from vorox.data.text.formats import suffixes
 from vorox.data.text.holdout import SPLIT_NAMED_FORMATS, is_validation_name
 from vorox.data.text.hub_datasets import dataset_files, is_dataset_name, pin_revision
@@ -171,14 +171,14 @@ def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], 
     """The files of a location; where all have other endings, the error names the format that they have."""
     try:
         return list_indexed_files(config, location, suffixes)
-    except NoSuchEnding as error:
-        known = sorted({form for ending in error.endings if (form := format_of_path(f"name{ending}")) is not None})
+    except NoMatchingSuffix as error:
+        known = sorted({form for ending in error.found if (form := format_of_path(f"name{ending}")) is not None})
         formats = " or ".join(f"{key}.format={form}" for form in known) or f"{key}.format to what these files are"
         raise DataError(error.what, where=error.where, hint=f"set {formats}, or {error.hint}") from error
 
 
 def _placed(file: StoredFile, root: str) -> FoundFile:
-    place = place_in(root, file.uri)
+    place = relative_name(root, file.uri)
     assert place is not None, f"{file.uri} does not lie under {root}"
     return FoundFile(file, place)
 

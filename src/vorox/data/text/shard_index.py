@@ -59,7 +59,7 @@ def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, 
             chosen.setdefault(file.uri, file)
     folders = {_split(index.uri)[0] for index in indexes}
     without = [file for file in data.values() if file.uri not in chosen and _split(file.uri)[0] not in folders]
-    is_folder = not storage.has_magic(location) and storage.absolute(location) not in data
+    is_folder = not storage.has_magic(location) and storage.canonical_uri(location) not in data
     if without and is_folder and config.format == "mds":
         raise DataError(
             f"there is no {index_name} beside the MDS shard", where=without[0].uri,

@@ -19,12 +19,11 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit
-from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, in_one_budget, retry_budget
+from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, iterate_in_budget, retry_budget
 from vorox.data.text.file_content import Limits, SequentialReads, detect_damage
 from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, read_records, split_blocks
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
-from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.signatures import compression_by_suffix
 
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
@@ -287,19 +286,16 @@ def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationCo
     Raises:
         DataError: A file cannot be read, or changed since it was listed.
     """
-    yield from in_one_budget(_read_unit(source, unit, split, validation), patience(source.config))
+    yield from iterate_in_budget(_read_unit(source, unit, split, validation), patience(source.config))
 
 
 def read_units(
     source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
 ) -> Iterator[Record]:  # fmt: skip
-    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units.
-
-    What was read of remote files while units were cut is not fetched again.
-    """
+    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units."""
     with contextlib.closing(SequentialReads()) as reads:
         for unit in units:
-            yield from CUT_RANGES.during(reads.during(read_unit(source, unit, split, validation)))
+            yield from reads.during(read_unit(source, unit, split, validation))
 
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

@@ -1,19 +1,20 @@
-"""Reading the units of a source: what ``read_unit`` gives, with the bytes fetched before where that is possible.
+"""Readers of the units of a source: for one split, or for both splits in one pass over the text.
 
-A source and a split go in once, units go in one by one, records come out. The reader can be pickled, so that other
-processes and machines read the same. Invariant: fetching changes when bytes are read, never which.
+A source and a split go in once, then units one by one; records come out. ``UnitReader`` can be pickled, so that worker
+processes and other machines read the same records. Invariants: prefetching changes when bytes are read, never which;
+each split gets the records that a reader of its own would yield, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vorox.core.schema.data import ValidationConfig
-from vorox.data.documents import Record, Unit
-from vorox.data.storage import Fetched, StoredFile, open_range, retry_budget, scheme_of
-from vorox.data.text.holdout import Split
-from vorox.data.text.range_cache import CUT_RANGES
+from vorox.data.documents import BadRecord, Record, Unit
+from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_budget, scheme_of
+from vorox.data.text.formats import has_many_records, has_row_groups
+from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, patience, read_unit
 
@@ -33,36 +34,89 @@ class UnitReader:
 
     @property
     def fetches(self) -> bool:
-        """Whether any of the text is fetched apart from being decoded: that of plain files in remote stores.
+        """Whether text can be fetched before it is decoded: true for plain files in remote stores.
 
-        Compressed files and Parquet decide while they are decoded which bytes they need.
+        Compressed files and Parquet determine while decoding which bytes they need.
         """
         return any(self._is_plain(file) for file in self.source.stored)
 
     def fetched_bytes(self, unit: Unit) -> int:
-        """Bytes that ``fetch`` would hold."""
+        """Return how many bytes ``fetch`` would hold."""
         files = self.source.stored
         return sum(span.end_byte - span.start_byte for span in unit.spans if self._is_plain(files[span.file_index]))
 
-    def fetch(self, unit: Unit) -> Fetched:
-        """Read the bytes of a unit that can be read without decoding, unless they were read when it was cut.
+    def fetch(self, unit: Unit) -> PrefetchedRanges:
+        """Read the bytes of a unit that can be read without decoding.
 
         Raises:
             DataError: A file cannot be read, or changed since it was listed.
         """
-        pieces: list[tuple[StoredFile, int, bytes]] = []
+        ranges: list[tuple[StoredFile, int, bytes]] = []
         with retry_budget(patience(self.source.config)):
             for span in unit.spans:
                 file = self.source.stored[span.file_index]
-                if not self._is_plain(file):
-                    continue
-                piece = CUT_RANGES.range_of(file, span.start_byte, span.end_byte)
-                if piece is None:
+                if self._is_plain(file):
                     with open_range(file, span.start_byte, span.end_byte) as reader:
-                        piece = reader.read(span.end_byte - span.start_byte)
-                pieces.append((file, span.start_byte, piece))
-        return Fetched(tuple(pieces))
+                        ranges.append((file, span.start_byte, reader.read(span.end_byte - span.start_byte)))
+        return PrefetchedRanges(tuple(ranges))
 
     def _is_plain(self, file: StoredFile) -> bool:
         plain = self.source.config.format in _PLAIN_FORMATS and compression_by_suffix(file.uri) is None
         return plain and scheme_of(file.uri) is not None
+
+
+def splits_share_units(source: Source) -> bool:
+    """Return whether both splits consist of the same units: single records are held out, not files or file tails."""
+    return source.holdout.split == "document" and has_many_records(source.config)
+
+
+class SplitPairReader:
+    """A ``ReadUnit`` of one split that keeps the records of the other split for later.
+
+    Args:
+        source: A source with ``splits_share_units``.
+        split: The split whose records it yields.
+    """
+
+    def __init__(self, source: Source, split: Split) -> None:
+        self._source = source
+        self._split: Split = split
+        self._all_records = UnitReader(source, split, NO_HOLDOUT)
+        self._wanted: set[int] = set()
+        self._kept: dict[int, list[Record]] = {}
+
+    def __call__(self, unit: Unit) -> Iterator[Record]:
+        source, rule = self._source, self._source.holdout
+        kept: list[Record] = []
+        is_own = {
+            span.file_index: document_filter(rule, self._split, source.places[span.file_index]) for span in unit.spans
+        }
+        by_ordinal = has_row_groups(source.config.format)
+        for record in self._all_records(unit):
+            rest_of_file = isinstance(record, BadRecord) and record.is_rest_of_file
+            own = is_own[record.file_index](record.ordinal if by_ordinal else record.byte_offset)
+            if rest_of_file or not own:
+                kept.append(record)
+            if rest_of_file or own:
+                yield record
+        if unit.unit_id in self._wanted:
+            self._kept[unit.unit_id] = kept
+
+    @property
+    def fetches(self) -> bool:
+        return self._all_records.fetches
+
+    def fetched_bytes(self, unit: Unit) -> int:
+        return self._all_records.fetched_bytes(unit)
+
+    def fetch(self, unit: Unit) -> PrefetchedRanges:
+        return self._all_records.fetch(unit)
+
+    def hold(self, unit_id: int) -> None:
+        """Keep the other split's records of a unit when it is read."""
+        self._wanted.add(unit_id)
+
+    def take(self, unit_id: int) -> Sequence[Record] | None:
+        """Return and forget the kept records of a unit; ``None`` if the unit was not read to its end."""
+        self._wanted.discard(unit_id)
+        return self._kept.pop(unit_id, None)

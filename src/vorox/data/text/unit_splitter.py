@@ -21,7 +21,6 @@ from vorox.data.storage import retry_budget
 from vorox.data.text.file_content import Limits, compressed_length_bytes
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
 from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
-from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, patience, read_units
 
@@ -104,7 +103,7 @@ class UnitSplitter:
         first = 0 if after is None else after.file_index
         for index in range(first, len(self.source.files)):
             pieces = self._pieces_of(index, after if after is not None and index == first else None)
-            yield from _patiently(CUT_RANGES.during(pieces), self.source)
+            yield from _patiently(pieces, self.source)
 
     def _pieces_of(self, index: int, after: UnitSpan | None) -> Iterator[tuple[UnitSpan, int]]:
         """The pieces of one file that belong to the split, and the text in each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vorox.core.errors import DataError
 from vorox.data import storage
-from vorox.data.storage import absolute
+from vorox.data.storage import canonical_uri
 
 DOLMA_URLS = "hf://allenai/dolma/urls/v1_7.txt"
 """One address a line: all 2,419 files of version 1.7, on the server of its authors."""
@@ -23,7 +23,7 @@ def addresses_in(location: str) -> list[str]:
     Raises:
         DataError: The file cannot be read, or a line is no address.
     """
-    (file,) = storage.list_files(absolute(location), ())
+    (file,) = storage.list_files(canonical_uri(location), ())
     with storage.open_range(file, 0, min(file.size_bytes, _LIST_BYTES)) as reader:
         lines = reader.read().decode("utf-8", "replace").splitlines()
     found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

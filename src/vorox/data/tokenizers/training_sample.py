@@ -25,7 +25,6 @@ from vorox.data.text.formats import (
     split_blocks,
 )
 from vorox.data.text.holdout import document_filter
-from vorox.data.text.range_cache import CUT_RANGES
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_splitter import split_into_units
 
@@ -73,7 +72,7 @@ def training_sample(
     done, total = 0, sum(shares)
     with contextlib.closing(SequentialReads()) as reads:
         for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
-            for text in CUT_RANGES.during(reads.during(_spread(source, group, size, share))):
+            for text in reads.during(_spread(source, group, size, share)):
                 yield text
                 done += len(text.encode("utf-8"))
                 if on_progress is not None:

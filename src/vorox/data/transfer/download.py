@@ -21,8 +21,8 @@ from vorox.core.atomic import is_disk_full, make_directory, pretty_json, rename,
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
 from vorox.core.lock import FileLock
 from vorox.data.shard_format import SHORT_HEADER_BYTES, parse_header
-from vorox.data.storage import StoredFile, absolute, list_files, open_range, retry_budget
-from vorox.data.storage.hub import resolve_commit, split_hub
+from vorox.data.storage import StoredFile, canonical_uri, list_files, open_range, retry_budget
+from vorox.data.storage.hub import parse_hub_uri, resolve_commit
 
 NAMED = {
     "fineweb10B": "hf://datasets/kjj0/fineweb10B-gpt2",
@@ -127,8 +127,8 @@ def _silent(what: str, done: int, total: int) -> None:
 def _listed(location: str, *, named: bool, shards: int | None) -> tuple[str, list[StoredFile]]:
     """The commit, and the files that are wanted at it."""
     with retry_budget():
-        place = split_hub(absolute(location))
-        commit = resolve_commit(absolute(location))
+        place = parse_hub_uri(canonical_uri(location))
+        commit = resolve_commit(canonical_uri(location))
         root = f"hf://{place.kind}/{place.name}@{commit}/"
         files = list_files(root + ("*.bin" if named else place.path or "**"), ("",))
     if named:

@@ -22,7 +22,7 @@ from typing import Any
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError
-from vorox.data.storage import StoredFile, absolute, list_objects, open_range
+from vorox.data.storage import StoredFile, canonical_uri, list_objects, open_range
 
 OWNER_NAME = "OWNER.json"
 RECORD_NAME = "RECORD.json"
@@ -127,7 +127,7 @@ def list_mirror(uri: str) -> Contents:
     Raises:
         DataError: There is no such bucket, or it cannot be read.
     """
-    uri = absolute(uri)
+    uri = canonical_uri(uri)
     found: dict[tuple[int, int], MirroredCheckpoint] = {}
     others: dict[str, StoredFile] = {}
     for file in list_objects(uri):

@@ -21,13 +21,13 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.log import Echo
 from vorox.core.process_identity import ProcessIdentity, machine_identity, this_process
 from vorox.data.storage import (
-    ConditionFailed,
     RetryPolicy,
     StoredFile,
+    WriteConflict,
     put_bytes,
     remove_object,
     retry_budget,
-    untold,
+    silent,
 )
 from vorox.training.mirror.contents import OWNER_NAME, Contents, list_mirror, read_object
 
@@ -52,7 +52,7 @@ class Ownership:
         self.fencing_token, self.lost = fencing_token, False
         self._uri = f"{uri}/{OWNER_NAME}"
         self._renewals = 0
-        self._stored = put_bytes(self._content(released=False), self._uri, over="nothing" if over is None else over)
+        self._stored = put_bytes(self._content(released=False), self._uri, mode="create" if over is None else over)
         self._ended, self._putting = threading.Event(), threading.Lock()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._renew,), name="vorox-mirror-owner", daemon=True)
@@ -80,22 +80,22 @@ class Ownership:
 
     def _put(self, *, released: bool) -> None:
         try:
-            with self._putting, retry_budget(RetryPolicy(retries_per_unit=3), waits=untold):
+            with self._putting, retry_budget(RetryPolicy(retries_per_unit=3), tracker=silent):
                 content = self._content(released=released)
                 try:
-                    self._stored = put_bytes(content, self._uri, over=self._stored)
-                except ConditionFailed as failure:
-                    self._stored = put_bytes(content, self._uri, over=self._own(failure))
-        except ConditionFailed:
+                    self._stored = put_bytes(content, self._uri, mode=self._stored)
+                except WriteConflict as failure:
+                    self._stored = put_bytes(content, self._uri, mode=self._own(failure))
+        except WriteConflict:
             self.lost = True
         except DataError:
             pass  # the store is away; whoever uploads says so
 
-    def _own(self, failure: ConditionFailed) -> StoredFile:
+    def _own(self, failure: WriteConflict) -> StoredFile:
         """What the store has, if it is this process's own: it took an earlier put that was given up unanswered.
 
         Raises:
-            ConditionFailed: It is another one's.
+            WriteConflict: It is another one's.
             DataError: It cannot be read just now, so that nobody can know.
         """
         found = list_mirror(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
@@ -146,7 +146,7 @@ def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep
     last = record.get("claim", 0)
     try:
         return Ownership(uri, max(last if type(last) is int else 0, found.last_fencing_token) + 1, known), found
-    except ConditionFailed:
+    except WriteConflict:
         raise _in_use(uri, _owner(uri)[1]) from None
 
 

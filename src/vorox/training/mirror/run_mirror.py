@@ -24,7 +24,7 @@ from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import is_run, same_run_directories
 from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
-from vorox.data.storage import StoreUnreachable, absolute, check_writable, list_objects, remove_object
+from vorox.data.storage import StoreUnreachable, canonical_uri, check_writable, list_objects, remove_object
 from vorox.training.checkpoint_store import steps_to_keep
 from vorox.training.mirror.contents import (
     CHECKPOINT_NAME,
@@ -136,7 +136,7 @@ def open_mirror(
         return
     with _as_ours(place):
         check_writable(place)
-        place = absolute(place)
+        place = canonical_uri(place)
         directory = _directory(config, resume_from, place)
         uri = f"{place}/{directory.name}"
         ownership, found = acquire(uri, tell)
@@ -208,7 +208,7 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
         ConfigError: There is no mirrored run, or what is here is another line of work.
         CheckpointError, DataError: As ``restore_run``.
     """
-    uri = absolute(uri)
+    uri = canonical_uri(uri)
     folder, _, name = uri.rpartition("/")
     match = CHECKPOINT_NAME.fullmatch(name) if folder.endswith(f"/{CHECKPOINTS}") else None
     run_uri = uri if match is None else folder.removesuffix(f"/{CHECKPOINTS}")
@@ -237,7 +237,7 @@ def mirror_uri(directory: Path) -> str | None:
     """Where the mirror of a run on this machine is; ``None`` if it has none, or its record cannot be read."""
     try:
         place = recorded_config(directory).checkpoint.mirror
-        return None if place is None else f"{absolute(place)}/{directory.resolve().name}"
+        return None if place is None else f"{canonical_uri(place)}/{directory.resolve().name}"
     except ConfigError:
         return None  # of another version
 

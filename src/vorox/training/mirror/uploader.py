@@ -25,8 +25,17 @@ from vorox.core.errors import CheckpointError, VoroxError
 from vorox.core.log import RunLog
 from vorox.core.redaction import redact
 from vorox.core.run_layout import RunLayout, parse_checkpoint_name
-from vorox.data.storage import RetryPolicy, StoredFile, Waiter, put_bytes, put_file, remove_object, retry_budget, untold
-from vorox.data.storage.retry import jitter_of
+from vorox.data.storage import (
+    RetryPolicy,
+    StallReporter,
+    StoredFile,
+    put_bytes,
+    put_file,
+    remove_object,
+    retry_budget,
+    silent,
+)
+from vorox.data.storage.retry import new_jitter
 from vorox.training.mirror.contents import (
     CHECKPOINTS,
     RECORD_NAME,
@@ -136,11 +145,11 @@ class Uploader:
         thread.join(timeout_seconds)
 
     def _last_record(self, name: str, step: int) -> None:
-        with contextlib.suppress(VoroxError, OSError), retry_budget(RetryPolicy(retries_per_unit=3), waits=untold):
+        with contextlib.suppress(VoroxError, OSError), retry_budget(RetryPolicy(retries_per_unit=3), tracker=silent):
             put_record(self._uri, name, self._run_directory, self._metadata(step), lambda: None)
 
     def _work(self) -> None:
-        jitter = jitter_of(self._uri)
+        jitter = new_jitter(self._uri)
         with retry_budget() as budget:
             longest_pause_seconds = budget.policy.longest_backoff_seconds
         while True:
@@ -154,7 +163,7 @@ class Uploader:
                 path, since = self._waiting[step]
             failed = ""
             try:
-                with retry_budget(waits=self._told):
+                with retry_budget(tracker=self._told):
                     self._upload(path, step)
                     self._done(step, since)
                     self._retain()
@@ -275,7 +284,7 @@ class Uploader:
                     remove_object(file.uri)
 
     @contextlib.contextmanager
-    def _told(self, _uri: str) -> Generator[Waiter]:
+    def _told(self, _uri: str) -> Generator[StallReporter]:
         """Hears of failed tries; an upload is nothing that the run waits for."""
         yield _Listener(self._heard)
 
@@ -309,7 +318,7 @@ class _Listener:
     def __init__(self, heard: Callable[[str, bool], None]) -> None:
         self._heard = heard
 
-    def because(self, reason: str, *, failed: bool = True) -> None:
+    def report(self, reason: str, *, failed: bool = True) -> None:
         self._heard(reason, failed)
 
 

@@ -19,7 +19,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus
 from vorox.data.rows import TokenArray
 from vorox.data.text.holdout import SPLITS, Split
-from vorox.data.transfer.forms import SHARD_TOKENS, WRITERS, Destination, Form, WrittenFile
+from vorox.data.transfer.token_formats import SHARD_TOKENS, WRITERS, Destination, Form, WrittenFile
 from vorox.data.transfer.whole_documents import whole_documents
 
 ExportProgress = Callable[[str, int, int], None]

@@ -21,7 +21,7 @@ from vorox.core.staged_directory import verify_directory
 from vorox.data.corpus import Corpus, prepare
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.loading import load
-from vorox.data.transfer.export import export
+from vorox.data.transfer.token_export import export
 
 LINES = 120
 

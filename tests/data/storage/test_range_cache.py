@@ -1,0 +1,104 @@
+"""The cache of fetched ranges: the bytes are right, none is fetched twice while it is cached, and memory is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vorox.data.storage import StoredFile
+from vorox.data.storage.range_cache import RangeCache
+
+SIZE = 200
+FILE = StoredFile("s3://bucket/a", SIZE, "signature", 0)
+
+
+@dataclass
+class FakeFetch:
+    start_byte: int
+    end_byte: int
+    has_failed: bool = False
+
+
+@dataclass
+class Fetches:
+    started: list[FakeFetch] = field(default_factory=list)
+
+    def __call__(self, start_byte: int, end_byte: int) -> FakeFetch:
+        self.started.append(FakeFetch(start_byte, end_byte))
+        return self.started[-1]
+
+    def times(self) -> list[int]:
+        """How often each byte was fetched."""
+        return [sum(fetch.start_byte <= byte < fetch.end_byte for fetch in self.started) for byte in range(SIZE)]
+
+
+def read(cache: RangeCache[FakeFetch], fetches: Fetches, start: int, end: int, before: int = 0) -> list[FakeFetch]:
+    """What a reader of ``[start, end)`` does; ``before``: bytes that it also fetches before each position."""
+    found: list[FakeFetch] = []
+    while start < end:
+        fetch = cache.get(FILE, start, max(0, start - before), end, fetches)
+        assert fetch.start_byte <= start < fetch.end_byte
+        start = fetch.end_byte
+        found.append(fetch)
+    return found
+
+
+ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE), st.integers(0, 30))
+
+
+@settings(deadline=None)
+@given(st.lists(ranges, max_size=30))
+def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
+    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    with cache.registered([FILE]):
+        for start, length, before in wanted:
+            read(cache, fetches, start, min(start + length, SIZE), before)
+        assert max(fetches.times(), default=0) <= 1
+    assert not cache.is_registered(FILE)
+
+
+@settings(deadline=None)
+@given(st.lists(ranges, max_size=30), st.integers(20, 100))
+def test_what_is_held_is_bounded(wanted: list[tuple[int, int, int]], limit: int) -> None:
+    cache, fetches = RangeCache[FakeFetch](limit, 0), Fetches()
+    with cache.registered([FILE]):
+        for start, length, before in wanted:
+            last = read(cache, fetches, start, min(start + length, SIZE), before)[-1]
+            held = sum(entry.end_byte - entry.start_byte for entry in cache._ranges.values())
+            assert held <= max(limit, last.end_byte - last.start_byte)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache, fetches = RangeCache[FakeFetch](100, 0), Fetches()
+    with cache.registered([FILE]):
+        for start in (0, 50, 0, 100, 0, 50):
+            read(cache, fetches, start, start + 50)
+    assert [fetch.start_byte for fetch in fetches.started] == [0, 50, 100, 50]
+
+
+def test_what_failed_is_fetched_again() -> None:
+    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    with cache.registered([FILE]):
+        read(cache, fetches, 0, 100)[0].has_failed = True
+        assert not read(cache, fetches, 50, 100)[0].has_failed
+        assert len(fetches.started) == 2
+
+
+def test_files_that_nobody_registered_share_nothing() -> None:
+    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    with cache.registered([FILE]):
+        with cache.registered([FILE]):
+            read(cache, fetches, 0, 100)
+        assert read(cache, fetches, 0, 100) == fetches.started, "the other registration is still there"
+    read(cache, fetches, 0, 100)
+    assert fetches.times()[0] == 2
+
+
+def test_a_small_file_is_fetched_whole() -> None:
+    cache, fetches = RangeCache[FakeFetch](SIZE, SIZE), Fetches()
+    with cache.registered([FILE]):
+        for start in (150, 20, 199):
+            read(cache, fetches, start, start + 1)
+    assert fetches.started == [FakeFetch(0, SIZE)]
