@@ -140,7 +140,7 @@ def plain_step(options: argparse.Namespace) -> Variant:
     engine.state = None  # the buffers are given away below
 
     def mean_loss(params: Any, tokens_BT: Any, labels_BT: Any) -> Any:
-        hidden_BTD, _, _ = decoder(params, tokens_BT, engine._pass({"tokens": tokens_BT}))
+        hidden_BTD, _, _ = decoder(params, tokens_BT, engine._context({"tokens": tokens_BT}))
         logits = engine._head_logits(params, hidden_BTD)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels_BT).mean()
 

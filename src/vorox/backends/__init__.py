@@ -1,7 +1,7 @@
-"""The one lazy import: an engine's name to the module that creates it.
+"""Backend registry: import an engine by name, lazily.
 
-Every engine module has ``create(config, spec, dist) -> Engine``. Nothing else in Vorox knows which engines exist, and
-no framework is imported before one is asked for.
+Every engine module has ``connect(config)`` and ``create(config, spec, dist) -> Engine``. Nothing else in Vorox knows
+which engines exist, and no framework is imported before its engine is loaded.
 """
 
 from __future__ import annotations
@@ -22,46 +22,47 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "jax": ("vorox.backends.jax_engine.engine", ("jax", "flax", "optax")),
     "torch": ("vorox.backends.torch_engine.engine", ("torch",)),
 }
-"""Name of a backend, which is also the name of its extra, to its module and the packages that this imports."""
+"""Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
 
 
 class Backend(Protocol):
-    """What a backend's module offers."""
+    """The interface of an engine module."""
 
     def connect(self, config: RunConfig) -> DistributedContext:
-        """Join the processes that the environment names (``core.distributed_context.membership``), once per process.
+        """Join the process group that the environment describes (``core.distributed_context.membership``), once.
 
         Raises:
-            ConfigError: The environment names several and this backend runs in one, or they do not find each other.
+            ConfigError: The environment describes several processes and this backend supports one, or they cannot
+                connect to each other.
         """
         ...
 
     def create(self, config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Engine:
-        """Build an engine with freshly initialised weights on this process's devices."""
+        """Create an engine with initial weights on this process's devices."""
         ...
 
 
 def check_installed(name: str) -> None:
-    """Refuse a backend that cannot be loaded here, without importing its framework.
+    """Check that a backend exists and its packages are installed, without importing its framework.
 
     Raises:
-        ConfigError: It is unknown, or a package that it needs is not installed.
+        ConfigError: The backend is unknown, or one of its packages is not installed.
     """
     if name not in _MODULES:
-        raise ConfigError(f"backend = {name!r} is unknown; known are {', '.join(sorted(_MODULES))}", where="backend")
+        raise ConfigError(f"Unknown backend {name!r}; available: {', '.join(sorted(_MODULES))}", where="backend")
     missing = [package for package in _MODULES[name][1] if not _is_installed(package)]
     if missing:
         raise ConfigError(
-            f"backend = {name!r} needs {' and '.join(missing)}, not installed here",
+            f"Backend {name!r} needs {' and '.join(missing)}, which is not installed",
             where="backend", hint=install_command(name),
         )  # fmt: skip
 
 
 def load(name: str) -> Backend:
-    """Import a backend.
+    """Import a backend's engine module.
 
     Raises:
-        ConfigError: See ``check_installed``.
+        ConfigError: As ``check_installed``.
     """
     check_installed(name)
     return cast(Backend, importlib.import_module(_MODULES[name][0]))
@@ -70,5 +71,5 @@ def load(name: str) -> Backend:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # as an import hook says it
+    except ModuleNotFoundError:  # raised by import hooks
         return False

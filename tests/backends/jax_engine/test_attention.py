@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vorox.backends.jax_engine import attention
-from vorox.backends.jax_engine.attention import Visibility
+from vorox.backends.jax_engine.attention import AttentionMask
 
 pytestmark = [pytest.mark.jax]
 
@@ -50,19 +50,19 @@ def test_against_float64(name: str, num_kv_heads: int, documents: bool) -> None:
     mask = np.broadcast_to(np.tril(np.ones((11, 11), bool)), (2, 11, 11))
     if documents:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
-    visibility = Visibility(jnp.asarray(segments) if documents else None)
-    found = jax.jit(lambda q, k, v: attention.ATTENTION[name](q, k, v, visibility, None))(query, key, value)
+    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None)
+    found = jax.jit(lambda q, k, v: attention.ATTENTION[name](q, k, v, attention_mask, None))(query, key, value)
     np.testing.assert_allclose(np.asarray(found), expected(query, key, value, mask), atol=2e-6)
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_kernel_for_tpus_computes_the_same(documents: bool) -> None:
     query, key, value, segments = given(128, 2, 128)
-    visibility = Visibility(jnp.asarray(segments) if documents else None)
+    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None)
     found = partial(attention.splash, interpret=True)(
-        *(jnp.asarray(x) for x in (query, key, value)), visibility, None
+        *(jnp.asarray(x) for x in (query, key, value)), attention_mask, None
     )  # fmt: skip
-    wanted = attention.reference(*(jnp.asarray(x) for x in (query, key, value)), visibility, None)
+    wanted = attention.reference(*(jnp.asarray(x) for x in (query, key, value)), attention_mask, None)
     np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=2e-3)
 
 
@@ -71,7 +71,7 @@ def test_dropout_is_drawn_by_its_key_and_keeps_the_mean(name: str) -> None:
     query, key, value, _ = given(16, 4, 8)
     arrays: Any = tuple(jnp.asarray(x) for x in (query, key, np.ones_like(value)))
     attend = attention.ATTENTION[name]
-    draws = [attend(*arrays, Visibility(), (0.5, jax.random.key(seed))) for seed in (1, 1, *range(2, 40))]
+    draws = [attend(*arrays, AttentionMask(), (0.5, jax.random.key(seed))) for seed in (1, 1, *range(2, 40))]
     assert np.array_equal(draws[0], draws[1])
     assert not np.array_equal(draws[0], draws[2])
     assert float(np.mean(draws)) == pytest.approx(1.0, abs=0.02)

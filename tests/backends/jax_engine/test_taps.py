@@ -75,7 +75,7 @@ def test_watching_sees_the_stream_and_changes_no_bit() -> None:
 
 @pytest.mark.parametrize(
     ("point", "layer", "message"),
-    [("before_mlp", 0, "known are block_input, after_attention"), ("after_mlp", 2, "layer 2 does not exist")],
+    [("before_mlp", 0, "available: block_input, after_attention"), ("after_mlp", 2, "layer 2 does not exist")],
 )
 def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine import attention
-from vorox.backends.torch_engine.attention import CAUSAL, EVERYTHING, Visibility
+from vorox.backends.torch_engine.attention import CAUSAL, FULL, AttentionMask
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -44,21 +44,21 @@ def test_against_loops(kernel: str, kv_heads: int, visibility: str) -> None:
     query = random(rows, 4, length, HEAD)
     key, value = random(rows, kv_heads, length, HEAD, seed=1), random(rows, kv_heads, length, HEAD, seed=2)
     visible = np.ones((rows, length, length), bool)
-    given: Visibility = {"causal": CAUSAL, "everything": EVERYTHING}.get(visibility, CAUSAL)
+    given: AttentionMask = {"causal": CAUSAL, "everything": FULL}.get(visibility, CAUSAL)
     if visibility != "everything":
         visible = np.tril(visible)
     if visibility == "documents":
         segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2, 2, 2]], np.int32)
         visible &= segments[:, :, None] == segments[:, None, :]
-        given = attention.document_visibility(segments, CPU)
-        assert given.mask is not None
+        given = attention.document_mask(segments, CPU)
+        assert given.dense is not None
     found = attention.ATTENTION[kernel](query, key, value, given, 0.0)
     np.testing.assert_allclose(found.numpy(), by_hand(query, key, value, visible), atol=2e-6)
 
 
-@pytest.mark.parametrize("visibility", [CAUSAL, EVERYTHING])
+@pytest.mark.parametrize("visibility", [CAUSAL, FULL])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_gradients_of_both_kernels_agree(visibility: Visibility, kv_heads: int) -> None:
+def test_gradients_of_both_kernels_agree(visibility: AttentionMask, kv_heads: int) -> None:
     inputs = [random(2, 4, 17, HEAD), random(2, kv_heads, 17, HEAD, seed=1), random(2, kv_heads, 17, HEAD, seed=2)]
     direction, gradients = random(2, 4, 17, HEAD, seed=3), []
     for kernel in (attention.sdpa, attention.reference):
@@ -85,32 +85,32 @@ def test_a_mask_is_made_only_when_a_row_has_several_documents(
     segments: list[list[int]] | None, is_causal: bool
 ) -> None:
     given = None if segments is None else np.array(segments, np.int32)
-    found = attention.document_visibility(given, CPU)
+    found = attention.document_mask(given, CPU)
     assert found.is_causal == is_causal
-    assert (found.mask is None) == is_causal
+    assert (found.dense is None) == is_causal
 
 
 def test_a_compiled_model_always_gets_a_mask() -> None:
     """Changing between mask and no mask would compile in the middle of a run."""
     one = np.ones((2, 5), np.int32)
-    found = attention.document_visibility(one, CPU, always_mask=True)
-    assert found.mask is not None
-    assert found.mask.expand(2, 1, 5, 5).equal(torch.ones(2, 1, 5, 5).tril().bool())
-    assert attention.document_visibility(None, CPU, always_mask=True) is CAUSAL
+    found = attention.document_mask(one, CPU, always_mask=True)
+    assert found.dense is not None
+    assert found.dense.expand(2, 1, 5, 5).equal(torch.ones(2, 1, 5, 5).tril().bool())
+    assert attention.document_mask(None, CPU, always_mask=True) is CAUSAL
 
 
 def test_no_position_sees_nothing() -> None:
     """A query without a key would be 0 / 0, even in padding."""
     segments = np.array([[1, 1, 2, 0, 0, 0]], np.int32)
-    mask = attention.document_visibility(segments, CPU).mask
+    mask = attention.document_mask(segments, CPU).dense
     assert mask is not None
     assert mask.any(dim=-1).all()
 
 
 def test_continued_tokens_see_the_past_and_each_other() -> None:
-    assert attention.continued_visibility(0, 5, CPU) is CAUSAL
-    assert attention.continued_visibility(7, 1, CPU) is EVERYTHING
-    mask = attention.continued_visibility(2, 3, CPU).mask
+    assert attention.decoding_mask(0, 5, CPU) is CAUSAL
+    assert attention.decoding_mask(7, 1, CPU) is FULL
+    mask = attention.decoding_mask(2, 3, CPU).dense
     assert mask is not None
     assert mask[0, 0].tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 

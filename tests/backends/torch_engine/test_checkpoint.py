@@ -190,5 +190,5 @@ class TestImport:
     def test_twice_is_refused(self) -> None:
         engine = make()
         weights = list(engine.export_weights())
-        with pytest.raises(CheckpointError, match="appears twice"):
+        with pytest.raises(CheckpointError, match="duplicated"):
             engine.import_weights([*weights, weights[0]])

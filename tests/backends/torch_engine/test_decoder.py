@@ -49,7 +49,7 @@ def test_two_decoders_at_once() -> None:
 def test_more_than_announced_is_refused() -> None:
     decoder = make().decoder(1, 4)
     decoder.feed(random_rows(1)[:, :3])
-    with pytest.raises(ConfigError, match="5 tokens were fed to a decoder for 4"):
+    with pytest.raises(ConfigError, match="holds 4 tokens, but got 5"):
         decoder.feed(random_rows(1)[:, :2])
 
 

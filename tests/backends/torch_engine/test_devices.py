@@ -26,19 +26,27 @@ def refused(config: RunConfig, key: str, message: str, dist: DistributedContext 
 
 def test_many_processes() -> None:
     config = configuration(parallel__data_parallel_size=2)
-    refused(config, "parallel.data_parallel_size", "data_parallel_size = 2, but the torch engine trains on one device")
-    refused(configuration(), "backend", "4 processes, but the torch engine trains in one", DistributedContext(0, 4))
+    refused(
+        config,
+        "parallel.data_parallel_size",
+        "data_parallel_size = 2 is not supported: the torch engine trains on one device",
+    )
+    refused(configuration(), "backend", "torch engine trains in one process, but there are 4", DistributedContext(0, 4))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_a_device_that_is_not_there(kind: str) -> None:
     if {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[kind]:
         pytest.skip(f"this machine has {kind}")
-    refused(configuration(runtime__device=kind), "runtime.device", f"device = {kind}, but PyTorch .* finds none")
+    refused(
+        configuration(runtime__device=kind), "runtime.device", f"device = {kind}, but PyTorch .* finds no such device"
+    )
 
 
 def test_tf32_is_for_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(configuration(precision__matmul="tf32"), "precision.matmul", "tf32 is for NVIDIA GPUs, not for cpu")
+    refused(
+        configuration(precision__matmul="tf32"), "precision.matmul", "tf32 needs an NVIDIA GPU; this device is a cpu"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     with pytest.raises(ConfigError, match="Tesla T4 has no TensorFloat-32"):
@@ -71,13 +79,13 @@ class TestDeterminism:
             assert devices.prepare(configuration(runtime__determinism=level), ALONE).determinism == level
 
     def test_d2_is_refused_where_it_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ConfigError, match="cannot be kept on mps"):
+        with pytest.raises(ConfigError, match="bitwise is not supported on mps"):
             devices._set_determinism("bitwise", torch.device("mps"), compiled=False)
         with pytest.raises(ConfigError, match="compiled CUDA kernels"):
             devices._set_determinism("bitwise", CUDA, compiled=True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-        with pytest.raises(ConfigError, match="needs CUBLAS_WORKSPACE_CONFIG before CUDA starts"):
+        with pytest.raises(ConfigError, match="needs CUBLAS_WORKSPACE_CONFIG to be set before CUDA starts"):
             devices._set_determinism("bitwise", CUDA, compiled=False)
 
     def test_d2_on_cuda_tells_pytorch(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ def test_nothing_attached_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("point", "layer", "message"),
-    [("before_mlp", 0, "known are block_input, after_attention, after_mlp"), ("after_mlp", 2, "layer 2 does not exist"),
+    [("before_mlp", 0, "available: block_input, after_attention, after_mlp"),
+     ("after_mlp", 2, "layer 2 does not exist"),
      ("after_mlp", -1, "layer -1 does not exist")],
 )  # fmt: skip
 def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -> None:
@@ -101,7 +102,7 @@ def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -
 
 
 def test_a_compiled_model_has_none() -> None:
-    with pytest.raises(ConfigError, match="a compiled model has no taps"):
+    with pytest.raises(ConfigError, match="Taps need an uncompiled model"):
         Taps(2, compiled=True).attach("after_mlp", 0, lambda x: None)
 
 

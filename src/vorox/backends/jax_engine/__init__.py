@@ -1,1 +1,1 @@
-"""The JAX engine. Nothing is imported here; ``vorox.backends.load("jax")`` takes ``engine``."""
+"""The JAX engine; ``vorox.backends.load("jax")`` imports its ``engine`` module."""

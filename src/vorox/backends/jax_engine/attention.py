@@ -1,8 +1,8 @@
-"""Attention over the positions of a row: who sees whom, rotary positions, and the ways to compute it.
+"""Attention masks, rotary embeddings and attention kernels.
 
-``xla`` is ``jax.nn.dot_product_attention`` as XLA compiles it, ``cudnn`` the same function through cuDNN's fused
-kernel, ``splash`` the Pallas kernel for TPUs, ``reference`` the formula written out, which also is the one that knows
-attention dropout. Masks are made on the device, from document numbers.
+``xla`` is ``jax.nn.dot_product_attention`` compiled by XLA, ``cudnn`` the same function through cuDNN's fused kernel,
+``splash`` the Pallas kernel for TPUs, and ``reference`` the plain formula, which is also used for attention dropout.
+Masks are computed on the device from segment ids.
 
 Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
 """
@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-Attend = Callable[[Array, Array, Array, "Visibility", "Dropout | None"], Array]
-"""(query_BTNH, key_BSKH, value_BSKH, visibility, dropout) -> mixed_BTNH."""
+Attend = Callable[[Array, Array, Array, "AttentionMask", "Dropout | None"], Array]
+"""(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout) -> mixed_BTNH."""
 
 Dropout = tuple[float, Array]
-"""Share that is dropped, and the key that it is drawn by."""
+"""Dropout rate and random key."""
 
 
-class Visibility:
-    """Who sees whom: causal, within documents where ``segment_ids_BT`` tells them apart.
+class AttentionMask:
+    """A causal mask, restricted to the same document if segment ids are given.
 
     Args:
         segment_ids_BT: Document of each position, 0 for padding; ``None`` for one document.
-        query_positions_T: For decoding: the absolute position of each query, of which there are fewer than keys.
+        query_positions_T: Absolute position of each query; for decoding, where there are more keys than queries.
     """
 
     def __init__(self, segment_ids_BT: Array | None = None, query_positions_T: Array | None = None) -> None:
@@ -39,11 +39,11 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality alone describes it."""
+        """Whether the mask is causal and nothing else."""
         return self.segment_ids_BT is None and self.query_positions_T is None
 
-    def mask(self, num_queries: int, num_keys: int) -> Array:
-        """True where a query may see a key, ``[B or 1, 1, T, S]``."""
+    def dense(self, num_queries: int, num_keys: int) -> Array:
+        """Return the mask ``[B or 1, 1, T, S]``, true where a query may attend to a key."""
         queries_T = jnp.arange(num_queries) if self.query_positions_T is None else self.query_positions_T
         mask = (jnp.arange(num_keys)[None, :] <= queries_T[:, None])[None, None]
         if self.segment_ids_BT is not None:
@@ -53,39 +53,39 @@ class Visibility:
 
 
 def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Cosines and sines ``[positions, H / 2]``, fp32, as Hugging Face computes them."""
+    """Return cosines and sines ``[positions, H / 2]`` in fp32, computed as in Hugging Face transformers."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1.0) / np.power(np.float32(theta), exponents, dtype=np.float32)
     angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
     return np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
 
 
-def rotate(x_BTXH: Array, cosines: Array, sines: Array) -> Array:
-    """Rotate the halves of every head; tables are ``[B or 1, T, 1, H / 2]``."""
+def apply_rotary(x_BTXH: Array, cosines: Array, sines: Array) -> Array:
+    """Rotate the two halves of every head; ``cosines`` and ``sines`` are ``[B or 1, T, 1, H / 2]``."""
     left, right = jnp.split(x_BTXH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([left * cosines - right * sines, right * cosines + left * sines], axis=-1)
     return rotated.astype(x_BTXH.dtype)
 
 
 def reference(
-    query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, visibility: Visibility, dropout: Dropout | None
+    query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, attention_mask: AttentionMask, dropout: Dropout | None
 ) -> Array:
-    """The formula, one step at a time."""
+    """Compute attention by the plain formula, softmax in fp32."""
     num_rows, num_queries, num_heads, head_dim = query_BTNH.shape
     num_keys, num_kv_heads = key_BSKH.shape[1:3]
     grouped = query_BTNH.reshape(num_rows, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key_BSKH, preferred_element_type=jnp.float32)
-    mask = visibility.mask(num_queries, num_keys)[:, :, None]
+    mask = attention_mask.dense(num_queries, num_keys)[:, :, None]
     scores = jnp.where(mask, scores / math.sqrt(head_dim), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if dropout is not None:
-        weights = dropped(weights, dropout)
+        weights = apply_dropout(weights, dropout)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights.astype(value_BSKH.dtype), value_BSKH)
     return mixed.reshape(query_BTNH.shape)
 
 
-def dropped(x: Array, dropout: Dropout) -> Array:
-    """Zero a share of the elements and scale the others up."""
+def apply_dropout(x: Array, dropout: Dropout) -> Array:
+    """Zero a random share of the elements and scale up the others."""
     fraction, key = dropout
     kept = jax.random.bernoulli(key, 1.0 - fraction, x.shape)
     return jnp.where(kept, x / (1.0 - fraction), jnp.zeros((), x.dtype))
@@ -93,11 +93,11 @@ def dropped(x: Array, dropout: Dropout) -> Array:
 
 def _fused(implementation: Literal["xla", "cudnn"]) -> Attend:
     def attend(
-        query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, visibility: Visibility, dropout: Dropout | None
+        query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, attention_mask: AttentionMask, dropout: Dropout | None
     ) -> Array:
         if dropout is not None:
-            return reference(query_BTNH, key_BSKH, value_BSKH, visibility, dropout)
-        mask = None if visibility.is_plain else visibility.mask(query_BTNH.shape[1], key_BSKH.shape[1])
+            return reference(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout)
+        mask = None if attention_mask.is_plain else attention_mask.dense(query_BTNH.shape[1], key_BSKH.shape[1])
         return jax.nn.dot_product_attention(
             query_BTNH, key_BSKH, value_BSKH, mask=mask, is_causal=mask is None, implementation=implementation
         )  # fmt: skip
@@ -109,18 +109,18 @@ def splash(
     query_BTNH: Array,
     key_BSKH: Array,
     value_BSKH: Array,
-    visibility: Visibility,
+    attention_mask: AttentionMask,
     dropout: Dropout | None,
     *,
     interpret: bool = False,
 ) -> Array:
-    """Block-sparse attention for TPUs; what the kernel does not cover (dropout, decoding) takes the formula.
+    """Block-sparse attention for TPUs; falls back to ``reference`` for dropout and decoding.
 
     Args:
-        interpret: Run the kernel as plain operations, for tests on other devices.
+        interpret: Run the kernel in interpret mode, for tests on other devices.
     """
-    if dropout is not None or visibility.query_positions_T is not None:
-        return reference(query_BTNH, key_BSKH, value_BSKH, visibility, dropout)
+    if dropout is not None or attention_mask.query_positions_T is not None:
+        return reference(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     num_positions, num_heads, head_dim = query_BTNH.shape[1:]
@@ -131,7 +131,7 @@ def splash(
     repeats = num_heads // key_BSKH.shape[2]
     query_BNTH = query_BTNH.swapaxes(1, 2) / math.sqrt(head_dim)  # the kernel does not scale
     key_BNSH, value_BNSH = (jnp.repeat(x.swapaxes(1, 2), repeats, axis=1) for x in (key_BSKH, value_BSKH))
-    segments_BT = visibility.segment_ids_BT
+    segments_BT = attention_mask.segment_ids_BT
     if segments_BT is None:
         mixed_BNTH: Any = jax.vmap(lambda q, k, v: kernel(q, k, v))(query_BNTH, key_BNSH, value_BNSH)
     else:

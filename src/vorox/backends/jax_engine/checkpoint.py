@@ -1,10 +1,10 @@
-"""Snapshots of the state, from which checkpoints are written while training goes on; and reading Orbax's arrays back.
+"""Snapshots of the training state in host memory, and writing and restoring sharded arrays with Orbax.
 
-A step gives its state's memory to the next one, so what is to outlive it is copied into host memory. Of every part of
-an array each process copies one replica, if it has any: nothing is gathered, and further replicas cost no memory. On
-disk, arrays have canonical names whatever the layout, so any mesh and either engine reads them.
+A step donates its state's buffers to the next step, so a state that must outlive the step is copied into host memory.
+Each process copies one replica of every shard that it holds: nothing is gathered, and further replicas cost no memory.
+On disk, arrays have canonical names in any layout, so any mesh and either engine can read them.
 
-Invariant: a copy has the bits of its original, and no later step changes one.
+Invariant: a copy equals its original bit for bit, and no later step changes it.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ HOST_MEMORY = "pinned_host"
 
 
 def require_orbax() -> None:
-    """Refuse ``checkpoint.format=orbax`` before step 1 where it cannot be honoured.
+    """Check before step 1 that ``checkpoint.format=orbax`` is possible.
 
     Raises:
         ConfigError: Orbax is not installed.
     """
     if importlib.util.find_spec("orbax") is None:
         raise ConfigError(
-            "format = orbax needs orbax-checkpoint, which is not installed", where="checkpoint.format",
+            "checkpoint.format=orbax needs orbax-checkpoint, which is not installed", where="checkpoint.format",
             hint=f"{install_command('jax')}, or set checkpoint.format=safetensors",
         )  # fmt: skip
 
 
-def host_copies(tree: Any) -> Any:
-    """The same tree of arrays in host memory, one replica a process, when all of it has arrived there."""
-    return jax.block_until_ready(jax.tree.map(partial(_one_replica, detached=True), tree))
+def copy_to_host(tree: Any) -> Any:
+    """Copy a tree of arrays into host memory, one replica per process, and wait for the copies."""
+    return jax.block_until_ready(jax.tree.map(partial(_single_replica, detached=True), tree))
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxSnapshot:
-    """See ``core.engine.EngineSnapshot``. In several processes, each has the parts that its devices hold.
+    """A snapshot that Orbax writes (``core.engine.EngineSnapshot``). Each process holds the shards of its devices.
 
     Attributes:
         spec: The model.
-        trees: ``weights`` and kinds of moments: canonical name to array, one replica a process.
-        counters: The scalars.
-        known_fingerprint: Of the whole state, where this process has only parts of it.
+        trees: ``weights`` and the optimizer moments: canonical name to array, one replica per process.
+        counters: Scalars of the optimizer.
+        known_fingerprint: Fingerprint of the whole state, if this process holds only part of it.
     """
 
     spec: ModelSpec
@@ -80,17 +80,17 @@ class OrbaxSnapshot:
         detached: bool,
         fingerprint: str | None = None,
     ) -> OrbaxSnapshot:
-        """Of the engine's trees as they are now."""
-        canonical = {kind: _canonical(layout, tree, detached=detached) for kind, tree in trees.items()}
+        """Take a snapshot of the engine's current trees."""
+        canonical = {kind: _by_canonical_name(layout, tree, detached=detached) for kind, tree in trees.items()}
         return cls(spec, jax.block_until_ready(canonical), counters, fingerprint)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its arrays over all processes: the least that a disk must have room for."""
+        """Bytes of all arrays over all processes: a lower bound of the disk space needed."""
         return sum(array.nbytes for tree in self.trees.values() for array in tree.values())
 
     def nonfinite_array(self) -> str:
-        """Name of the first array of this process that holds NaN or infinity; empty if none does."""
+        """Return the name of the first array of this process with NaN or infinity, or an empty string."""
         return engine_state.first_nonfinite(
             (name if kind == WEIGHTS else f"{kind}.{name}", np.asarray(shard.data))
             for kind, tree in sorted(self.trees.items(), reverse=True)
@@ -99,33 +99,33 @@ class OrbaxSnapshot:
         )
 
     def write(self, directory: StagedDirectory) -> None:
-        """Write all of it; in several processes, use ``write_parts`` in each, then ``describe`` in the main one."""
+        """Write the state from a single process; several call ``write_parts``, then the main one ``describe``."""
         self.write_parts(directory.path)
         self.describe(directory)
 
     def write_parts(self, directory: Path) -> None:
-        """Write the parts that this process has, below a directory that every process names."""
+        """Write the shards of this process below a directory that all processes share."""
         import orbax.checkpoint as ocp
         from etils import epath
 
         place = epath.Path(directory / FOLDER)
-        with _errors_of_orbax(directory / FOLDER):
+        with _translate_orbax_errors(directory / FOLDER):
             place.mkdir(parents=True, exist_ok=True)
             ocp.PyTreeCheckpointHandler(use_compression=False).save(place, args=ocp.args.PyTreeSave(dict(self.trees)))
 
     def describe(self, directory: StagedDirectory) -> None:
-        """Join what every process has written, and take it in. Once, when all have written."""
+        """Merge the shards of all processes and describe them; for the main process, once all have written."""
         import orbax.checkpoint as ocp
         from etils import epath
 
-        with _errors_of_orbax(directory.path / FOLDER):
+        with _translate_orbax_errors(directory.path / FOLDER):
             ocp.PyTreeCheckpointHandler(use_compression=False).finalize(epath.Path(directory.path / FOLDER))
         directory.adopt(FOLDER)
         kinds = sorted(kind for kind in self.trees if kind != WEIGHTS)
         engine_state.write_description(directory, self.spec, kinds, self.counters, arrays="orbax")
 
     def fingerprint(self) -> str:
-        """What ``Engine.fingerprint`` said at that moment."""
+        """Return what ``Engine.fingerprint`` returned at the time of the snapshot."""
         if self.known_fingerprint is not None:
             return self.known_fingerprint
         state = EngineState(
@@ -137,40 +137,41 @@ class OrbaxSnapshot:
         return Snapshot(self.spec, state).fingerprint()
 
 
-def restored(stored: OrbaxArrays, layout: ParameterLayout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Trees with the shapes and shardings of these and the stored values; each process reads what its devices hold."""
+def restore_trees(stored: OrbaxArrays, layout: ParameterLayout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Read stored values into trees of the same shapes and shardings; each process reads the shards of its devices."""
     return {
-        kind: {leaf: _restored_leaf(stored, layout, kind, leaf, array) for leaf, array in tree.items()}
+        kind: {leaf: _restore_leaf(stored, layout, kind, leaf, array) for leaf, array in tree.items()}
         for kind, tree in trees.items()
     }
 
 
-def _restored_leaf(stored: OrbaxArrays, layout: ParameterLayout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
+def _restore_leaf(stored: OrbaxArrays, layout: ParameterLayout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
     names = [f"{kind}.{parameter.name}" for parameter in layout.leaves[leaf]]
     known: dict[str, npt.NDArray[np.float32]] = {}
 
-    def part(index: Index | None) -> npt.NDArray[np.float32]:
+    def read_shard(index: Index | None) -> npt.NDArray[np.float32]:
         where = tuple(slice(None) for _ in like.shape) if index is None or index is ... else tuple(index)
-        if str(where) not in known:  # replicas ask for the same
+        if str(where) not in known:  # replicas read the same slice
             if layout.is_stacked(leaf):
                 known[str(where)] = np.stack([stored.read(name, where[1:]) for name in names[where[0]]])
             else:
                 known[str(where)] = stored.read(names[0], where)
         return known[str(where)]
 
-    return jax.make_array_from_callback(like.shape, like.sharding, part)
+    return jax.make_array_from_callback(like.shape, like.sharding, read_shard)
 
 
-def _canonical(layout: ParameterLayout, tree: Tree, *, detached: bool) -> Tree:
+def _by_canonical_name(layout: ParameterLayout, tree: Tree, *, detached: bool) -> Tree:
     found: Tree = {}
     for leaf, array in tree.items():
-        for row, parameter in enumerate(layout.leaves[leaf]):
-            found[parameter.name] = _one_replica(array, detached=detached, row=row if layout.is_stacked(leaf) else None)
+        for index, parameter in enumerate(layout.leaves[leaf]):
+            row = index if layout.is_stacked(leaf) else None
+            found[parameter.name] = _single_replica(array, detached=detached, row=row)
     return {name: found[name] for name in layout.names(tree)}
 
 
-def _one_replica(array: jax.Array, *, detached: bool, row: int | None = None) -> jax.Array:
-    """An array, or one row of it, with one replica a process; in host memory if it is to be detached."""
+def _single_replica(array: jax.Array, *, detached: bool, row: int | None = None) -> jax.Array:
+    """Return an array, or one row of it, with one replica per process; copied into host memory if ``detached``."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     axes, shape = (sharding.spec, array.shape) if row is None else (sharding.spec[1:], array.shape[1:])
@@ -188,17 +189,17 @@ def _one_replica(array: jax.Array, *, detached: bool, row: int | None = None) ->
 
 
 def _replica_devices(sharding: NamedSharding) -> Mesh:
-    """All devices of the axes that an array is spread over; of the other axes, the first device of each process.
+    """Return all devices along the axes that an array is sharded over; along other axes, one device per process.
 
-    So every process has one replica at most, and an array that several processes have stays one of all of them, which
-    Orbax asks for: it writes the first replica.
+    Every process then holds at most one replica, and an array held by several processes stays a global array, as Orbax
+    requires: it writes the first replica.
     """
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
-    spread = {name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))}
+    sharded = {name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))}
     devices = mesh.devices
     for axis, name in enumerate(mesh.axis_names):
-        if name not in spread:
+        if name not in sharded:
             line = devices[tuple(slice(None) if other == axis else 0 for other in range(devices.ndim))]
             owners = [device.process_index for device in line]
             devices = devices.take([owners.index(owner) for owner in sorted(set(owners))], axis=axis)
@@ -209,8 +210,8 @@ def _on_host(tree: Tree) -> Any:
     return ((name, np.asarray(array)) for name, array in tree.items())
 
 
-class _errors_of_orbax:
-    """Turns what Orbax and tensorstore raise into what a checkpoint raises; a full disk stays a full disk."""
+class _translate_orbax_errors:
+    """Translate exceptions of Orbax and tensorstore into ``CheckpointError``, or ``OSError`` for a full disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -224,5 +225,5 @@ class _errors_of_orbax:
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             if os.strerror(number) in str(error):
                 raise OSError(number, os.strerror(number), str(self._path)) from error
-        what = f"Orbax cannot write the arrays: {type(error).__name__}: {str(error).splitlines()[0]}"
-        raise CheckpointError(what, where=str(self._path), hint="repair and resume") from error
+        what = f"Orbax failed to write the arrays: {type(error).__name__}: {str(error).splitlines()[0]}"
+        raise CheckpointError(what, where=str(self._path), hint="fix the cause and resume") from error

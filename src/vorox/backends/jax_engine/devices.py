@@ -1,8 +1,8 @@
-"""Where and in which numbers the engine computes: devices, mesh, precision, determinism, all decided before step 1.
+"""Devices, mesh, precision and determinism of the engine, chosen before step 1.
 
-In: the configuration. Out: a frozen ``Compute``. Nothing falls back: what the machine or this engine cannot do is a
-``ConfigError`` with the key and what there is. The mesh has the axes ``data`` (replicas), ``fsdp`` (replicas that keep
-a part of the parameters each) and ``tensor`` (parts of every product); rows of a batch go over the first two.
+In: the configuration. Out: a frozen ``Compute``. There are no silent fallbacks: a setting that this machine or engine
+does not support is a ``ConfigError``. The mesh has the axes ``data`` (replicas), ``fsdp`` (data parallel with sharded
+parameters) and ``tensor`` (tensor parallel); the rows of a batch are sharded over the first two.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vorox.models.spec import ModelSpec
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""``runtime.device`` to what JAX calls it."""
+"""``runtime.device`` to JAX's platform name."""
 ROWS = ("data", "fsdp")
-"""Mesh axes that the rows of a batch are spread over."""
+"""Mesh axes over which the rows of a batch are sharded."""
 MESH_AXIS = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "hidden": "fsdp"}
-"""Logical axis of a parameter (``models/spec.py``) to the mesh axis that it is spread over."""
+"""Logical axis of a parameter (``models/spec.py``) to the mesh axis over which it is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Compute:
 
     Attributes:
         mesh: Devices by ``data``, ``fsdp`` and ``tensor``.
-        dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
-        determinism: Level that is kept: none, data or bitwise.
-        attention: Name of the attention that is used.
-        float32_products: Precision that fp32 products ask of the hardware.
+        dtype: Precision of forward and backward; parameters and optimizer state are fp32.
+        determinism: none, data or bitwise.
+        attention: Name of the attention kernel.
+        float32_products: JAX's precision of fp32 matrix products.
     """
 
     mesh: Mesh
@@ -62,25 +62,25 @@ class Compute:
 
     @property
     def num_row_parts(self) -> int:
-        """Parts that the rows of a batch are cut into."""
+        """Number of shards of the rows of a batch."""
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
     def precision(self) -> AbstractContextManager[object]:
-        """The precision of products while functions are traced and run."""
+        """Set the precision of matrix products while functions are traced and run."""
         return jax.default_matmul_precision(self.float32_products)
 
     def sharding(self, *axes: Any) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def parameter_sharding(self, layout: ParameterLayout, leaf: str) -> NamedSharding:
-        """Matrices and tables are spread; what has one axis of the hidden size is small and stays whole."""
+        """Return the sharding of a leaf. Vectors of the hidden size are small and stay replicated."""
         axes = layout.axes(leaf)
         if [axis for axis in axes if axis != "layers"] == ["hidden"]:
             return self.sharding()
         return self.sharding(*(MESH_AXIS.get(axis) for axis in axes))
 
     def constrain_rows(self, x_BTD: jax.Array) -> jax.Array:
-        """The residual stream lies by rows, whatever the parameters beside it do."""
+        """Constrain the residual stream to be sharded by rows."""
         if self.mesh.size == 1:
             return x_BTD
         return jax.lax.with_sharding_constraint(x_BTD, self.sharding(ROWS, None, None))
@@ -92,7 +92,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    _refuse_what_is_not_here(config)
+    _check_supported(config)
     platform = _select_platform(config, dist)
     mesh = _mesh(config, platform)
     determinism = config.runtime.determinism
@@ -100,12 +100,14 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
         determinism = "bitwise" if platform == "cpu" else "data"
     if determinism == "bitwise" and platform == "gpu":
         raise ConfigError(
-            "determinism = bitwise is not promised by XLA's GPU kernels, which are chosen by timing",
+            "determinism = bitwise is impossible with XLA on GPUs: it picks kernels by timing them",
             where="runtime.determinism", hint="use data, or the CPU",
         )  # fmt: skip
     if config.precision.matmul == "tf32" and platform != "gpu":
         raise ConfigError(
-            f"matmul = tf32 is for NVIDIA GPUs, not for {platform}", where="precision.matmul", hint="set it to ieee"
+            f"matmul = tf32 needs an NVIDIA GPU; this device is a {platform}",
+            where="precision.matmul",
+            hint="set it to ieee",
         )
     return Compute(
         mesh=mesh,
@@ -116,20 +118,20 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     )
 
 
-def _refuse_what_is_not_here(config: RunConfig) -> None:
+def _check_supported(config: RunConfig) -> None:
     if config.precision.dtype not in DTYPES:
         raise ConfigError(
-            f"dtype = {config.precision.dtype}, but the jax engine has {', '.join(DTYPES)}",
+            f"dtype = {config.precision.dtype} is not supported by the jax engine; it has {', '.join(DTYPES)}",
             where="precision.dtype", hint="bf16 needs no loss scale and is as fast",
         )  # fmt: skip
     if config.runtime.num_threads is not None:
         raise ConfigError(
-            f"num_threads = {config.runtime.num_threads}, but XLA takes every core that the process may use",
-            where="runtime.num_threads", hint="leave it away and start the process under `taskset -c 0-3`",
+            f"num_threads = {config.runtime.num_threads} has no effect: XLA uses every core available to the process",
+            where="runtime.num_threads", hint="remove it, and limit the cores with `taskset -c 0-3`",
         )  # fmt: skip
     if config.runtime.device == "mps":
         raise ConfigError(
-            "device = mps, but the jax engine has cpu, cuda and tpu", where="runtime.device",
+            "device = mps is not supported by the jax engine; it has cpu, cuda and tpu", where="runtime.device",
             hint="set runtime.device=auto, or backend=torch",
         )  # fmt: skip
 
@@ -138,7 +140,7 @@ def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
     wanted = config.runtime.device
     num_devices = config.parallel.num_devices
     if dist.process_count == 1 and num_devices > 1 and wanted in {"auto", "cpu"}:
-        with contextlib.suppress(RuntimeError):  # it is running already, with as many as it has
+        with contextlib.suppress(RuntimeError):  # JAX is already initialised with a fixed number of devices
             jax.config.update("jax_num_cpu_devices", num_devices)
     present = jax.default_backend()
     if wanted == "auto":
@@ -147,7 +149,8 @@ def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
         jax.devices(PLATFORMS[wanted])
     except RuntimeError as error:
         raise ConfigError(
-            f"device = {wanted}, but JAX {jax.__version__} finds none; there is {present}", where="runtime.device",
+            f"device = {wanted}, but JAX {jax.__version__} finds no such device; it has {present}",
+            where="runtime.device",
             hint="set runtime.device=auto, or install the JAX build for that device (pip install 'jax[cuda12]')",
         ) from error  # fmt: skip
     return PLATFORMS[wanted]
@@ -159,8 +162,7 @@ def _mesh(config: RunConfig, platform: str) -> Mesh:
     if needed > len(devices):
         raise ConfigError(
             f"{parallel.data_parallel_size} x {parallel.fsdp_size} x {parallel.tensor_parallel_size} (data x fsdp x "
-            f"tensor) need {needed} devices, there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
-            f"({devices[0].device_kind})",
+            f"tensor) need {needed} devices; this process group has {len(devices)} ({devices[0].device_kind})",
             where="parallel", hint="lower parallel.data_parallel_size, fsdp_size or tensor_parallel_size",
         )  # fmt: skip
     shape = (parallel.data_parallel_size, parallel.fsdp_size, parallel.tensor_parallel_size)
@@ -169,27 +171,28 @@ def _mesh(config: RunConfig, platform: str) -> Mesh:
 
 def _select_attention(name: str, platform: str, mesh: Mesh) -> str:
     if name == "auto":
-        # The fused kernels are not partitioned by XLA; where a model is spread over devices, XLA's own algebra is.
+        # XLA cannot partition the fused kernels, so a sharded model uses XLA's own attention.
         return "splash" if platform == "tpu" and mesh.size == 1 else "xla"
     if name not in ATTENTION:
         raise ConfigError(
-            f"attention_kernel = {name}, but the jax engine has auto, {', '.join(sorted(ATTENTION))}",
-            where="model.attention_kernel", hint="auto takes what the device has",
+            f"attention_kernel = {name} is not supported by the jax engine; it has auto, "
+            f"{', '.join(sorted(ATTENTION))}",
+            where="model.attention_kernel", hint="auto picks the kernel for the device",
         )  # fmt: skip
     needs = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
     if needs != platform:
         raise ConfigError(
-            f"attention_kernel = {name} is for {needs}, the device is a {platform}", where="model.attention_kernel",
-            hint="auto takes what the device has",
+            f"attention_kernel = {name} needs a {needs}; this device is a {platform}",
+            where="model.attention_kernel", hint="auto picks the kernel for the device",
         )  # fmt: skip
     return name
 
 
 def check_divisible(layout: ParameterLayout, mesh: Mesh) -> None:
-    """Refuse a mesh that cuts a parameter unevenly.
+    """Check that the mesh divides every sharded axis evenly.
 
     Raises:
-        ConfigError: Naming the parameter and its axis.
+        ConfigError: It does not; the message names the parameter and axis.
     """
     spec = layout.spec
     heads = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
@@ -200,13 +203,13 @@ def check_divisible(layout: ParameterLayout, mesh: Mesh) -> None:
             if mesh_axis is not None and count % mesh.shape[mesh_axis]:
                 key = {"fsdp": "fsdp_size", "tensor": "tensor_parallel_size"}[mesh_axis]
                 raise ConfigError(
-                    f"{axis} = {count} of {leaf} cannot be split evenly over {mesh.shape[mesh_axis]} devices",
+                    f"{axis} = {count} of {leaf} is not divisible by {mesh.shape[mesh_axis]} devices",
                     where=f"parallel.{key}", hint=f"choose a divisor of {count}",
                 )  # fmt: skip
 
 
 def environment(compute: Compute) -> dict[str, str | int | bool]:
-    """What decides bit-equality besides the configuration."""
+    """Return what affects the bits of a run besides its configuration."""
     device = compute.mesh.devices.flat[0]
     on_cpu = compute.platform == "cpu"
     facts: dict[str, str | int | bool] = {
@@ -223,14 +226,14 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
         "compiled": True,
     }
     if on_cpu:
-        facts["num_threads"] = usable_cores()  # which is how many XLA starts
+        facts["num_threads"] = usable_cores()  # XLA starts one thread per core
     if jax.process_count() > 1:
         facts["num_processes"] = jax.process_count()
     return facts
 
 
 def memory_stats(compute: Compute) -> dict[str, float]:
-    """Bytes in use and at the peak of the fullest device; reads counters only."""
+    """Return current and peak memory of the fullest device. Reads counters only."""
     stats = [found for device in compute.mesh.local_devices if (found := device.memory_stats())]
     names = {"memory/device_bytes": "bytes_in_use", "memory/device_peak_bytes": "peak_bytes_in_use"}
     return {
@@ -242,7 +245,7 @@ def memory_stats(compute: Compute) -> dict[str, float]:
 
 @contextlib.contextmanager
 def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
-    """Turn out-of-memory errors of the devices and of the host into one that says what to change."""
+    """Translate out-of-memory errors of devices and host into ``DoesNotFitError`` with a hint."""
     try:
         yield
     except MemoryError as error:
@@ -254,8 +257,8 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
 
 
 def memory_budget(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> MemoryBudget:
-    """What a run holds at its peak on one device, against that device's memory."""
-    # A process without a device of the mesh is refused later (``data_shard``), by all processes with the same words.
+    """Return the estimated peak memory of a run on one device, with that device's memory."""
+    # A process without a device of the mesh is refused later (``data_shard``), with the same message on all processes.
     device = next(iter(mesh.local_devices), jax.local_devices()[0])
     stats = device.memory_stats() or {}
     limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")

@@ -1,8 +1,8 @@
-"""Several processes as one run: joining them, the rows that each reads, and arrays that none of them has whole.
+"""Multi-process runs: process group, data shards, and arrays that span processes.
 
-Every process runs the same program over the same mesh; ``jax.distributed`` joins them and its key-value store carries
-what they tell each other on the host. A mesh is filled process by process, so the rows of a batch that a process needs
-are consecutive.
+Every process runs the same program over the same mesh. ``jax.distributed`` connects them, and its key-value store
+carries their host-side messages. Devices of one process are adjacent in the mesh, so the rows of a batch that a process
+needs are consecutive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vorox.core.schema import RunConfig
 
 @functools.cache
 def _joined() -> DistributedContext:
-    """This process among its peers; a process joins once."""
+    """Join the process group, once per process."""
     found = membership()
     if found is None:
         return DistributedContext()
@@ -36,10 +36,10 @@ def _joined() -> DistributedContext:
             jax.distributed.initialize(found.coordinator, found.process_count, found.process_index)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes of the run did not find each other: {str(error).splitlines()[0]}",
-            where="VOROX_COORDINATOR", hint="the first process must be reachable at that address from all others",
+            f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
+            where="VOROX_COORDINATOR", hint="rank 0 must be reachable at that address from all other ranks",
         ) from error  # fmt: skip
-    # The key-value store has no public name; Orbax takes it from here too.
+    # The key-value store has no public API; Orbax imports it from here too.
     from jax._src import distributed
 
     client = distributed.global_state.client
@@ -49,21 +49,21 @@ def _joined() -> DistributedContext:
 
 
 def connect(config: RunConfig) -> DistributedContext:
-    """Join the processes that the environment names, before any device is touched.
+    """Join the process group that the environment describes, before JAX initialises its devices.
 
     Raises:
-        ConfigError: The environment contradicts itself, or the others cannot be reached.
+        ConfigError: The environment is inconsistent, or the other processes cannot be reached.
     """
     found = membership()
     if found is not None and found.process_count is not None and config.runtime.device in {"auto", "cpu"}:
-        # Host devices are made on request; on an accelerator the setting is without effect.
-        with contextlib.suppress(RuntimeError):  # a backend is up already: what is there is counted against the mesh
+        # Sets the number of host devices; without effect on accelerators.
+        with contextlib.suppress(RuntimeError):  # JAX is already initialised; the mesh checks its number of devices
             jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.process_count))
     return _joined()
 
 
 class _KeyValueStore:
-    """``core.distributed_context.Channel`` over the coordination service."""
+    """``core.distributed_context.Channel`` over JAX's coordination service."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -90,10 +90,10 @@ class _KeyValueStore:
 
 
 def data_shard(mesh: Mesh) -> DataShard:
-    """The part of every batch that the devices of this process train on.
+    """Return the part of every batch that the devices of this process train on.
 
     Raises:
-        ConfigError: A process has no device of the mesh, or its devices share rows with only some of another's.
+        ConfigError: A process has no device in the mesh, or tensor-parallel groups cross processes unevenly.
     """
     if jax.process_count() == 1:
         return DataShard()
@@ -101,46 +101,48 @@ def data_shard(mesh: Mesh) -> DataShard:
     mine = [place for place, device in enumerate(devices) if device.process_index == jax.process_index()]
     if not mine or mesh.size != jax.device_count():
         raise ConfigError(
-            f"the {jax.process_count()} processes have {jax.device_count()} devices together, and data x fsdp x tensor "
+            f"The {jax.process_count()} processes have {jax.device_count()} devices in total, but data x fsdp x tensor "
             f"is {mesh.size}",
             where="parallel", hint=f"make the product {jax.device_count()}",
         )  # fmt: skip
     if len(mine) % size and size % len(mine):
         raise ConfigError(
-            f"tensor_parallel_size = {size} and {len(mine)} devices a process do not divide each other",
+            f"tensor_parallel_size = {size} is neither a divisor nor a multiple of {len(mine)} devices per process",
             where="parallel.tensor_parallel_size", hint=f"choose a divisor or a multiple of {len(mine)}",
         )  # fmt: skip
     parts = sorted({place // size for place in mine})
     return DataShard(parts[0], mesh.size // size, len(parts))
 
 
-def placed(array: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
-    """An array that every process has whole, spread over the devices: each process gives its own devices their part."""
+def to_devices(array: npt.NDArray[Any], sharding: Sharding) -> jax.Array:
+    """Shard an array over the devices; every process holds all of it and fills its own devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def placed_part(rows_ABT: npt.NDArray[np.int32], sharding: NamedSharding, num_rows: int, shard: DataShard) -> jax.Array:
-    """Rows on the devices, ``[A, num_rows, T]``, of which this process has those that ``shard`` says."""
+def rows_to_devices(
+    rows_ABT: npt.NDArray[np.int32], sharding: NamedSharding, num_rows: int, shard: DataShard
+) -> jax.Array:
+    """Shard rows over the devices as ``[A, num_rows, T]``; this process holds the rows of ``shard``."""
     if shard.is_whole:
-        return placed(rows_ABT, sharding)
+        return to_devices(rows_ABT, sharding)
     count, _, length = rows_ABT.shape
     return jax.make_array_from_process_local_data(sharding, rows_ABT, (count, num_rows, length))
 
 
-def gathered(tree: Any) -> Any:
-    """A tree of arrays in the host memory of the first process; the others take part and keep only its scalars."""
+def gather_to_main(tree: Any) -> Any:
+    """Gather a tree of arrays into the host memory of rank 0; the other ranks take part and keep only scalars."""
 
-    def kept(array: jax.Array) -> npt.NDArray[np.float32]:
-        found = whole(array)
+    def gather(array: jax.Array) -> npt.NDArray[np.float32]:
+        found = to_host(array)
         return found if found.ndim == 0 or jax.process_index() == 0 else found[:0]
 
-    return jax.tree.map(kept, tree)
+    return jax.tree.map(gather, tree)
 
 
-def whole(array: jax.Array | npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """An array on the host of every process. Where others have parts of it, all of them must ask at the same time."""
+def to_host(array: jax.Array | npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return an array on the host of every rank. A collective if the array spans processes."""
     if not isinstance(array, jax.Array):
         return array
     if array.is_fully_addressable or array.is_fully_replicated:

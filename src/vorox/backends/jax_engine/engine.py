@@ -1,11 +1,11 @@
-"""The JAX engine: one decoder in training on a mesh of devices, behind the protocol of ``core/engine.py``.
+"""The JAX engine: trains a decoder on a mesh of devices (implements ``core/engine.py``).
 
-In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: numbers that are fetched when
-somebody wants them. A step is one compiled function of (state, batch, scalars) that gives its state's memory to the
-next one; accumulation is a scan inside it. What happens is in the modules beside this one: ``model`` and ``loss``
-compute, ``parameters`` says what lies where, ``optim`` updates, ``decoder`` continues texts.
+In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: results that are fetched
+lazily. A step is one compiled function of (state, batch, scalars) that donates its state's buffers to the next step;
+gradient accumulation is a scan inside it. ``model`` and ``loss`` compute, ``parameters`` defines the pytree, ``optim``
+updates, ``checkpoint`` copies and restores the state, ``decoder`` generates.
 
-Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
+Invariant: a step is a pure function of (state, batch, lr, weight decay).
 
 Shape legend: A micro-batches, B rows, T positions, D width, V vocabulary, L layers, P tap points.
 """
@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.backends.jax_engine import attention, devices, distributed, loss, nonfinite
-from vorox.backends.jax_engine.attention import Visibility
-from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, host_copies, require_orbax, restored
+from vorox.backends.jax_engine.attention import AttentionMask
+from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
 from vorox.backends.jax_engine.decoder import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
-from vorox.backends.jax_engine.model import Decoder, Pass
+from vorox.backends.jax_engine.model import Decoder, ForwardContext
 from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.results import JaxStepResult
@@ -67,10 +67,11 @@ connect = distributed.connect
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxEngine:
-    """Build the engine with freshly initialised weights.
+    """Create the engine with initial weights.
 
     Raises:
-        ConfigError: This machine or engine cannot honour a setting.
+        ConfigError: This machine or engine does not support a setting.
+        DoesNotFitError: The state needs more memory than a device has.
     """
     compute = devices.prepare(config, dist)
     if config.checkpoint.format == "orbax":
@@ -85,8 +86,8 @@ class JaxEngine:
     """See ``core.engine.Engine``.
 
     Attributes:
-        data_shard: The part of each global batch that this process must be given.
-        taps: Where functions can watch or change the residual stream.
+        data_shard: The part of each global batch that this process trains on.
+        taps: Functions attached to the residual stream.
         layout: The leaves of the parameter tree.
         state: Parameters and optimizer state on the devices.
     """
@@ -100,7 +101,7 @@ class JaxEngine:
         self.layout = ParameterLayout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
         self.data_shard = distributed.data_shard(compute.mesh)
-        self.taps = Taps(spec.num_layers, self._forget_compiled)
+        self.taps = Taps(spec.num_layers, self._reset_compiled)
         rotary = None
         if spec.positions == "rope":
             rotary = attention.rotary_table(spec.head_dim, spec.max_positions_tokens, spec.rope_theta)
@@ -109,31 +110,33 @@ class JaxEngine:
             remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
         )  # fmt: skip
         self._optimizer = Optimizer(config.optimizer, self.layout)
-        self._forget_compiled()
+        self._reset_compiled()
         self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
         self.compile_seconds = 0.0
-        self.state = self._placed(self.layout.pack(initial_weights(spec, config.run.seed)))
+        self.state = self._initial_state(self.layout.pack(initial_weights(spec, config.run.seed)))
 
-    def _forget_compiled(self) -> None:
-        """What was compiled holds only while the functions in it stay."""
+    def _reset_compiled(self) -> None:
+        """Drop compiled functions, which contain the attached taps."""
         self._compiled_steps: dict[Any, Callable[..., Any]] = {}
         self._evaluate = jax.jit(self._evaluate_rows, out_shardings=self.compute.sharding())
         self._all_logits = jax.jit(self._logits_of_rows, out_shardings=self.compute.sharding())
-        self._continue = jax.jit(self._continue_rows, donate_argnums=2, out_shardings=(self.compute.sharding(), None))
+        self._decode_compiled = jax.jit(
+            self._decode_rows, donate_argnums=2, out_shardings=(self.compute.sharding(), None)
+        )
 
-    def _placed(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
-        """Fresh state on the devices, spread as the mesh says."""
+    def _initial_state(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
+        """Return packed parameters and zeroed optimizer state on the devices, sharded over the mesh."""
         shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
-        params = {leaf: distributed.placed(array, shardings[leaf]) for leaf, array in packed.items()}
+        params = {leaf: distributed.to_devices(array, shardings[leaf]) for leaf, array in packed.items()}
         empty = jax.eval_shape(self._optimizer.init, params)
         moments = {
             kind: {
-                leaf: distributed.placed(np.zeros(of.shape, np.float32), shardings[leaf]) for leaf, of in tree.items()
+                leaf: distributed.to_devices(np.zeros(array.shape, np.float32), shardings[leaf])
+                for leaf, array in tree.items()
             }
             for kind, tree in empty.moments.items()
         }
-        updates = distributed.placed(np.zeros((), np.float32), self.compute.sharding())
-        return empty._replace(params=params, **moments, updates=updates)
+        return empty._replace(params=params, **moments, updates=self._scalar(0.0))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -141,29 +144,29 @@ class JaxEngine:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory), self.compute.precision():
-            given = self._on_devices(batch, self.data_shard)
-            arguments = (self.state, given, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step))
-            self.state, numbers, seen = self._step_for(arguments)(*arguments)
-            return JaxStepResult(numbers, seen)
+            arrays = self._batch_to_devices(batch, self.data_shard)
+            arguments = (self.state, arrays, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step))
+            self.state, numbers, moments_ALP3 = self._compiled_step(arguments)(*arguments)
+            return JaxStepResult(numbers, moments_ALP3)
 
-    def _step_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """The compiled step for these shapes."""
+    def _compiled_step(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the step compiled for the shapes of a batch."""
         key = tuple((name, array.shape) for name, array in arguments[1].items())
         if key not in self._compiled_steps:
-            began = time.perf_counter()
+            started = time.perf_counter()
             shardings = jax.tree.map(lambda array: array.sharding, self.state)
-            everywhere = self.compute.sharding()
-            step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
+            replicated = self.compute.sharding()
+            step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated, replicated))
             self._compiled_steps[key] = step.lower(*arguments).compile()
-            self.compile_seconds += time.perf_counter() - began
+            self.compile_seconds += time.perf_counter() - started
         return self._compiled_steps[key]
 
-    def _on_devices(self, batch: Batch, shard: DataShard) -> dict[str, Array]:
-        """The arrays of a batch, rows spread over the mesh; consecutive micro-batches go side by side on devices.
+    def _batch_to_devices(self, batch: Batch, shard: DataShard) -> dict[str, Array]:
+        """Copy a batch to the devices, rows sharded over the mesh; consecutive micro-batches run side by side.
 
         Args:
-            batch: The part of the rows that ``shard`` says: all of them, or those of this process's devices.
-            shard: Which part that is.
+            batch: The rows of ``shard``.
+            shard: The part of the global batch that this process holds.
         """
         arrays = {
             "tokens": batch.tokens_ABT,
@@ -180,73 +183,78 @@ class JaxEngine:
             joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
             num_rows = joined.shape[1] // shard.width * shard.count
             sharding = self.compute.sharding(None, devices.ROWS if num_rows % parts == 0 else None, None)
-            found[name] = distributed.placed_part(joined, sharding, num_rows, shard)
+            found[name] = distributed.rows_to_devices(joined, sharding, num_rows, shard)
         return found
 
     def _step(
-        self, state: State, given: Mapping[str, Array], lr: Array, weight_decay: Array, step: Array
+        self, state: State, arrays: Mapping[str, Array], lr: Array, weight_decay: Array, step: Array
     ) -> tuple[State, dict[str, Array], Array | None]:
-        num_targets = (given["labels"] != IGNORED_LABEL).sum()  # of all processes
+        num_targets = (arrays["labels"] != IGNORED_LABEL).sum()  # over all processes
         scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
         key = self._step_key(step)
-        run_micro_batch = partial(self._micro_batch, state.params, scale)
+        forward_backward = partial(self._forward_backward, state.params, scale)
 
         def body(gradients: dict[str, Array], part: tuple[Array, Mapping[str, Array]]) -> Any:
-            added, sums, seen = run_micro_batch(part[1], jax.random.fold_in(key, part[0]))
-            return jax.tree.map(jnp.add, gradients, added), (sums, seen)
+            new, sums, moments_LP3 = forward_backward(part[1], jax.random.fold_in(key, part[0]))
+            return jax.tree.map(jnp.add, gradients, new), (sums, moments_LP3)
 
-        num_micro_batches = given["tokens"].shape[0]
+        num_micro_batches = arrays["tokens"].shape[0]
         if num_micro_batches == 1:
-            first = {name: array[0] for name, array in given.items()}
-            gradients, sums, seen = run_micro_batch(first, jax.random.fold_in(key, 0))
-            seen = None if seen is None else seen[None]
+            first = {name: array[0] for name, array in arrays.items()}
+            gradients, sums, moments_LP3 = forward_backward(first, jax.random.fold_in(key, 0))
+            moments_ALP3 = None if moments_LP3 is None else moments_LP3[None]
         else:
             zeros = jax.tree.map(jnp.zeros_like, state.params)
-            gradients, (sums, seen) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(given)))
+            gradients, (sums, moments_ALP3) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(arrays)))
         totals = loss.LossSums(*(part.sum() for part in sums))
         mean_loss = totals.cross_entropy * scale
         after, grad_norm, finite = self._optimizer.step(
             state, gradients, lr=lr, weight_decay=weight_decay, loss=mean_loss
         )
         numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
-        return after, numbers | self._extras(after, totals, scale), seen
+        return after, numbers | self._extras(after, totals, scale), moments_ALP3
 
     def _step_key(self, step: Array | int) -> Array:
         high, low = divmod(self._config.run.seed, 1 << 32)
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(low), high), step)
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
-        """Repeat forward and backward without an update; where a number is not finite first."""
-        with devices.memory_errors("looking for what is not finite", self._memory), self.compute.precision():
-            run, given = jax.jit(partial(self._micro_batch, measure=True)), self._on_devices(batch, self.data_shard)
-            return nonfinite.find_origin(run, self.state.params, given, self._step_key(batch.step), self.layout)
+        """Repeat forward and backward without an update and return the first non-finite place."""
+        with devices.memory_errors("locating non-finite values", self._memory), self.compute.precision():
+            forward_backward = jax.jit(partial(self._forward_backward, measure=True))
+            arrays, key = self._batch_to_devices(batch, self.data_shard), self._step_key(batch.step)
+            return nonfinite.find_origin(forward_backward, self.state.params, arrays, key, self.layout)
 
-    def _micro_batch(
+    def _forward_backward(
         self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False
     ) -> tuple[dict[str, Array], loss.LossSums, Array | None]:
-        """Gradients, sums and statistics of one forward and backward pass."""
-        run = self._pass(
+        """Run forward and backward over a micro-batch; return gradients, loss sums and tap moments."""
+        context = self._context(
             rows,
             dropout_key=key if self._spec.dropout_fraction > 0 else None,
             measure=measure or self._config.log.activation_statistics,
         )
 
         def hidden(tree: Mapping[str, Array]) -> tuple[Array, Array | None]:
-            hidden_BTD, _, seen = self._decoder(tree, rows["tokens"], run)
-            return hidden_BTD, seen
+            hidden_BTD, _, moments_LP3 = self._decoder(tree, rows["tokens"], context)
+            return hidden_BTD, moments_LP3
 
-        hidden_BTD, pullback, seen = jax.vjp(hidden, dict(params), has_aux=True)
+        hidden_BTD, pullback, moments_LP3 = jax.vjp(hidden, dict(params), has_aux=True)
         head_name, head_VD = self._decoder.head(params)
         sums, d_hidden_BTD, d_head_VD = loss.train(hidden_BTD, head_VD, rows["labels"], self._config.loss, scale)
         (gradients,) = pullback(d_hidden_BTD)
         gradients[head_name] = gradients[head_name] + d_head_VD
-        return gradients, sums, seen
+        return gradients, sums, moments_LP3
 
-    def _pass(self, rows: Mapping[str, Array], *, dropout_key: Array | None = None, measure: bool = False) -> Pass:
+    def _context(
+        self, rows: Mapping[str, Array], *, dropout_key: Array | None = None, measure: bool = False
+    ) -> ForwardContext:
         positions_BT = rows.get("positions")
         if positions_BT is None:
             positions_BT = jnp.arange(rows["tokens"].shape[1])[None]
-        return Pass(Visibility(rows.get("segments")), positions_BT, dropout_key=dropout_key, measure=measure)
+        return ForwardContext(
+            AttentionMask(rows.get("segments")), positions_BT, dropout_key=dropout_key, measure=measure
+        )
 
     def _extras(self, after: State, totals: loss.LossSums, scale: Array) -> dict[str, Array]:
         extras: dict[str, Array] = {}
@@ -265,26 +273,26 @@ class JaxEngine:
         """Sum the loss of a batch without training on it."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("evaluating", self._memory), self.compute.precision():
-            given = self._on_devices(batch, DataShard())
+            arrays = self._batch_to_devices(batch, DataShard())
             parts = [
-                self._evaluate(self.state.params, {name: array[index] for name, array in given.items()})
-                for index in range(given["tokens"].shape[0])
+                self._evaluate(self.state.params, {name: array[index] for name, array in arrays.items()})
+                for index in range(arrays["tokens"].shape[0])
             ]
             loss_sum = sum(float(part.cross_entropy) for part in parts)
             return EvalValues(loss_sum, batch.num_target_tokens, sum(int(part.num_correct) for part in parts))
 
     def _evaluate_rows(self, params: Mapping[str, Array], rows: Mapping[str, Array]) -> loss.LossSums:
-        hidden_BTD, _, _ = self._decoder(params, rows["tokens"], self._pass(rows))
+        hidden_BTD, _, _ = self._decoder(params, rows["tokens"], self._context(rows))
         return loss.evaluate(hidden_BTD, self._decoder.head(params)[1], rows["labels"], self._config.loss.chunk_tokens)
 
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
-        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        """Return the logits of whole sequences, fp32 ``[B, T, V]``, without dropout."""
         check_length(tokens_BT.shape[1], self._spec)
         with self.compute.precision():
             return np.asarray(self._all_logits(self.state.params, np.asarray(tokens_BT)))
 
     def _logits_of_rows(self, params: Mapping[str, Array], tokens_BT: Array) -> Array:
-        hidden_BTD, _, _ = self._decoder(params, tokens_BT, self._pass({"tokens": tokens_BT}))
+        hidden_BTD, _, _ = self._decoder(params, tokens_BT, self._context({"tokens": tokens_BT}))
         return self._head_logits(params, hidden_BTD)
 
     def _head_logits(self, params: Mapping[str, Array], hidden: Array) -> Array:
@@ -296,20 +304,20 @@ class JaxEngine:
         check_length(max_tokens, self._spec)
         spec = self._spec
         shape = (spec.num_layers, 2, batch_size, max_tokens, spec.num_kv_heads, spec.head_dim)
-        return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._feed)
+        return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._decode)
 
-    def _feed(self, tokens_BT: Int32Array, num_real: int, cache: Array, start: int) -> tuple[Array, Array]:
+    def _decode(self, tokens_BT: Int32Array, num_new: int, cache: Array, start: int) -> tuple[Array, Array]:
         with self.compute.precision():
-            return self._continue(self.state.params, tokens_BT, cache, np.int32(start), np.int32(num_real))
+            return self._decode_compiled(self.state.params, tokens_BT, cache, np.int32(start), np.int32(num_new))
 
-    def _continue_rows(
-        self, params: Mapping[str, Array], tokens_BT: Array, cache: Array, start: Array, num_real: Array
+    def _decode_rows(
+        self, params: Mapping[str, Array], tokens_BT: Array, cache: Array, start: Array, num_new: Array
     ) -> tuple[Array, Array]:
-        """Logits behind the last real token, and the cache with the new keys and values."""
+        """Return the logits after the last new token and the extended cache; ``tokens_BT`` is padded."""
         positions_T = start + jnp.arange(tokens_BT.shape[1])
-        run = Pass(Visibility(None, positions_T), positions_T[None], cache=cache, cache_start=start)
-        hidden_BTD, cache_after, _ = self._decoder(params, tokens_BT, run)
-        last_BD = jax.lax.dynamic_index_in_dim(hidden_BTD, num_real - 1, axis=1, keepdims=False)
+        context = ForwardContext(AttentionMask(None, positions_T), positions_T[None], cache=cache, cache_start=start)
+        hidden_BTD, cache_after, _ = self._decoder(params, tokens_BT, context)
+        last_BD = jax.lax.dynamic_index_in_dim(hidden_BTD, num_new - 1, axis=1, keepdims=False)
         assert cache_after is not None
         return self._head_logits(params, last_BD), cache_after
 
@@ -327,7 +335,7 @@ class JaxEngine:
         return {WEIGHTS: self.state.params, **self.state.moments}
 
     def snapshot(self, *, detached: bool) -> EngineSnapshot:
-        """The complete training state as it is now; a detached one is a copy in host memory."""
+        """Return a snapshot of the complete training state; a detached one is a copy in host memory."""
         several = jax.process_count() > 1
         with devices.memory_errors("copying the state for a checkpoint", self._memory):
             if self._config.checkpoint.format == "orbax":
@@ -337,52 +345,54 @@ class JaxEngine:
                     self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
                 )
             if several:
-                return Snapshot(self._spec, self._engine_state(distributed.gathered(self.state)))
-            state = host_copies(self.state) if detached else self.state
+                return Snapshot(self._spec, self._engine_state(distributed.gather_to_main(self.state)))
+            state = copy_to_host(self.state) if detached else self.state
             return Snapshot(self._spec, self._engine_state(state))
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that a snapshot wrote and the caller has verified."""
+        """Load a training state that a snapshot wrote and the caller has verified."""
         stored = engine_state.load(directory, self._spec, self._engine_state(self.state))
         if stored.pieces is not None:
-            trees = restored(stored.pieces, self.layout, self._trees())
-            updates = distributed.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
+            trees = restore_trees(stored.pieces, self.layout, self._trees())
+            updates = self._scalar(stored.counters["updates"])
             self.state = self.state._replace(params=trees.pop(WEIGHTS), **trees, updates=updates)
             return
-        fresh = self._placed(self.layout.pack(stored.weights))
+        fresh = self._initial_state(self.layout.pack(stored.weights))
         found: dict[str, dict[str, npt.NDArray[np.float32]]] = {kind: {} for kind in KINDS}
         for kind, name, array in stored.moments:
             found[kind][name] = array
         moments: dict[str, Any] = {}
         for kind, tree in fresh.moments.items():
             packed = self.layout.pack_group(found[kind], tree)
-            moments[kind] = {leaf: distributed.placed(packed[leaf], tree[leaf].sharding) for leaf in tree}
-        updates = distributed.placed(np.asarray(stored.counters["updates"], np.float32), self.compute.sharding())
-        self.state = fresh._replace(**moments, updates=updates)
+            moments[kind] = {leaf: distributed.to_devices(packed[leaf], tree[leaf].sharding) for leaf in tree}
+        self.state = fresh._replace(**moments, updates=self._scalar(stored.counters["updates"]))
+
+    def _scalar(self, value: float) -> Array:
+        return distributed.to_devices(np.asarray(value, np.float32), self.compute.sharding())
 
     def export_weights(self) -> Iterator[NamedArray]:
-        """Parameters under canonical names, fp32, in table order."""
+        """Yield the parameters in fp32 under canonical names, in table order."""
         for name, array in self.layout.unpack(self.state.params):
             yield name, array.copy()
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
-        """Replace all parameters. The optimizer starts afresh."""
-        self.state = self._placed(self.layout.pack(weights))
+        """Replace all parameters and reset the optimizer."""
+        self.state = self._initial_state(self.layout.pack(weights))
 
     def fingerprint(self) -> str:
-        """Hash over parameters and optimizer state in name order, as hex; gathered array by array."""
+        """Return a hex digest of parameters and optimizer state, array by array in name order."""
         return Snapshot(self._spec, self._engine_state(self.state)).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
-        """Memory of the devices and time spent compiling, by metric registry name. Never synchronises."""
+        """Return device memory and compile time by metric name. Never synchronises."""
         return {**devices.memory_stats(self.compute), "runtime/compile_seconds": self.compile_seconds}
 
     def environment(self) -> Mapping[str, str | int | bool]:
-        """What decides bit-equality besides the configuration."""
+        """Return what affects the bits of a run besides its configuration."""
         return devices.environment(self.compute)
 
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
-        """Multiply ``[m, k] @ [k, n]`` in the run's arithmetic and wait; seconds of the product alone."""
+        """Time ``[m, k] @ [k, n]`` in the run's precision, in seconds; allocation is excluded."""
         left_key, right_key = jax.random.split(jax.random.key(0))
         with self.compute.precision():
             left_MK = jax.random.normal(left_key, (m, k), self.compute.dtype)
@@ -391,10 +401,10 @@ class JaxEngine:
                 self._products[m, k, n] = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
             product = self._products[m, k, n]
             jax.block_until_ready((left_MK, right_NK))
-            began = time.perf_counter()
+            started = time.perf_counter()
             product(left_MK, right_NK).block_until_ready()
-            return time.perf_counter() - began
+            return time.perf_counter() - started
 
     def synchronize(self) -> None:
-        """Wait until the devices are idle (for timing)."""
+        """Wait until the devices are idle; for timing."""
         jax.block_until_ready(self.state)

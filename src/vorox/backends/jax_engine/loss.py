@@ -1,11 +1,10 @@
-"""Head and loss in one: cross entropy and its gradient, chunk by chunk, so that the full logits never stand.
+"""Fused output head and cross-entropy loss, in chunks, so that the full logits are never materialised.
 
-The positions of a micro-batch are cut into chunks that a scan goes through; each chunk's gradient is computed while
-its logits are there, and the head's is summed up in the scan. So the head's product is not repeated in a backward
-pass. Sums are over trained positions; the caller divides by the global count. Chunks are cut along positions, never
-along rows, which may be spread over devices.
+A scan goes over chunks of positions. Each chunk's gradient is computed while its logits are in memory, and the head's
+gradient is accumulated in the scan, so the head's product is not repeated in a backward pass. Sums are over target
+positions; the caller divides by the global count. Chunks split positions, never rows, which may be sharded.
 
-Shape legend: B rows, T positions, n chunks, c positions of a chunk, D width, V vocabulary.
+Shape legend: B rows, T positions, n chunks, c positions per chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Array = jax.Array
 
 
 class LossSums(NamedTuple):
-    """Sums over trained positions, fp32."""
+    """Sums over target positions, fp32."""
 
     cross_entropy: Array
     squared_log_partition: Array
@@ -30,7 +29,7 @@ class LossSums(NamedTuple):
 
 
 def evaluate(hidden_BTD: Array, head_VD: Array, labels_BT: Array, chunk_tokens: int) -> LossSums:
-    """The sums alone."""
+    """Return the loss sums without gradients."""
     config = LossConfig(chunk_tokens=chunk_tokens)
     chunks = _chunks(hidden_BTD, labels_BT, chunk_tokens)
     _, sums = jax.lax.scan(lambda carry, chunk: (carry, _objective(*chunk, head_VD, config)[1]), None, chunks)
@@ -40,7 +39,7 @@ def evaluate(hidden_BTD: Array, head_VD: Array, labels_BT: Array, chunk_tokens: 
 def train(
     hidden_BTD: Array, head_VD: Array, labels_BT: Array, config: LossConfig, scale: Array
 ) -> tuple[LossSums, Array, Array]:
-    """The sums, and the gradients of the scaled objective in the hidden state and in the head (fp32).
+    """Return the loss sums and the gradients of the scaled objective with respect to hidden states and head (fp32).
 
     Args:
         scale: One over the global number of targets.
@@ -64,7 +63,7 @@ def train(
 
 
 def _chunks(hidden_BTD: Array, labels_BT: Array, chunk_tokens: int) -> tuple[Array, Array]:
-    """Chunks of positions of all rows, the last one filled up with what is not trained on."""
+    """Split positions into chunks ``[n, B, c, D]`` and ``[n, B, c]``; the last chunk is padded with ignored labels."""
     num_rows, num_positions, width = hidden_BTD.shape
     num_chunks = -(-num_positions // max(1, chunk_tokens // num_rows))
     size = -(-num_positions // num_chunks)
@@ -75,14 +74,14 @@ def _chunks(hidden_BTD: Array, labels_BT: Array, chunk_tokens: int) -> tuple[Arr
 
 
 def _objective(hidden_BcD: Array, labels_Bc: Array, head_VD: Array, config: LossConfig) -> tuple[Array, LossSums]:
-    """What is minimised, summed, and what is reported."""
-    kept_Bc = labels_Bc != IGNORED_LABEL
-    # What is not trained on must not matter even if it is not finite, in the gradient of the head either.
-    hidden_BcD = jnp.where(kept_Bc[..., None], hidden_BcD, 0.0)
+    """Return the summed objective and the sums that are reported."""
+    is_target_Bc = labels_Bc != IGNORED_LABEL
+    # Ignored positions must not reach the head's gradient, not even as 0 * inf.
+    hidden_BcD = jnp.where(is_target_Bc[..., None], hidden_BcD, 0.0)
     logits_BcV = jnp.einsum(
         "bcd,vd->bcv", hidden_BcD, head_VD.astype(hidden_BcD.dtype), preferred_element_type=jnp.float32
     )
-    target_Bc1 = jnp.where(kept_Bc, labels_Bc, 0)[..., None]
+    target_Bc1 = jnp.where(is_target_Bc, labels_Bc, 0)[..., None]
     target_Bc = jnp.take_along_axis(logits_BcV, target_Bc1, axis=-1)[..., 0]
     log_partition_Bc = jax.nn.logsumexp(logits_BcV, axis=-1)
     cross_entropy_Bc = log_partition_Bc - target_Bc
@@ -94,7 +93,7 @@ def _objective(hidden_BcD: Array, labels_Bc: Array, head_VD: Array, config: Loss
         objective_Bc = objective_Bc + config.z_loss_weight * jnp.square(log_partition_Bc)
 
     def total(values_Bc: Array) -> Array:
-        return jnp.where(kept_Bc, values_Bc, 0.0).sum()
+        return jnp.where(is_target_Bc, values_Bc, 0.0).sum()
 
     is_correct_Bc = (target_Bc >= jax.lax.stop_gradient(logits_BcV).max(axis=-1)).astype(jnp.float32)
     sums = LossSums(total(cross_entropy_Bc), total(jnp.square(log_partition_Bc)), total(is_correct_Bc))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vorox.backends.jax_engine.attention import Attend, Visibility, dropped, rotate
+from vorox.backends.jax_engine.attention import Attend, AttentionMask, apply_dropout, apply_rotary
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.models.spec import ModelSpec
@@ -26,23 +26,23 @@ from vorox.models.spec import ModelSpec
 Array = jax.Array
 Constrain = Callable[[Array], Array]
 REMAT_POLICIES = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-"""``train.activation_checkpointing`` to what a block keeps for its backward pass: nothing, or its matrix products."""
+"""``train.activation_checkpointing`` to what a block saves for its backward pass: nothing, or its matrix products."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What a forward pass needs beside parameters and tokens.
+class ForwardContext:
+    """Inputs of a forward pass besides parameters and tokens.
 
     Attributes:
-        visibility: Who attends to whom.
+        attention_mask: Which keys each query may attend to.
         positions_BT: Position of each token, ``[B or 1, T]``.
-        dropout_key: Key that dropout draws by; ``None`` drops nothing.
+        dropout_key: Random key of dropout; ``None`` for no dropout.
         cache: Keys and values so far, ``[L, 2, B, S, K, H]``, for decoding.
-        cache_start: Position that new keys and values are written at.
-        measure: Whether statistics of the residual stream are wanted.
+        cache_start: Position at which new keys and values are written.
+        measure: Whether to measure the residual stream at the tap points.
     """
 
-    visibility: Visibility
+    attention_mask: AttentionMask
     positions_BT: Array
     dropout_key: Array | None = None
     cache: Array | None = None
@@ -97,7 +97,12 @@ class Attention(nnx.Module):
         self.key_norm = norm() if spec.qk_norm else None
 
     def __call__(
-        self, x_BTD: Array, run: Pass, rotary: tuple[Array, Array] | None, key: Array | None, cache: Array | None
+        self,
+        x_BTD: Array,
+        context: ForwardContext,
+        rotary: tuple[Array, Array] | None,
+        key: Array | None,
+        cache: Array | None,
     ) -> tuple[Array, Array | None]:
         heads = (*x_BTD.shape[:2], -1, self._spec.head_dim)
         query_BTNH, key_BTKH = self.query(x_BTD).reshape(heads), self.key(x_BTD).reshape(heads)
@@ -105,14 +110,14 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
         if rotary is not None:
-            query_BTNH, key_BTKH = rotate(query_BTNH, *rotary), rotate(key_BTKH, *rotary)
+            query_BTNH, key_BTKH = apply_rotary(query_BTNH, *rotary), apply_rotary(key_BTKH, *rotary)
         if cache is not None:
-            assert run.cache_start is not None
+            assert context.cache_start is not None
             new = jnp.stack([key_BTKH, value_BTKH])
-            cache = jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), run.cache_start, axis=2)
+            cache = jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), context.cache_start, axis=2)
             key_BTKH, value_BTKH = cache[0].astype(x_BTD.dtype), cache[1].astype(x_BTD.dtype)
         dropout = None if key is None else (self._spec.dropout_fraction, key)
-        mixed_BTNH = self._attend(query_BTNH, key_BTKH, value_BTKH, run.visibility, dropout)
+        mixed_BTNH = self._attend(query_BTNH, key_BTKH, value_BTKH, context.attention_mask, dropout)
         return self.output(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), cache
 
 
@@ -149,33 +154,33 @@ class Block(nnx.Module):
         self.mlp = Mlp(spec)
 
     def __call__(
-        self, x_BTD: Array, layer: Array | int, run: Pass, taps: Taps, rotary: tuple[Array, Array] | None,
+        self, x_BTD: Array, layer: Array | int, context: ForwardContext, taps: Taps, rotary: tuple[Array, Array] | None,
         cache: Array | None,
     ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
-        """The stream behind the block, the block's part of the cache, and what was measured, ``[points, 3]``."""
+        """Return the residual stream after the block, the layer's cache, and the tap moments ``[points, 3]``."""
         keys: list[Array | None] = [None] * 3
-        if run.dropout_key is not None:
-            keys = list(jax.random.split(jax.random.fold_in(run.dropout_key, layer), 3))
-        seen: list[Array] = []
+        if context.dropout_key is not None:
+            keys = list(jax.random.split(jax.random.fold_in(context.dropout_key, layer), 3))
+        measured: list[Array] = []
 
-        def at(point: str, x: Array) -> Array:
+        def tap(point: str, x: Array) -> Array:
             x = taps.apply(point, layer, x)
-            if run.measure:
-                seen.append(moments(x))
+            if context.measure:
+                measured.append(moments(x))
             return x
 
-        x_BTD = at("block_input", x_BTD)
-        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), run, rotary, keys[0], cache)
-        x_BTD = at("after_attention", x_BTD + self._drop(mixed_BTD, keys[1]))
-        x_BTD = at("after_mlp", x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), keys[2]))
-        return x_BTD, cache, jnp.stack(seen) if seen else None
+        x_BTD = tap("block_input", x_BTD)
+        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), context, rotary, keys[0], cache)
+        x_BTD = tap("after_attention", x_BTD + self._drop(mixed_BTD, keys[1]))
+        x_BTD = tap("after_mlp", x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), keys[2]))
+        return x_BTD, cache, jnp.stack(measured) if measured else None
 
     def _drop(self, x_BTD: Array, key: Array | None) -> Array:
-        return x_BTD if key is None else dropped(x_BTD, (self._dropout_fraction, key))
+        return x_BTD if key is None else apply_dropout(x_BTD, (self._dropout_fraction, key))
 
 
-class Outside(nnx.Module):
-    """What is not in a block."""
+class OuterLayers(nnx.Module):
+    """The layers outside the blocks: embeddings, final norm, head."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
@@ -186,16 +191,16 @@ class Outside(nnx.Module):
 
 
 class Decoder:
-    """The model as functions of a tree of parameters.
+    """The model as pure functions of a tree of parameters.
 
     Args:
-        layout: Where the parameters are.
-        attend: How attention is computed.
+        layout: Leaves of the parameter tree.
+        attend: Attention kernel.
         rotary: Cosines and sines of all positions, or ``None``.
-        dtype: Arithmetic; parameters stay fp32.
-        taps: Functions in the residual stream.
+        dtype: Precision of activations; parameters stay fp32.
+        taps: Functions attached to the residual stream.
         remat: ``train.activation_checkpointing``.
-        constrain: Says how the residual stream is spread over devices.
+        constrain: Constrains the sharding of the residual stream.
     """
 
     def __init__(
@@ -205,82 +210,82 @@ class Decoder:
         self._layout, self._rotary, self._dtype, self._taps = layout, rotary, dtype, taps
         self._remat, self._constrain = remat, constrain
         spec = layout.spec
-        self._block = _Module(nnx.eval_shape(lambda: Block(spec, attend)))
-        self._outside = _Module(nnx.eval_shape(lambda: Outside(spec)))
+        self._block = _SplitModule(nnx.eval_shape(lambda: Block(spec, attend)))
+        self._outer = _SplitModule(nnx.eval_shape(lambda: OuterLayers(spec)))
 
     def head(self, params: Mapping[str, Array]) -> tuple[str, Array]:
-        """Name and value of the leaf ``[V, D]`` that turns hidden states into logits."""
+        """Return name and value of the output head's leaf ``[V, D]``."""
         name = "embedding.weight" if self._layout.spec.tie_embeddings else "head.weight"
         return name, params[name]
 
     def __call__(
-        self, params: Mapping[str, Array], tokens_BT: Array, run: Pass
+        self, params: Mapping[str, Array], tokens_BT: Array, context: ForwardContext
     ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
-        """Tokens to the final hidden state ``[B, T, D]``, the cache behind it, and what was measured per layer."""
-        outside = self._outside.bind(params)
-        x_BTD = outside.embedding(tokens_BT, self._dtype)
-        if outside.position_embedding is not None:
-            x_BTD = x_BTD + outside.position_embedding(run.positions_BT, self._dtype)
-        if run.dropout_key is not None:
-            key = jax.random.fold_in(run.dropout_key, self._layout.spec.num_layers)
-            x_BTD = dropped(x_BTD, (self._layout.spec.dropout_fraction, key))
+        """Return the final hidden state ``[B, T, D]``, the extended cache, and the tap moments ``[L, points, 3]``."""
+        outer = self._outer.bind(params)
+        x_BTD = outer.embedding(tokens_BT, self._dtype)
+        if outer.position_embedding is not None:
+            x_BTD = x_BTD + outer.position_embedding(context.positions_BT, self._dtype)
+        if context.dropout_key is not None:
+            key = jax.random.fold_in(context.dropout_key, self._layout.spec.num_layers)
+            x_BTD = apply_dropout(x_BTD, (self._layout.spec.dropout_fraction, key))
         rotary = None
         if self._rotary is not None:
-            cosines, sines = (jnp.asarray(table)[run.positions_BT][:, :, None] for table in self._rotary)
+            cosines, sines = (jnp.asarray(table)[context.positions_BT][:, :, None] for table in self._rotary)
             rotary = cosines, sines
-        x_BTD, cache, seen = self._blocks(params, self._constrain(x_BTD), run, rotary)
-        return outside.final_norm(x_BTD), cache, seen
+        x_BTD, cache, seen = self._blocks(params, self._constrain(x_BTD), context, rotary)
+        return outer.final_norm(x_BTD), cache, seen
 
     def _blocks(
-        self, params: Mapping[str, Array], x_BTD: Array, run: Pass, rotary: tuple[Array, Array] | None
+        self, params: Mapping[str, Array], x_BTD: Array, context: ForwardContext, rotary: tuple[Array, Array] | None
     ) -> tuple[Array, Array | None, Array | None]:
         num_layers = self._layout.spec.num_layers
 
         def body(x: Array, layer: Any, tree: Mapping[str, Array], cache: Array | None) -> Any:
-            x, cache, seen = self._block.bind(tree)(x, layer, run, self._taps, rotary, cache)
+            x, cache, seen = self._block.bind(tree)(x, layer, context, self._taps, rotary, cache)
             return self._constrain(x), (cache, seen)
 
-        # A scan writes all that it keeps for the backward pass to memory, also what XLA would rather compute again.
+        # A scan stores everything saved for the backward pass, including what XLA would otherwise recompute.
         remat = "dots" if self._layout.scanned and self._remat == "none" else self._remat
-        if remat != "none" and run.cache is None:
+        if remat != "none" and context.cache is None:
             body = jax.checkpoint(
                 body, policy=REMAT_POLICIES[remat], static_argnums=() if self._layout.scanned else (1,),
-                prevent_cse=not self._layout.scanned,  # the body of a scan is apart already
+                prevent_cse=not self._layout.scanned,  # a scan body is isolated already
             )  # fmt: skip
         if self._layout.scanned:
             stacked = {
                 name.removeprefix("blocks."): leaf for name, leaf in params.items() if name.startswith("blocks.")
             }
             x_BTD, (cache, seen) = jax.lax.scan(
-                lambda x, given: body(x, *given), x_BTD, (jnp.arange(num_layers), stacked, run.cache)
+                lambda x, inputs: body(x, *inputs), x_BTD, (jnp.arange(num_layers), stacked, context.cache)
             )
             return x_BTD, cache, seen
         caches: list[Any] = []
         measured: list[Any] = []
         for layer in range(num_layers):
-            layer_cache = None if run.cache is None else run.cache[layer]
-            x_BTD, (cache, seen) = body(x_BTD, layer, _below(params, f"blocks.{layer}."), layer_cache)
+            layer_cache = None if context.cache is None else context.cache[layer]
+            x_BTD, (cache, seen) = body(x_BTD, layer, _subtree(params, f"blocks.{layer}."), layer_cache)
             caches.append(cache)
             measured.append(seen)
         return (
             x_BTD,
-            None if run.cache is None else jnp.stack(caches),
-            jnp.stack(measured) if run.measure else None,
+            None if context.cache is None else jnp.stack(caches),
+            jnp.stack(measured) if context.measure else None,
         )
 
 
-def _below(params: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+def _subtree(params: Mapping[str, Array], prefix: str) -> dict[str, Array]:
     return {name.removeprefix(prefix): leaf for name, leaf in params.items() if name.startswith(prefix)}
 
 
-class _Module:
-    """An NNX module split into its definition and the places of its parameters."""
+class _SplitModule:
+    """An NNX module split into its graph definition and the paths of its parameters."""
 
     def __init__(self, module: nnx.Module) -> None:
         self._definition, state = nnx.split(module)
-        self._places = list(nnx.to_flat_state(state))
+        self._leaves = list(nnx.to_flat_state(state))
 
     def bind(self, params: Mapping[str, Array]) -> Any:
-        """The module with the parameters of a tree."""
-        bound = [(path, place.replace(params[".".join(map(str, path))])) for path, place in self._places]
+        """Return the module with the parameters of a tree."""
+        bound = [(path, leaf.replace(params[".".join(map(str, path))])) for path, leaf in self._leaves]
         return nnx.merge(self._definition, nnx.from_flat_state(bound))

@@ -1,7 +1,7 @@
-"""Where the numbers of a batch stop being finite: forward and backward once more, micro-batch by micro-batch.
+"""Locate the first NaN or infinity of a batch by repeating forward and backward, one micro-batch at a time.
 
-In: the engine's pass over one micro-batch, its parameters and a batch on the devices. Out: the first place whose number
-is NaN or infinite. Compiled on first use, so finite steps pay nothing.
+In: the engine's forward-backward function, parameters and a batch on the devices. Out: the first non-finite loss,
+activation or gradient. Compiled on first use, so finite steps pay nothing.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from vorox.core.engine import NonfiniteOrigin
 
 
 def find_origin(
-    run: Callable[..., Any],
+    forward_backward: Callable[..., Any],
     params: Mapping[str, jax.Array],
-    given: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array],
     key: jax.Array,
     layout: ParameterLayout,
 ) -> NonfiniteOrigin | None:
-    """Look at one micro-batch after the other.
+    """Return the first non-finite place, or ``None``.
 
     Args:
-        run: Parameters, scale of the loss, rows and key to gradients, sums and statistics at the taps.
+        forward_backward: (parameters, loss scale, rows, key) -> gradients, loss sums, tap moments.
         params: Parameters.
-        given: The arrays of the batch, micro-batches first.
-        key: Of the step.
+        arrays: The batch, with a leading axis of micro-batches.
+        key: Random key of the step.
         layout: Names of the parameters.
     """
-    scale = 1.0 / jnp.maximum((given["labels"] != IGNORED_LABEL).sum(), 1).astype(jnp.float32)
-    for index in range(given["tokens"].shape[0]):
-        rows = {name: array[index] for name, array in given.items()}
-        gradients, sums, seen_LP3 = run(params, scale, rows, jax.random.fold_in(key, index))
+    scale = 1.0 / jnp.maximum((arrays["labels"] != IGNORED_LABEL).sum(), 1).astype(jnp.float32)
+    for index in range(arrays["tokens"].shape[0]):
+        rows = {name: array[index] for name, array in arrays.items()}
+        gradients, sums, moments_LP3 = forward_backward(params, scale, rows, jax.random.fold_in(key, index))
         finite = {name: bool(np.isfinite(array).all()) for name, array in layout.unpack(gradients)}
         loss = float(sums.cross_entropy * scale)
-        found = NonfiniteOrigin.of(index, loss, statistics(np.asarray(seen_LP3)[None]), finite)
+        found = NonfiniteOrigin.of(index, loss, statistics(np.asarray(moments_LP3)[None]), finite)
         if found is not None:
             return found
     return None

@@ -1,9 +1,8 @@
-"""Clipping, the finite check and the update, as one pure function of gradients and state.
+"""AdamW and Muon with gradient clipping and a finite check, as one pure function of gradients and state.
 
-AdamW's moments and their bias corrections are optax's; decay and learning rate are arguments of the step, from the
-stateless schedule. Muon's are momentum whose matrices are brought near their closest orthogonal ones by five
-Newton-Schulz steps (the quintic of Keller Jordan's Muon), every canonical matrix for itself. A step is finite when its
-loss and gradient norm are; if it is not, no bit of the state changes.
+AdamW uses optax's moments and bias correction; learning rate and weight decay are arguments of the step. Muon
+orthogonalises the momentum of every canonical matrix by five Newton-Schulz iterations (Keller Jordan's quintic). If the
+loss or the gradient norm is not finite, no bit of the state changes.
 
 State: ``params``, first and second moments (``exp_avg``, ``exp_avg_sq``) of the AdamW leaves, Muon's ``momentum``,
 and ``updates``, the number of updates.
@@ -30,14 +29,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
 EPS = 1e-7
 
-Keep = Callable[[Any, Any], Any]
-"""A tree of new values, or the old ones where the step was not finite."""
+Select = Callable[[Any, Any], Any]
+"""(new tree, old tree) -> the new one if the step is finite, else the old one."""
 
 KINDS = ("exp_avg", "exp_avg_sq", "momentum")
 
 
 class State(NamedTuple):
-    """Everything that training changes: a tree of arrays, fp32."""
+    """The training state: parameters and optimizer state, fp32."""
 
     params: Tree
     exp_avg: Tree
@@ -47,7 +46,7 @@ class State(NamedTuple):
 
     @property
     def moments(self) -> dict[str, Tree]:
-        """Kinds of optimizer state that there are, for checkpoints and fingerprints."""
+        """The non-empty kinds of optimizer state, for checkpoints and fingerprints."""
         return {kind: tree for kind in KINDS if (tree := getattr(self, kind))}
 
 
@@ -62,7 +61,7 @@ class Optimizer:
         }
 
     def init(self, params: Tree) -> State:
-        """Nothing learned about the gradients yet."""
+        """Return the state with zeroed moments."""
         adaptive = {leaf: array for leaf, array in params.items() if self.groups[leaf] != ORTHOGONAL}
         orthogonal = {leaf: array for leaf, array in params.items() if self.groups[leaf] == ORTHOGONAL}
         zeros = jax.tree.map(jnp.zeros_like, adaptive)
@@ -77,14 +76,14 @@ class Optimizer:
         """Update from the accumulated gradients.
 
         Args:
-            state: Before the step.
-            gradients: Of the mean loss, one per leaf.
-            lr: Learning rate of AdamW; Muon's follows it in proportion to the two peaks.
-            weight_decay: Of the decayed leaves, per unit of learning rate.
-            loss: Must be finite too.
+            state: The state before the step.
+            gradients: Gradients of the mean loss, one per leaf.
+            lr: Learning rate of AdamW; Muon's is scaled by ``muon_lr / lr`` of the configuration.
+            weight_decay: Decoupled weight decay of the decayed leaves.
+            loss: The mean loss.
 
         Returns:
-            The state after it, the gradient's norm before clipping, and whether all was finite.
+            The new state, the gradient norm before clipping, and whether loss and norm are finite.
         """
         grad_norm = optax.tree.norm(dict(gradients))
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
@@ -92,26 +91,27 @@ class Optimizer:
             divisor = jnp.maximum((grad_norm + 1e-6) / self._config.clip_norm, 1.0)
             gradients = {leaf: gradient / divisor for leaf, gradient in gradients.items()}
 
-        def kept(new: Any, old: Any) -> Any:
+        def select(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
-        # What is computed from moments reads those that were kept, so that each array is written once, into the memory
-        # of the one before: keeping everything at the end costs 4% of a small model's step.
-        updates = kept(state.updates + 1, state.updates)
-        exp_avg, exp_avg_sq, changed = self._adam(state, gradients, updates, lr, weight_decay, kept)
-        momentum, orthogonalised = self._muon(state, gradients, lr, weight_decay, kept)
-        changed |= orthogonalised
-        params = {leaf: kept(changed[leaf], old) for leaf, old in state.params.items()}
+        # Selecting the moments before the parameters are computed from them lets XLA update every buffer in place;
+        # selecting everything at the end costs 4% of a small model's step.
+        updates = select(state.updates + 1, state.updates)
+        exp_avg, exp_avg_sq, new_params = self._adam(state, gradients, updates, lr, weight_decay, select)
+        momentum, muon_params = self._muon(state, gradients, lr, weight_decay, select)
+        new_params |= muon_params
+        params = {leaf: select(new_params[leaf], old) for leaf, old in state.params.items()}
         return State(params, exp_avg, exp_avg_sq, momentum, updates), grad_norm, finite
 
     def _adam(
-        self, state: State, gradients: Mapping[str, Array], updates: Array, lr: Array, weight_decay: Array, kept: Keep
-    ) -> tuple[Tree, Tree, dict[str, Array]]:
-        """Both moments, and the parameters that they lead to."""
+        self, state: State, gradients: Mapping[str, Array], updates: Array, lr: Array, weight_decay: Array,
+        select: Select,
+    ) -> tuple[Tree, Tree, dict[str, Array]]:  # fmt: skip
+        """Return AdamW's moments and the updated parameters of its leaves."""
         config, adaptive = self._config, {leaf: gradients[leaf] for leaf in state.exp_avg}
-        exp_avg = kept(optax.tree.update_moment(adaptive, state.exp_avg, config.beta1, 1), state.exp_avg)
+        exp_avg = select(optax.tree.update_moment(adaptive, state.exp_avg, config.beta1, 1), state.exp_avg)
         squares = optax.tree.update_moment_per_elem_norm(adaptive, state.exp_avg_sq, config.beta2, 2)
-        exp_avg_sq = kept(squares, state.exp_avg_sq)
+        exp_avg_sq = select(squares, state.exp_avg_sq)
         count = updates.astype(jnp.int32)
         mean: Any = optax.tree.bias_correction(exp_avg, config.beta1, count)
         mean_square: Any = optax.tree.bias_correction(exp_avg_sq, config.beta2, count)
@@ -123,16 +123,16 @@ class Optimizer:
         return exp_avg, exp_avg_sq, params
 
     def _muon(
-        self, state: State, gradients: Mapping[str, Array], lr: Array, weight_decay: Array, kept: Keep
+        self, state: State, gradients: Mapping[str, Array], lr: Array, weight_decay: Array, select: Select
     ) -> tuple[Tree, dict[str, Array]]:
-        """The momentum, and the parameters that it leads to."""
+        """Return Muon's momentum and the updated parameters of its leaves."""
         config = self._config
         momentum: dict[str, Array] = {}
         params: dict[str, Array] = {}
         muon_lr = config.muon_lr / config.lr * lr
         for leaf, old in state.momentum.items():
             gradient, beta = gradients[leaf], config.muon_momentum
-            momentum[leaf] = kept(old + (gradient - old) * (1 - beta), old)
+            momentum[leaf] = select(old + (gradient - old) * (1 - beta), old)
             nesterov = gradient + (momentum[leaf] - gradient) * beta
             rows, columns = gradient.shape[-2:]
             rate = muon_lr * math.sqrt(max(1.0, rows / columns))
@@ -141,7 +141,7 @@ class Optimizer:
 
 
 def orthogonalise(matrices_OI: Array) -> Array:
-    """Bring all singular values near 1. In bf16 on accelerators, where it is many times faster, else in fp32."""
+    """Bring all singular values of a matrix near 1; in bf16 on accelerators, where it is much faster, else in fp32."""
     x = matrices_OI if jax.default_backend() == "cpu" else matrices_OI.astype(jnp.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x

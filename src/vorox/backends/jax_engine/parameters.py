@@ -1,10 +1,10 @@
-"""How the canonical parameters lie in the pytree that JAX computes with.
+"""Layout of the canonical parameters in the engine's pytree.
 
-A leaf is one canonical parameter, or, where layers are scanned, the same parameter of all blocks stacked on a leading
-axis: ``blocks.3.mlp.up.weight`` is then row 3 of the leaf ``blocks.mlp.up.weight``. Optimizer state has the same
-leaves. Everything outside the engine (checkpoints, fingerprints, exports) speaks canonical names.
+A leaf is one canonical parameter or, with scanned layers, the same parameter of all blocks stacked on a leading axis:
+``blocks.3.mlp.up.weight`` is then row 3 of the leaf ``blocks.mlp.up.weight``. Optimizer state has the same leaves.
+Everything outside the engine (checkpoints, fingerprints, exports) uses canonical names.
 
-Invariant: packing and unpacking move bits and never change one.
+Invariant: packing and unpacking preserve every bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine.distributed import whole
+from vorox.backends.jax_engine.distributed import to_host
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models.optimizer_groups import optimizer_group
@@ -30,10 +30,10 @@ class ParameterLayout:
 
     Args:
         spec: The model.
-        scanned: Whether blocks are stacked.
+        scanned: Whether the blocks are stacked.
 
     Attributes:
-        leaves: Leaf to its canonical parameters, one, or one per layer.
+        leaves: Leaf name to its canonical parameters: one, or one per layer.
     """
 
     def __init__(self, spec: ModelSpec, *, scanned: bool) -> None:
@@ -44,7 +44,7 @@ class ParameterLayout:
             self.leaves[leaf] = (*self.leaves.get(leaf, ()), parameter)
 
     def leaf_of(self, name: str) -> str:
-        """The leaf that holds a canonical parameter."""
+        """Return the leaf that holds a canonical parameter."""
         parts = name.split(".")
         return ".".join(["blocks", *parts[2:]]) if self.scanned and parts[0] == "blocks" else name
 
@@ -52,56 +52,56 @@ class ParameterLayout:
         return self.scanned and leaf.startswith("blocks.")
 
     def names(self, leaves: Iterable[str]) -> tuple[str, ...]:
-        """Canonical names of the parameters in some leaves, in table order."""
+        """Return the canonical names of the parameters in some leaves, in table order."""
         chosen = set(leaves)
         return tuple(row.name for row in self.spec.parameters if self.leaf_of(row.name) in chosen)
 
     def axes(self, leaf: str) -> tuple[str, ...]:
-        """Meaning of each dimension of a leaf, for sharding."""
+        """Return the logical axis of each dimension of a leaf, for sharding."""
         parameter = self.leaves[leaf][0]
         return ("layers", *parameter.axes) if self.is_stacked(leaf) else parameter.axes
 
     def group(self, leaf: str, *, muon: bool, decay_embeddings: bool) -> str:
-        """What the optimizer does with a leaf."""
+        """Return the optimizer group of a leaf."""
         return optimizer_group(self.leaves[leaf][0], muon=muon, decay_embeddings=decay_embeddings)
 
     def pack(self, weights: Iterable[NamedArray]) -> dict[str, npt.NDArray[np.float32]]:
-        """Canonical arrays to leaves.
+        """Pack canonical arrays into leaves.
 
         Raises:
-            CheckpointError: One is missing, unknown, doubled or of another shape.
+            CheckpointError: A parameter is missing, unknown, duplicated or has the wrong shape.
         """
         shapes = {parameter.name: parameter.shape for parameter in self.spec.parameters}
         found: dict[str, npt.NDArray[np.float32]] = {}
         for name, array in weights:
             if name not in shapes or name in found:
-                raise CheckpointError(f"parameter {name} is unknown or appears twice")
+                raise CheckpointError(f"Parameter {name} is unknown or duplicated")
             if shapes[name] != array.shape:
-                raise CheckpointError(f"parameter {name} has shape {array.shape}, the model needs {shapes[name]}")
+                raise CheckpointError(f"Parameter {name} has shape {array.shape}; the model needs {shapes[name]}")
             found[name] = np.asarray(array, np.float32)
         return self.pack_group(found)
 
     def pack_group(self, found: Mapping[str, npt.NDArray[np.float32]], leaves: Iterable[str] | None = None) -> Any:
-        """The same for arrays of some leaves, which have the shapes of the parameters."""
+        """Pack canonical arrays of the right shapes into some leaves, or all."""
         packed: dict[str, npt.NDArray[np.float32]] = {}
         for leaf in self.leaves if leaves is None else leaves:
             names = [parameter.name for parameter in self.leaves[leaf]]
             missing = [name for name in names if name not in found]
             if missing:
-                raise CheckpointError(f"parameter {missing[0]} is missing")
+                raise CheckpointError(f"Parameter {missing[0]} is missing")
             arrays = [found[name] for name in names]
             packed[leaf] = np.stack(arrays) if self.is_stacked(leaf) else arrays[0]
         return packed
 
     def unpack(self, tree: Mapping[str, jax.Array]) -> Iterator[NamedArray]:
-        """Canonical arrays of a tree on the host, in table order, fetched leaf by leaf."""
+        """Yield the canonical arrays of a tree on the host, in table order, fetching leaf by leaf."""
         fetched: dict[str, npt.NDArray[np.float32]] = {}
         for parameter in self.spec.parameters:
             leaf = self.leaf_of(parameter.name)
             if leaf not in tree:
                 continue
             if leaf not in fetched:
-                fetched[leaf] = whole(tree[leaf])
+                fetched[leaf] = to_host(tree[leaf])
             if self.is_stacked(leaf):
                 yield parameter.name, fetched[leaf][int(parameter.name.split(".")[1])]
             else:

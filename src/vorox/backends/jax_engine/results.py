@@ -1,4 +1,4 @@
-"""The numbers of a step, on their way from the devices to the host."""
+"""Asynchronous step results: metrics on their way from the devices to the host."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from vorox.core.engine import StepValues
 
 
 class JaxStepResult:
-    """A step that may still be running. The copies to the host are started at once; ``fetch`` waits for them.
+    """The result of a step that may still be running. Starts the copies to the host; ``fetch`` waits for them.
 
     Args:
         numbers: loss, grad_norm, finite, and further metrics by name.
-        seen_ALP3: What was measured at the taps, if it was.
+        moments_ALP3: Moments at the tap points (``taps.moments``), if measured.
     """
 
-    def __init__(self, numbers: Mapping[str, jax.Array], seen_ALP3: jax.Array | None) -> None:
-        self._numbers, self._seen = dict(numbers), seen_ALP3
-        for array in (*self._numbers.values(), *([] if seen_ALP3 is None else [seen_ALP3])):
+    def __init__(self, numbers: Mapping[str, jax.Array], moments_ALP3: jax.Array | None) -> None:
+        self._numbers, self._moments = dict(numbers), moments_ALP3
+        for array in (*self._numbers.values(), *([] if moments_ALP3 is None else [moments_ALP3])):
             array.copy_to_host_async()
         self._fetched: StepValues | None = None
 
     def fetch(self) -> StepValues:
-        """Wait for the step and return its numbers."""
+        """Wait for the step and return its values."""
         if self._fetched is None:
             values = {name: float(array) for name, array in self._numbers.items()}
             loss, grad_norm, finite = (values.pop(name) for name in ("loss", "grad_norm", "finite"))
-            if self._seen is not None:
-                values |= statistics(np.asarray(self._seen))
+            if self._moments is not None:
+                values |= statistics(np.asarray(self._moments))
             self._fetched = StepValues(loss, grad_norm, bool(finite), values)
         return self._fetched

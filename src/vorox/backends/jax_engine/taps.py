@@ -1,14 +1,14 @@
-"""Points inside the model where a function can watch or replace the residual stream.
+"""Taps: functions that observe or replace the residual stream inside the model.
 
 ``engine.taps.attach(point, layer, function)`` makes the model pass ``x_BTD`` through ``function`` at that point, in
-training, evaluation and generation; points and layers are those of the PyTorch engine. The function becomes part of
-the compiled step, so it must be a pure JAX function, and attaching or detaching compiles anew::
+training, evaluation and generation. The function becomes part of the compiled step, so it must be a pure JAX function,
+and attaching or detaching it triggers a recompilation::
 
     detach = engine.taps.attach("after_attention", 3, lambda x_BTD: x_BTD + 0.1 * direction_D)
 
-To see values, let it call ``jax.debug.callback``; a function that returns ``None`` only watches.
+To see values, call ``jax.debug.callback`` in the function; one that returns ``None`` only observes.
 
-Shape legend: B rows, T positions, D width.
+Shape legend: B rows, T positions, D width, A micro-batches, L layers, P tap points, 3 moments.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Tap = Callable[[jax.Array], jax.Array | None]
 
 
 class Taps:
-    """What is attached to one model.
+    """The taps of one model.
 
     Args:
         num_layers: Layers of the model.
-        on_change: Called when compiled steps no longer hold.
+        on_change: Called when compiled steps become invalid.
     """
 
     def __init__(self, num_layers: int, on_change: Callable[[], None]) -> None:
@@ -41,18 +41,18 @@ class Taps:
         self._functions: dict[tuple[str, int], list[Tap]] = {}
 
     def attach(self, point: TapPoint, layer: int, function: Tap) -> Callable[[], None]:
-        """Pass the stream through ``function`` at a point of a layer, from 0.
+        """Pass the residual stream through ``function`` at a point of a layer (from 0).
 
         Returns:
-            Detaches it again.
+            A function that detaches it.
 
         Raises:
-            ConfigError: There is no such point or layer.
+            ConfigError: The point or layer does not exist.
         """
         if point not in POINTS:
-            raise ConfigError(f"tap point {point!r} is unknown; known are {', '.join(POINTS)}", where="taps")
+            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(POINTS)}", where="taps")
         if not 0 <= layer < self._num_layers:
-            raise ConfigError(f"layer {layer} does not exist; there are {self._num_layers}", where="taps")
+            raise ConfigError(f"Tap layer {layer} does not exist; there are {self._num_layers}", where="taps")
         functions = self._functions.setdefault((point, layer), [])
         functions.append(function)
         self._on_change()
@@ -64,18 +64,18 @@ class Taps:
         return detach
 
     def apply(self, point: str, layer: jax.Array | int, x_BTD: jax.Array) -> jax.Array:
-        """What the model carries on with. Where layers are scanned, ``layer`` is known only on the device."""
-        for (place, wanted), functions in self._functions.items():
-            if place != point or not functions or (isinstance(layer, int) and layer != wanted):
+        """Return the residual stream after the taps of a point. With scanned layers, ``layer`` is a traced value."""
+        for (tap_point, tap_layer), functions in self._functions.items():
+            if tap_point != point or not functions or (isinstance(layer, int) and layer != tap_layer):
                 continue
             if isinstance(layer, int):
-                x_BTD = _through(functions, x_BTD)
+                x_BTD = _call(functions, x_BTD)
             else:
-                x_BTD = jax.lax.cond(layer == wanted, lambda x, f=tuple(functions): _through(f, x), lambda x: x, x_BTD)
+                x_BTD = jax.lax.cond(layer == tap_layer, lambda x, f=tuple(functions): _call(f, x), lambda x: x, x_BTD)
         return x_BTD
 
 
-def _through(functions: list[Tap] | tuple[Tap, ...], x_BTD: jax.Array) -> jax.Array:
+def _call(functions: list[Tap] | tuple[Tap, ...], x_BTD: jax.Array) -> jax.Array:
     for function in functions:
         replacement = function(x_BTD)
         if replacement is not None:
@@ -84,16 +84,16 @@ def _through(functions: list[Tap] | tuple[Tap, ...], x_BTD: jax.Array) -> jax.Ar
 
 
 def moments(x_BTD: jax.Array) -> jax.Array:
-    """Mean, mean square and largest magnitude, which add up over micro-batches."""
+    """Return mean, mean square and largest magnitude ``[3]``, which can be reduced over micro-batches."""
     x = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
     return jnp.stack([x.mean(), jnp.square(x).mean(), jnp.abs(x).max()])
 
 
-def statistics(seen_ALP3: npt.NDArray[np.float32]) -> dict[str, float]:
-    """Mean, standard deviation and largest magnitude at every point, over all micro-batches of a step, by metric."""
-    mean_LP = seen_ALP3[..., 0].mean(axis=0)
-    deviation_LP = np.sqrt(np.maximum(seen_ALP3[..., 1].mean(axis=0) - np.square(mean_LP), 0))
-    largest_LP = seen_ALP3[..., 2].max(axis=0)
+def statistics(moments_ALP3: npt.NDArray[np.float32]) -> dict[str, float]:
+    """Reduce moments to mean, standard deviation and largest magnitude per tap point of a step, by metric name."""
+    mean_LP = moments_ALP3[..., 0].mean(axis=0)
+    deviation_LP = np.sqrt(np.maximum(moments_ALP3[..., 1].mean(axis=0) - np.square(mean_LP), 0))
+    largest_LP = moments_ALP3[..., 2].max(axis=0)
     return {
         f"activation/{layer}/{point}/{kind}": float(values[layer, index])
         for layer in range(mean_LP.shape[0])

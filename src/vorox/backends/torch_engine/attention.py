@@ -1,7 +1,7 @@
-"""Attention over the positions of a row: masks, rotary positions and the two ways to compute it.
+"""Attention masks, rotary embeddings and attention kernels.
 
-``sdpa`` is PyTorch's fused kernel, ``reference`` the formula written out. A mask exists only where causality alone
-does not describe who sees whom: rows of several documents, and tokens fed to a decoder that already holds some.
+``sdpa`` is PyTorch's fused kernel, ``reference`` the plain formula. A dense mask is made only where the causal flag is
+not enough: for rows of several documents, and for several new tokens behind a key/value cache.
 
 Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
 """
@@ -21,36 +21,36 @@ from vorox.core.batch import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
-class Visibility:
-    """Who sees whom.
+class AttentionMask:
+    """Which keys each query may attend to.
 
     Attributes:
-        mask: True where a query may see a key, ``[B or 1, 1, T, S]``; ``None`` for all, or for plain causality.
-        is_causal: No mask, and a position sees itself and everything before it.
+        dense: ``[B or 1, 1, T, S]``, true where a query may attend to a key; ``None`` for all keys or a causal mask.
+        is_causal: Whether the mask is causal and nothing else.
     """
 
-    mask: Tensor | None
+    dense: Tensor | None
     is_causal: bool
 
 
-CAUSAL = Visibility(None, True)
-EVERYTHING = Visibility(None, False)
+CAUSAL = AttentionMask(None, True)
+FULL = AttentionMask(None, False)
 
-Attend = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
-"""(query_BNTH, key_BKSH, value_BKSH, visibility, dropout) -> mixed_BNTH."""
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask, float], Tensor]
+"""(query_BNTH, key_BKSH, value_BKSH, attention_mask, dropout) -> mixed_BNTH."""
 
 
-def document_visibility(
+def document_mask(
     segment_ids_BT: Int32Array | None, device: torch.device, *, always_mask: bool = False
-) -> Visibility:
-    """Causal within documents. Plain causality if no row holds more than one; padding at its end sees anything.
+) -> AttentionMask:
+    """Return a causal mask within documents, or ``CAUSAL`` if every row holds one document (and padding).
 
-    Decided on the host, before anything reaches the device.
+    Computed on the host.
 
     Args:
         segment_ids_BT: Document of each position, 0 for padding.
-        device: Where the mask is needed.
-        always_mask: Make a mask even if causality would do: a compiled graph is made for one of the two.
+        device: Device of the mask.
+        always_mask: Make a dense mask even where ``CAUSAL`` is enough, so that a compiled graph sees one kind of mask.
     """
     if segment_ids_BT is None:
         return CAUSAL
@@ -59,56 +59,58 @@ def document_visibility(
     num_positions = segment_ids_BT.shape[1]
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     mask_BTT = same_BTT & np.tril(np.ones((num_positions, num_positions), np.bool_))
-    return Visibility(torch.from_numpy(mask_BTT)[:, None].to(device, non_blocking=True), False)
+    return AttentionMask(torch.from_numpy(mask_BTT)[:, None].to(device, non_blocking=True), False)
 
 
-def continued_visibility(num_past: int, num_new: int, device: torch.device) -> Visibility:
-    """New tokens see everything before them and each other causally."""
+def decoding_mask(num_past: int, num_new: int, device: torch.device) -> AttentionMask:
+    """Return the mask of new tokens behind ``num_past`` cached ones."""
     if num_past == 0:
         return CAUSAL
     if num_new == 1:
-        return EVERYTHING
+        return FULL
     query_T1 = torch.arange(num_past, num_past + num_new, device=device)[:, None]
     key_S = torch.arange(num_past + num_new, device=device)
-    return Visibility((key_S <= query_T1)[None, None], False)
+    return AttentionMask((key_S <= query_T1)[None, None], False)
 
 
 def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[positions, H / 2]``, in fp32 throughout, as Hugging Face computes them."""
+    """Return cosines and sines ``[positions, H / 2]`` in fp32, computed as in Hugging Face transformers."""
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
 
-def sdpa(query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, visibility: Visibility, dropout: float) -> Tensor:
-    """PyTorch's fused attention."""
+def sdpa(
+    query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
+) -> Tensor:
+    """Compute attention with PyTorch's fused kernel."""
     is_grouped = query_BNTH.shape[1] != key_BKSH.shape[1]
-    is_flash = query_BNTH.is_cuda and visibility.mask is None and query_BNTH.dtype != torch.float32
+    is_flash = query_BNTH.is_cuda and attention_mask.dense is None and query_BNTH.dtype != torch.float32
     if is_grouped and not is_flash and query_BNTH.device.type != "cpu":
-        # The kernels of accelerators that take a mask or fp32 want as many key heads as query heads.
+        # On accelerators, kernels for dense masks or fp32 need as many key heads as query heads.
         key_BKSH, value_BKSH = (_repeat_heads(x, query_BNTH.shape[1]) for x in (key_BKSH, value_BKSH))
         is_grouped = False
     return F.scaled_dot_product_attention(
         query_BNTH,
         key_BKSH,
         value_BKSH,
-        attn_mask=visibility.mask,
+        attn_mask=attention_mask.dense,
         dropout_p=dropout,
-        is_causal=visibility.is_causal,
+        is_causal=attention_mask.is_causal,
         enable_gqa=is_grouped,
     )
 
 
 def reference(
-    query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, visibility: Visibility, dropout: float
+    query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
 ) -> Tensor:
-    """The formula, one step at a time."""
+    """Compute attention by the plain formula."""
     num_heads, num_queries, head_dim = query_BNTH.shape[1:]
     num_keys = key_BKSH.shape[2]
     key_BNSH, value_BNSH = _repeat_heads(key_BKSH, num_heads), _repeat_heads(value_BKSH, num_heads)
     scores_BNTS = query_BNTH @ key_BNSH.transpose(-1, -2) / math.sqrt(head_dim)
-    mask = visibility.mask
-    if visibility.is_causal:
+    mask = attention_mask.dense
+    if attention_mask.is_causal:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_BNTH.device).tril()
     if mask is not None:
         scores_BNTS = scores_BNTS.masked_fill(~mask, float("-inf"))

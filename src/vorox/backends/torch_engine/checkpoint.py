@@ -1,6 +1,6 @@
-"""The engine's buffers as canonical arrays: what ``models/engine_state.py`` writes, reads and hashes.
+"""Saving and loading the engine's flat buffers as canonical arrays (``models/engine_state.py``).
 
-Invariant: what was loaded has the fingerprint of what was saved.
+Invariant: a loaded state has the fingerprint of the saved one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from vorox.models.spec import ModelSpec
 
 
 def arrays(store: ParameterStore, buffers: Mapping[str, Tensor]) -> Iterator[NamedArray]:
-    """Canonical fp32 arrays of buffers, one at a time; on the CPU they share the engine's memory."""
+    """Yield canonical fp32 arrays of buffers; on the CPU they share the engine's memory."""
     for name, view in store.views(buffers):
         yield name, view.detach().cpu().numpy()
 
 
 def set_parameters(store: ParameterStore, weights: Iterable[NamedArray]) -> None:
-    """Copy weights over the parameters.
+    """Replace all parameters.
 
     Raises:
-        CheckpointError: One is missing, unknown, doubled or of another shape. The parameters are then undefined.
+        CheckpointError: A parameter is missing, unknown, duplicated or has the wrong shape. The parameters are then
+            undefined.
     """
-    waiting = dict(store.views(store.values))
+    missing = dict(store.views(store.values))
     for name, array in weights:
-        target = waiting.pop(name, None)
+        target = missing.pop(name, None)
         if target is None:
-            raise CheckpointError(f"parameter {name} is unknown or appears twice")
+            raise CheckpointError(f"Parameter {name} is unknown or duplicated")
         if target.shape != array.shape:
-            raise CheckpointError(f"parameter {name} has shape {array.shape}, the model needs {tuple(target.shape)}")
+            raise CheckpointError(f"Parameter {name} has shape {array.shape}; the model needs {tuple(target.shape)}")
         _copy(target, array)
-    if waiting:
-        raise CheckpointError(f"parameter {next(iter(waiting))} is missing ({len(waiting)} are)")
+    if missing:
+        raise CheckpointError(f"Parameter {next(iter(missing))} is missing ({len(missing)} in total)")
 
 
 def _copy(target: Tensor, array: np.ndarray[Any, Any]) -> None:
@@ -53,11 +54,11 @@ def _copy(target: Tensor, array: np.ndarray[Any, Any]) -> None:
 
 
 def state(store: ParameterStore, optimizer: Optimizer, *, detached: bool = False) -> EngineState:
-    """The whole training state, read when it is asked for; a detached one is copied into host memory first."""
-    take = _copied if detached else dict[str, Tensor]
+    """Return the training state, read lazily; a detached one is first copied into host memory."""
+    capture = _copy_to_host if detached else dict[str, Tensor]
     return EngineState(
-        weights=partial(arrays, store, take(store.values)),
-        moments={kind: partial(arrays, store, take(buffers)) for kind, buffers in optimizer.buffers.items()},
+        weights=partial(arrays, store, capture(store.values)),
+        moments={kind: partial(arrays, store, capture(buffers)) for kind, buffers in optimizer.buffers.items()},
         moment_names={
             kind: tuple(name for name, _ in store.views(buffers)) for kind, buffers in optimizer.buffers.items()
         },
@@ -65,16 +66,16 @@ def state(store: ParameterStore, optimizer: Optimizer, *, detached: bool = False
     )
 
 
-def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_host(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {group: buffer.detach().to("cpu", copy=True) for group, buffer in buffers.items()}
 
 
 def load(directory: Path, spec: ModelSpec, store: ParameterStore, optimizer: Optimizer) -> None:
-    """Replace parameters and optimizer state by what was saved.
+    """Load parameters and optimizer state.
 
     Raises:
-        CheckpointError: It belongs to another architecture, optimizer or format. Found before anything is replaced,
-            as far as headers tell.
+        CheckpointError: The state has another architecture, optimizer or format. Headers are checked before anything
+            is replaced.
     """
     stored = engine_state.load(directory, spec, state(store, optimizer))
     set_parameters(store, stored.weights)

@@ -1,6 +1,7 @@
-"""``runtime.compile``: what it excludes, and blocks that say when they compile.
+"""Compiling blocks with ``torch.compile`` (``runtime.compile``), and the settings that it excludes.
 
-All blocks share one compiled graph, because they are alike: compiling takes as long for 48 layers as for one."""
+All blocks share one compiled graph, so compiling 48 layers takes as long as compiling one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.model import Pass, RunBlock, call_block
+from vorox.backends.torch_engine.model import ForwardContext, RunBlock, call_block
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
@@ -19,16 +20,16 @@ _log = logging.getLogger("vorox.torch_engine")
 
 
 def check(config: RunConfig, compute: Compute) -> None:
-    """Refuse what a compiled model cannot do.
+    """Check that the configuration allows compilation.
 
     Raises:
-        ConfigError: Activation statistics, or a device that the compiler does not know.
+        ConfigError: Activation statistics are on, or the device is not supported by the compiler.
     """
     if not compute.compiled:
         return
     if config.log.activation_statistics:
         raise ConfigError(
-            "activation statistics need an uncompiled model",
+            "Activation statistics need an uncompiled model",
             where="log.activation_statistics, runtime.compile",
             hint="turn one of them off",
         )
@@ -37,28 +38,28 @@ def check(config: RunConfig, compute: Compute) -> None:
 
 
 def compiled_block(compute: Compute) -> RunBlock:
-    """A block, compiled at its first call together with its backward pass, and shared by all blocks."""
-    from torch._dynamo.exc import BackendCompilerFailed  # a second of imports that only compiling needs
+    """Return a function that runs any block, compiled with its backward pass on the first call."""
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second to import
 
     graph = torch.compile(call_block, dynamic=False, fullgraph=True)
     calls = 0
 
-    def run(block: nn.Module, x_MD: Tensor, context: Pass) -> Tensor:
+    def run(block: nn.Module, x_MD: Tensor, context: ForwardContext) -> Tensor:
         nonlocal calls
         calls += 1
         if calls > 1:
             return graph(block, x_MD, context)
-        _log.info("compiling the model for %s; this can take a minute", compute.device.type)
+        _log.info("Compiling the model for %s; this can take a minute", compute.device.type)
         started = time.perf_counter()
         try:
             y_MD = graph(block, x_MD, context)
         except BackendCompilerFailed as error:
             raise ConfigError(
-                f"the model does not compile: {str(error).splitlines()[0]}",
+                f"Compiling the model failed: {str(error).splitlines()[0]}",
                 where="runtime.compile",
                 hint="PyTorch needs a C++ compiler for the CPU and Triton for GPUs; or set runtime.compile=false",
             ) from error
-        _log.info("compiled in %.0f s", time.perf_counter() - started)
+        _log.info("Compiled in %.0f s", time.perf_counter() - started)
         return y_MD
 
     return run

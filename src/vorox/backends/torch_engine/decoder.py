@@ -1,4 +1,4 @@
-"""Incremental decoding: keys and values of the tokens so far are kept, so a new token costs one position.
+"""Incremental decoding with a key/value cache.
 
 Shape legend: B rows, T new positions, S positions so far, K key/value heads, H head width, V vocabulary.
 """
@@ -18,7 +18,7 @@ from vorox.models.spec import ModelSpec
 
 
 class KeyValueCache:
-    """Room for a fixed number of positions in every layer."""
+    """Keys and values of a fixed number of positions in every layer."""
 
     def __init__(
         self, spec: ModelSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
@@ -28,7 +28,7 @@ class KeyValueCache:
         self.num_tokens = 0
 
     def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store those of new tokens and return all so far, ``[B, K, S, H]``."""
+        """Append keys and values of new tokens to a layer and return all so far, ``[B, K, S, H]``."""
         end = self.num_tokens + key_BKTH.shape[2]
         keys_BKSH, values_BKSH = self._stored[0, layer], self._stored[1, layer]
         keys_BKSH[:, :, self.num_tokens : end] = key_BKTH
@@ -37,11 +37,11 @@ class KeyValueCache:
 
 
 class TorchDecoder:
-    """One batch of sequences being continued.
+    """Decoding state of one batch of sequences.
 
     Args:
         cache: Empty.
-        max_tokens: Announced length.
+        max_tokens: Capacity of the cache.
         forward: (tokens_BT, cache) -> logits of the last position ``[B, V]``.
     """
 
@@ -54,7 +54,7 @@ class TorchDecoder:
         """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
         end = self._cache.num_tokens + tokens_BT.shape[1]
         if end > self._max_tokens:
-            raise ConfigError(f"{end} tokens were fed to a decoder for {self._max_tokens}", where="decoder")
+            raise ConfigError(f"The decoder holds {self._max_tokens} tokens, but got {end}", where="decoder")
         logits_BV = self._forward(tokens_BT, self._cache)
         self._cache.num_tokens = end
         return logits_BV.float().cpu().numpy()

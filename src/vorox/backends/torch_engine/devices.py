@@ -1,8 +1,8 @@
-"""Where and in which numbers the engine computes: device, precision, threads, determinism, all decided before step 1.
+"""Device, precision, threads and determinism of the engine, chosen before step 1.
 
 In: the configuration. Out: a frozen ``Compute``; process-wide switches of PyTorch are set here and nowhere else.
-Nothing falls back: what the machine cannot do is a ``ConfigError`` with the key. No decision depends on a timing, so
-the same machine always computes the same bits.
+There are no silent fallbacks: a setting that this machine or engine does not support is a ``ConfigError``. No choice
+depends on a timing, so the same machine always computes the same bits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Compute:
     """How this process computes.
 
     Attributes:
-        device: Where parameters live.
-        dtype: Arithmetic of forward and backward; parameters and optimizer state are fp32.
-        determinism: Level that is kept: none, data or bitwise.
-        num_threads: Arithmetic threads on the CPU.
+        device: Device of the parameters.
+        dtype: Precision of forward and backward; parameters and optimizer state are fp32.
+        determinism: none, data or bitwise.
+        num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
-        products: Library of the fp32 matrix products of the uncompiled CPU model.
+        products: Library for fp32 matrix products of an uncompiled model on the CPU.
     """
 
     device: torch.device
@@ -56,11 +56,11 @@ class Compute:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the hand-derived backward passes of ``kernels.py`` are used: fp32 on the CPU, not compiled."""
+        """Whether the hand-written backward passes of ``kernels.py`` are used: fp32 on the CPU, not compiled."""
         return self.device.type == "cpu" and self.dtype == torch.float32 and not self.compiled
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The forward pass in the chosen precision."""
+        """Run the forward pass in the chosen precision."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -73,7 +73,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
         ConfigError: The machine or this engine cannot honour a setting.
     """
     refuse_processes(dist.process_count)
-    _refuse_what_is_not_here(config)
+    _check_supported(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
     determinism = config.runtime.determinism
@@ -98,25 +98,28 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
 
 
 def refuse_processes(count: int | None) -> None:
-    """One process is all that this engine runs in.
+    """Refuse multi-process runs.
+
+    Args:
+        count: Number of processes; ``None`` if only the cluster knows it.
 
     Raises:
-        ConfigError: There are more, or, with ``None``, as many as the cluster says.
+        ConfigError: ``count`` is not 1.
     """
     if count != 1:
         raise ConfigError(
-            f"{count or 'several'} processes, but the torch engine trains in one", where="backend",
+            f"The torch engine trains in one process, but there are {count or 'several'}", where="backend",
             hint="start one process, or set backend=jax",
         )  # fmt: skip
 
 
-def _refuse_what_is_not_here(config: RunConfig) -> None:
-    """Options that other engines have."""
+def _check_supported(config: RunConfig) -> None:
+    """Refuse settings that only other engines support."""
     for key in ("data_parallel_size", "fsdp_size", "tensor_parallel_size"):
         size = getattr(config.parallel, key)
         if size > 1:
             raise ConfigError(
-                f"{key} = {size}, but the torch engine trains on one device", where=f"parallel.{key}",
+                f"{key} = {size} is not supported: the torch engine trains on one device", where=f"parallel.{key}",
                 hint="set it to 1 and start one process, or set backend=jax",
             )  # fmt: skip
     others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
@@ -129,7 +132,8 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
     for key, value, accepted in others:
         if value not in accepted:
             raise ConfigError(
-                f"{key} = {value}, but the torch engine has {', '.join(map(str, accepted))}", where=key,
+                f"{key} = {value} is not supported by the torch engine; it has {', '.join(map(str, accepted))}",
+                where=key,
                 hint="choose one of those, or set backend=jax",
             )  # fmt: skip
 
@@ -141,7 +145,7 @@ def _select_device(name: str) -> torch.device:
     if not available[name]:
         present = ", ".join(kind for kind, exists in available.items() if exists)
         raise ConfigError(
-            f"device = {name}, but PyTorch {torch.__version__} finds none; there is {present}",
+            f"device = {name}, but PyTorch {torch.__version__} finds no such device; it has {present}",
             where="runtime.device",
             hint="set runtime.device=auto, or install the PyTorch build for that device",
         )
@@ -171,11 +175,13 @@ def _set_float32_products(choice: str, device: torch.device) -> None:
             )
         torch.backends.cuda.matmul.fp32_precision = choice
     elif choice == "tf32":
-        raise ConfigError(f"matmul = tf32 is for NVIDIA GPUs, not for {device.type}", where="precision.matmul")
+        raise ConfigError(
+            f"matmul = tf32 needs an NVIDIA GPU; this device is a {device.type}", where="precision.matmul"
+        )
 
 
 def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> None:
-    """CPU kernels that we use are deterministic for a fixed number of threads; accelerators have to be told."""
+    """Set PyTorch's determinism switches. The CPU kernels in use are deterministic for a fixed number of threads."""
     if device.type == "cpu":
         return
     if level != "bitwise":
@@ -183,11 +189,11 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
         return
     if device.type == "mps":
         raise ConfigError(
-            "determinism = bitwise cannot be kept on mps", where="runtime.determinism", hint="use data, or the CPU"
+            "determinism = bitwise is not supported on mps", where="runtime.determinism", hint="use data or the CPU"
         )
     if compiled:
         raise ConfigError(
-            "determinism = bitwise cannot be kept by compiled CUDA kernels, which are chosen by timing",
+            "determinism = bitwise is impossible with compiled CUDA kernels: the compiler picks them by timing",
             where="runtime.determinism",
             hint="set runtime.compile=false, or determinism=data",
         )
@@ -195,7 +201,7 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS[0])
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_CUBLAS:
         raise ConfigError(
-            "determinism = bitwise needs CUBLAS_WORKSPACE_CONFIG before CUDA starts",
+            "determinism = bitwise needs CUBLAS_WORKSPACE_CONFIG to be set before CUDA starts",
             where="runtime.determinism",
             hint=f"set the environment variable CUBLAS_WORKSPACE_CONFIG={DETERMINISTIC_CUBLAS[0]}",
         )
@@ -206,7 +212,7 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
 
 
 def _select_products(device: torch.device) -> Products:
-    """MKL takes its AVX-512 paths on Intel only; on other x86 processors that have it, oneDNN is twice as fast."""
+    """Choose the library of matrix products: MKL uses AVX-512 on Intel only; on AMD, oneDNN is twice as fast."""
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if device.type == "cpu" and wide and torch.backends.mkl.is_available() and not _is_intel() and has_onednn_linear():
         return "onednn"
@@ -214,7 +220,7 @@ def _select_products(device: torch.device) -> Products:
 
 
 def has_onednn_linear() -> bool:
-    """Whether this build of PyTorch has the oneDNN product that takes plain fp32 tensors."""
+    """Whether this build of PyTorch has a oneDNN linear for plain fp32 tensors."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -228,17 +234,17 @@ def _is_intel() -> bool:
 
 @cache
 def physical_cores() -> int:
-    """Physical cores that this process may use."""
+    """Return the number of physical cores available to this process."""
     allowed = usable_cores()
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 @cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed: a step frees and takes the same activations again.
+    """Make glibc keep freed memory, since every step allocates the same activations.
 
-    Without it every large tensor is unmapped and mapped anew, and touching its pages again costs several times the
-    arithmetic on them. The process keeps its peak size.
+    By default every large tensor is unmapped and mapped again, and the page faults cost several times the arithmetic.
+    The process stays at its peak size.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -249,7 +255,7 @@ def _keep_freed_memory() -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The product, for people and for the record."""
+    """Return the product name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu" and platform.system() == "Linux":
@@ -261,7 +267,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(compute: Compute) -> dict[str, str | int | bool]:
-    """What decides bit-equality besides the configuration."""
+    """Return what affects the bits of a run besides its configuration."""
     facts: dict[str, str | int | bool] = {
         "engine": "torch",
         "torch": torch.__version__,
@@ -287,7 +293,7 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
 
 
 def memory_stats(device: torch.device) -> dict[str, float]:
-    """Bytes in use and at the peak; reads counters only."""
+    """Return current and peak device memory. Reads counters only."""
     if device.type == "cuda":
         return {
             "memory/device_bytes": float(torch.cuda.memory_allocated(device)),
@@ -311,7 +317,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
-    """Turn out-of-memory errors of the device and of the host into one that says what to change."""
+    """Translate out-of-memory errors of device and host into ``DoesNotFitError`` with a hint."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -323,7 +329,7 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
 
 
 def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> MemoryBudget:
-    """What a run holds at its peak, against the memory of its device."""
+    """Return the estimated peak memory of a run, with the memory of its device."""
     available_bytes: int | None = None
     if device.type == "cuda":
         available_bytes = torch.cuda.get_device_properties(device).total_memory

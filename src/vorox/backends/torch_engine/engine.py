@@ -1,8 +1,8 @@
-"""The PyTorch engine: one decoder in training on one device, behind the protocol of ``core/engine.py``.
+"""The PyTorch engine: trains a decoder on one device (implements ``core/engine.py``).
 
-In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: numbers that are fetched when
-somebody wants them; until then the host never waits for the device. What happens inside is in the modules beside this
-one: ``model`` and ``loss`` compute, ``parameters`` stores, ``optim`` updates, ``checkpoint`` saves.
+In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: results that are fetched
+lazily; until then the host never waits for the device. ``model`` and ``loss`` compute, ``parameters`` stores, ``optim``
+updates, ``checkpoint`` saves and loads, ``decoder`` generates.
 
 Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
 
@@ -25,7 +25,7 @@ from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, LossSums
-from vorox.backends.torch_engine.model import Decoder, Parts, Pass
+from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts
 from vorox.backends.torch_engine.optim import Optimizer, flat_norm
 from vorox.backends.torch_engine.parameters import ParameterStore
 from vorox.backends.torch_engine.results import TorchStepResult
@@ -55,7 +55,7 @@ CAPABILITIES = frozenset(
 
 
 def connect(config: RunConfig) -> DistributedContext:
-    """One process alone; the environment must not name several."""
+    """Return the context of a single process; refuse an environment that describes several."""
     del config
     found = membership()
     devices.refuse_processes(1 if found is None else found.process_count)
@@ -63,10 +63,11 @@ def connect(config: RunConfig) -> DistributedContext:
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
-    """Build the engine with freshly initialised weights.
+    """Create the engine with initial weights.
 
     Raises:
-        ConfigError: This machine or engine cannot honour a setting.
+        ConfigError: This machine or engine does not support a setting.
+        DoesNotFitError: The state needs more memory than the device has.
     """
     compute = devices.prepare(config, dist)
     compilation.check(config, compute)
@@ -80,7 +81,7 @@ class TorchEngine:
     """See ``core.engine.Engine``.
 
     Attributes:
-        taps: Where functions can watch or change the residual stream.
+        taps: Functions attached to the residual stream.
         model: The modules.
         store: Parameters and gradients.
         optimizer: Update rule and its state.
@@ -138,12 +139,12 @@ class TorchEngine:
             )
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
-        """Repeat forward and backward without an update, uncompiled; where a number is not finite first."""
+        """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
         kept = self._run_block, self._statistics
         self._run_block, self._statistics = None, ActivationStatistics()
         count = max(1, batch.num_target_tokens)
         try:
-            with devices.memory_errors("looking for what is not finite", self._memory):
+            with devices.memory_errors("locating non-finite values", self._memory):
                 self.taps.measure(self._statistics)
                 for index in range(batch.tokens_ABT.shape[0]):
                     self.store.zero_gradients()
@@ -163,14 +164,16 @@ class TorchEngine:
 
     def _train_micro_batch(self, batch: Batch, index: int) -> LossSums:
         labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
-        tokens_M, run = self._inputs(batch, index, is_training=True)
+        tokens_M, context = self._inputs(batch, index, is_training=True)
         if self._statistics is not None:
             self._statistics.micro_batch = index
         scale = 1.0 / max(1, batch.num_target_tokens)
         loss_scale = self.optimizer.loss_scale if self.optimizer.is_scaled else None
-        with keyed_randomness(self._config.run.seed, batch.step, index, self.compute.device, active=run.dropout > 0):
+        with keyed_randomness(
+            self._config.run.seed, batch.step, index, self.compute.device, active=context.dropout > 0
+        ):
             with self.compute.autocast():
-                hidden_MD = self.model(tokens_M, run, self._run_block)
+                hidden_MD = self.model(tokens_M, context, self._run_block)
             sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale, loss_scale)
             hidden_MD.backward(d_hidden_MD)
         return sums
@@ -189,31 +192,31 @@ class TorchEngine:
             extras["loss_scale"] = self.optimizer.loss_scale.clone()
         return extras
 
-    def _inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, Pass]:
+    def _inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, ForwardContext]:
         segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
         tokens_BT = batch.tokens_ABT[index]
-        run = self._pass(
+        context = self._context(
             tokens_BT.shape,
-            attention.document_visibility(
+            attention.document_mask(
                 segments_BT, self.compute.device, always_mask=is_training and self.compute.compiled
             ),
             positions_BT=positions_BT,
             is_training=is_training,
         )
-        return to_device(tokens_BT, self.compute.device).view(-1), run
+        return to_device(tokens_BT, self.compute.device).view(-1), context
 
-    def _pass(
+    def _context(
         self,
         shape_BT: tuple[int, ...],
-        visibility: attention.Visibility,
+        attention_mask: attention.AttentionMask,
         *,
         positions_BT: Int32Array | None = None,
         num_past: int = 0,
         is_training: bool = False,
         cache: KeyValueCache | None = None,
-    ) -> Pass:
+    ) -> ForwardContext:
         num_rows, num_positions = shape_BT
         rotary: tuple[Tensor, Tensor] | None = None
         positions: Tensor | None = None
@@ -227,9 +230,9 @@ class TorchEngine:
             rotary, positions = (cosines, sines), None
         elif positions is None:
             positions = torch.arange(here.start, here.stop, device=self.compute.device)[None]
-        return Pass(
+        return ForwardContext(
             shape_BT=(num_rows, num_positions),
-            visibility=visibility,
+            attention_mask=attention_mask,
             rotary=rotary,
             positions=positions,
             dropout=self._spec.dropout_fraction if is_training else 0.0,
@@ -247,9 +250,9 @@ class TorchEngine:
         with devices.memory_errors("evaluating", self._memory):
             for index in range(batch.tokens_ABT.shape[0]):
                 labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
-                tokens_M, run = self._inputs(batch, index, is_training=False)
+                tokens_M, context = self._inputs(batch, index, is_training=False)
                 with self.compute.autocast():
-                    hidden_MD = self.model(tokens_M, run)
+                    hidden_MD = self.model(tokens_M, context)
                 sums = self._loss.evaluate(hidden_MD, labels)
                 loss_sum += float(sums.cross_entropy)
                 num_correct += int(sums.num_correct)
@@ -257,11 +260,11 @@ class TorchEngine:
 
     @torch.no_grad()
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
-        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        """Return the logits of whole sequences, fp32 ``[B, T, V]``, without dropout."""
         check_length(tokens_BT.shape[1], self._spec)
-        run = self._pass(tokens_BT.shape, attention.CAUSAL)
+        context = self._context(tokens_BT.shape, attention.CAUSAL)
         with self.compute.autocast():
-            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), run)
+            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), context)
         return self._head_logits(hidden_MD).cpu().numpy().reshape(*tokens_BT.shape, -1)
 
     def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder:
@@ -272,10 +275,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def _decode(self, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
-        visibility = attention.continued_visibility(cache.num_tokens, tokens_BT.shape[1], self.compute.device)
-        run = self._pass(tokens_BT.shape, visibility, num_past=cache.num_tokens, cache=cache)
+        attention_mask = attention.decoding_mask(cache.num_tokens, tokens_BT.shape[1], self.compute.device)
+        context = self._context(tokens_BT.shape, attention_mask, num_past=cache.num_tokens, cache=cache)
         with self.compute.autocast():
-            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), run)
+            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), context)
         return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1])
 
     def _head_logits(self, hidden_MD: Tensor) -> Tensor:
@@ -285,49 +288,49 @@ class TorchEngine:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, detached: bool) -> Snapshot:
-        """The complete training state as it is now; a detached one is a copy in host memory."""
+        """Return a snapshot of the complete training state; a detached one is a copy in host memory."""
         with devices.memory_errors("copying the state for a checkpoint", self._memory):
             return Snapshot(self._spec, checkpoint.state(self.store, self.optimizer, detached=detached))
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that a snapshot wrote and the caller has verified."""
+        """Load a training state that a snapshot wrote and the caller has verified."""
         checkpoint.load(directory, self._spec, self.store, self.optimizer)
 
     def export_weights(self) -> Iterator[NamedArray]:
-        """Parameters under canonical names, fp32, in table order."""
+        """Yield the parameters in fp32 under canonical names, in table order."""
         for name, array in checkpoint.arrays(self.store, self.store.values):
             yield name, array.copy()
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
-        """Replace all parameters. The optimizer starts afresh."""
+        """Replace all parameters and reset the optimizer."""
         checkpoint.set_parameters(self.store, weights)
         self.optimizer.reset()
 
     def fingerprint(self) -> str:
-        """Hash over parameters and optimizer state in name order, as hex."""
+        """Return a hex digest of parameters and optimizer state, array by array in name order."""
         return self.snapshot(detached=False).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
-        """Memory of the device, by metric registry name. Never synchronises."""
+        """Return device memory by metric name. Never synchronises."""
         return devices.memory_stats(self.compute.device)
 
     def environment(self) -> Mapping[str, str | int | bool]:
-        """What decides bit-equality besides the configuration."""
+        """Return what affects the bits of a run besides its configuration."""
         return devices.environment(self.compute)
 
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
-        """Multiply ``[m, k] @ [k, n]`` in the run's arithmetic and wait; seconds of the product alone."""
+        """Time ``[m, k] @ [k, n]`` in the run's precision, in seconds; allocation is excluded."""
         device, dtype = self.compute.device, self.compute.dtype
-        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to nobody
+        generator = torch.Generator(device).manual_seed(0)  # leaves the global generator untouched
         left_MK = torch.randn(m, k, device=device, generator=generator).to(dtype)
         right_NK = torch.randn(n, k, device=device, generator=generator).to(dtype)
         self.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         self._products(left_MK, right_NK)
         self.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     def synchronize(self) -> None:
-        """Wait until the device is idle (for timing)."""
+        """Wait until the device is idle; for timing."""
         devices.synchronize(self.compute.device)

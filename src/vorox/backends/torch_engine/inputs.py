@@ -1,4 +1,4 @@
-"""Numpy batches to tensors on the device; and the randomness of a micro-batch, keyed.
+"""Copying batches to the device, and seeding the randomness of a micro-batch.
 
 Shape legend: A micro-batches, B rows, T positions, M = B x T.
 """
@@ -19,7 +19,7 @@ from vorox.core.batch import IGNORED_LABEL, Int32Array
 
 
 def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
+    """Copy an array to the device, asynchronously on CUDA."""
     tensor = torch.from_numpy(np.ascontiguousarray(array_BT))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -27,7 +27,7 @@ def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:
 
 
 def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
-    """Targets as indices, and which positions have one."""
+    """Copy labels to the device as target indices and a mask of the positions that have a target."""
     kept_BT = labels_BT != IGNORED_LABEL
     if bool(kept_BT.all()):
         return Labels(to_device(labels_BT, device).view(-1).long(), None)
@@ -37,16 +37,16 @@ def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
 
 @contextlib.contextmanager
 def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.device, *, active: bool) -> Iterator[None]:
-    """Draw inside from a stream that (seed, step, micro-batch) names, and leave the process's own streams alone."""
+    """Seed PyTorch's generators from (seed, step, micro-batch) inside the block, and restore them afterwards."""
     if not active:
         yield
         return
     key = xxhash.xxh3_64_intdigest(canonical_json(["dropout", 1, seed, step, micro_batch])) >> 1
-    before = torch.mps.get_rng_state() if device.type == "mps" else None
+    mps_state = torch.mps.get_rng_state() if device.type == "mps" else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(key)
         try:
             yield
         finally:
-            if before is not None:
-                torch.mps.set_rng_state(before)
+            if mps_state is not None:
+                torch.mps.set_rng_state(mps_state)

@@ -1,9 +1,9 @@
-"""Arithmetic of the model that exists twice: as plain PyTorch formulas, and hand-derived for fp32 on the CPU.
+"""Kernels of the model in two versions: plain PyTorch, and with hand-written backward passes for fp32 on the CPU.
 
-The plain set leaves the backward pass to autograd; it is what gets compiled, runs on accelerators and under autocast.
-The direct set is for uncompiled fp32 on the CPU, where passes over memory and small operations decide: weight
-gradients go straight into the flat buffers (``parameters.py``), element-wise chains share buffers, and products take
-the fastest library (``Compute.products``). Tests hold both sets to each other and to float64.
+The plain version uses autograd; it is compiled, and runs on accelerators and under autocast. The direct version is for
+uncompiled fp32 on the CPU, where memory traffic and small operations dominate: weight gradients are accumulated
+directly in the flat buffers (``parameters.py``), element-wise chains share buffers, and matrix products use the fastest
+library (``Compute.products``). Tests compare both versions with each other and with float64.
 
 Shape legend: M rows (positions of a micro-batch), D width, F width of the MLP, O outputs, V vocabulary, T positions,
 H head width, X heads of queries, keys and values together.
@@ -30,7 +30,7 @@ class Products:
     """Matrix products ``a @ b.T`` through one library; either factor may be a transposed view.
 
     Args:
-        use_onednn: Take oneDNN for fp32 products that are worth it, else what ``torch.mm`` takes.
+        use_onednn: Use oneDNN for large fp32 products; otherwise ``torch.mm``.
     """
 
     def __init__(self, *, use_onednn: bool) -> None:
@@ -51,20 +51,20 @@ class Products:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """oneDNN leaves its fast paths for strides that are neither those of a matrix nor of its transpose."""
+    """Return ``x`` with the strides of a matrix or its transpose; oneDNN is slow for any others."""
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What the modules are built from.
+    """The operations that the modules call.
 
     Attributes:
         embed: (tokens_M, weight_VD) -> x_MD.
         linear: (x_MD, weight_OD, bias_O or None) -> y_MO.
         rms_norm: (x_MD, weight_D, eps) -> y_MD.
         gate: (gate_and_up_M2F, activation) -> hidden_MF.
-        rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; tables are
+        rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; cosines and sines are
             ``[B or 1, T, 1, H / 2]``.
     """
 
@@ -76,7 +76,7 @@ class Kernels:
 
 
 def select(compute: Compute) -> Kernels:
-    """The set for a device and precision."""
+    """Return the kernels for a device and precision."""
     chosen = products(compute)
     if not compute.is_direct:
         return replace(PLAIN, linear=_traceable_linear) if chosen.is_onednn else PLAIN
@@ -90,7 +90,7 @@ def select(compute: Compute) -> Kernels:
 
 
 def products(compute: Compute) -> Products:
-    """The products of a device and precision."""
+    """Return the matrix products for a device and precision."""
     return Products(use_onednn=compute.products == "onednn" and compute.dtype == torch.float32)
 
 
@@ -106,7 +106,7 @@ def _plain_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | 
 
 
 def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
-    return F.rms_norm(x_MD, weight_D.shape, weight_D.to(x_MD.dtype), eps)  # one type, or it is not one kernel
+    return F.rms_norm(x_MD, weight_D.shape, weight_D.to(x_MD.dtype), eps)  # mixed types would not be fused
 
 
 def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:
@@ -125,7 +125,7 @@ PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plai
 
 
 def activate(x_MF: Tensor, activation: str) -> Tensor:
-    """The non-linearity of an MLP without gate."""
+    """Apply the activation of an MLP without a gate."""
     if activation == "gelu":
         return F.gelu(x_MF)
     if activation == "gelu_tanh":
@@ -138,7 +138,7 @@ def activate(x_MF: Tensor, activation: str) -> Tensor:
 
 @torch.library.custom_op("vorox::product", mutates_args=())
 def _opaque_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """``a @ b.T`` by oneDNN, as one operation that the compiler does not look into."""
+    """``a @ b.T`` by oneDNN, as a custom op that the compiler does not trace into."""
     return Products(use_onednn=True)(a_MK, b_NK)
 
 
@@ -255,7 +255,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, direction: int) -> Tensor:
-    """Rotate the first heads by their angles (or back) and copy the others, into one new tensor."""
+    """Return a new tensor with the first ``num_rotated`` heads rotated (``direction`` 1 or -1), the others copied."""
     y_BTXH = torch.empty_like(x_BTXH, memory_format=torch.contiguous_format)
     first, second = x_BTXH[:, :, :num_rotated].chunk(2, dim=-1)
     new_first, new_second = y_BTXH[:, :, :num_rotated].chunk(2, dim=-1)

@@ -1,9 +1,8 @@
-"""Head and loss in one: cross entropy and its gradient, chunk by chunk, so that the full logits never stand.
+"""Fused output head and cross-entropy loss, in chunks, so that the full logits are never materialised.
 
-The gradient is computed where the logits are: for each chunk of positions the logits become probabilities, then the
-gradient, which at once is multiplied into the gradient of the hidden state and of the head. Nothing is kept for a
-backward pass and the head's product is not repeated. Sums are over trained positions; the caller divides by the global
-count through ``scale``.
+For each chunk of positions, the logits are turned in place into probabilities and then into their gradient, which is
+multiplied into the gradients of hidden state and head. Nothing is saved for a backward pass and the head's product is
+not repeated. Sums are over target positions; the caller divides by the global count through ``scale``.
 
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
 weight ``z``; the reported cross entropy is the plain ``nll``.
@@ -22,7 +21,7 @@ from vorox.backends.torch_engine.kernels import Products
 from vorox.core.schema import LossConfig
 
 CPU_CHUNK_BYTES = 4 << 20
-"""On the CPU, logits of a chunk stay within the caches, whatever larger chunk is allowed."""
+"""Largest logits chunk on the CPU, so that it stays within the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class LossSums:
 
     Attributes:
         cross_entropy: Nats.
-        squared_log_partition: What the z-loss weighs.
-        num_correct: Targets with the highest logit.
+        squared_log_partition: Squared log-sum-exp of the logits, for the z-loss.
+        num_correct: Targets that have the highest logit.
     """
 
     cross_entropy: Tensor
@@ -49,12 +48,13 @@ class LossSums:
 
 
 class HeadLoss:
-    """The loss of one model.
+    """The output head and loss of one model.
 
     Args:
-        head: ``[V, D]``; its ``grad`` receives the gradient.
+        config: Label smoothing, z-loss and chunk size.
+        head: ``[V, D]``; its gradient is accumulated in ``head.grad``.
         products: Matrix products.
-        dtype: Arithmetic of the products.
+        dtype: Precision of the products.
         count_correct: Whether training counts correct targets.
     """
 
@@ -70,7 +70,7 @@ class HeadLoss:
 
     @torch.no_grad()
     def evaluate(self, hidden_MD: Tensor, labels: Labels) -> LossSums:
-        """The sums alone, with correct targets counted."""
+        """Return the loss sums without gradients; correct targets are counted."""
         sums = _Sums(hidden_MD.device, self._sum_dtype)
         head_VD = self._head.to(self._dtype)
         for chunk, chunk_labels in self._chunks(hidden_MD.detach(), labels):
@@ -82,11 +82,16 @@ class HeadLoss:
     def train(
         self, hidden_MD: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None = None
     ) -> tuple[LossSums, Tensor]:
-        """The sums, and the gradient of the scaled objective in the hidden state; that of the head is accumulated.
+        """Return the loss sums and the gradient of the scaled objective; accumulate the head's gradient.
 
         Args:
+            hidden_MD: Final hidden state.
+            labels: Targets.
             scale: One over the global number of targets.
-            loss_scale: Further factor of half precision.
+            loss_scale: Loss scale of fp16.
+
+        Returns:
+            The sums, and the gradient with respect to ``hidden_MD``.
         """
         sums = _Sums(hidden_MD.device, self._sum_dtype)
         head_VD, is_half = self._head.to(self._dtype), self._dtype != torch.float32
@@ -97,12 +102,12 @@ class HeadLoss:
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)
             if chunk_labels.kept_M is not None:
-                # Not only its gradient: what is not finite is not even after a product with zero.
+                # Masking the gradient is not enough: 0 * inf is not 0.
                 input_CD = input_CD.masked_fill(~chunk_labels.kept_M[:, None], 0.0)
             logits_CV = self._products(input_CD, head_VD).float()
             d_logits_CV = self._gradient(logits_CV, chunk_labels, sums)
             if is_half:
-                # Scale before rounding; in fp32 the products carry the scale for less.
+                # Scale before rounding to half precision; in fp32 it is cheaper to scale the products.
                 d_logits_CV.mul_(scale if loss_scale is None else loss_scale * scale)
                 d_logits_CV = d_logits_CV.to(self._dtype)
                 head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
@@ -140,7 +145,7 @@ class HeadLoss:
         highest_C = logits_CV.amax(dim=1)
         target_C = logits_CV.gather(1, labels.index_M[:, None])[:, 0]
         probabilities_CV = torch.softmax(logits_CV, dim=1)
-        # The likeliest token's probability is at least 1 / V, so its logarithm loses nothing.
+        # The highest probability is at least 1 / V, so its logarithm is accurate.
         log_partition_C = highest_C - probabilities_CV.amax(dim=1).log_()
         sums.add(log_partition_C - target_C, labels.kept_M, "cross_entropy")
         if self._z_weight:

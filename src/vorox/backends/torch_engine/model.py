@@ -1,8 +1,8 @@
 """The decoder: embedding, blocks of attention and MLP around a residual stream, final norm.
 
-Parameters are given (views of flat buffers, some fused: queries, keys and values; gate and up), so the modules only
-say what is computed. The head is not here: the loss (``loss.py``) multiplies by it in chunks. Activations are
-``[M, D]``, rows of all sequences below each other, except inside attention.
+Modules receive their parameters, which are views of flat buffers (``parameters.py``); some are fused: query, key and
+value; gate and up. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks. Activations are
+``[M, D]``, the positions of all rows concatenated, except inside attention.
 
 Shape legend: B rows, T positions, M = B x T, D width, N query heads, K key/value heads, X = N + 2K, H head width.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vorox.backends.torch_engine.attention import Attend, Visibility
+from vorox.backends.torch_engine.attention import Attend, AttentionMask
 from vorox.backends.torch_engine.kernels import Kernels, activate
 from vorox.backends.torch_engine.taps import Taps
 from vorox.models.spec import ModelSpec
@@ -27,26 +27,26 @@ class Cache(Protocol):
     """Keys and values of earlier tokens."""
 
     def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store those of new tokens and return all so far."""
+        """Append keys and values of new tokens to a layer and return all so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """What a forward pass needs beside the tokens.
+class ForwardContext:
+    """Inputs of a forward pass besides parameters and tokens.
 
     Attributes:
-        shape_BT: Rows and positions.
-        visibility: Who attends to whom.
-        rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``, or ``None`` with learned positions.
-        positions: Index of each position, ``[B or 1, T]``, for learned positions.
-        dropout: Share that is dropped; 0 in evaluation.
-        cache: For decoding.
-        recompute_blocks: Keep only the inputs of blocks and run them again in the backward pass.
+        shape_BT: Number of rows and positions.
+        attention_mask: Which keys each query may attend to.
+        rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
+        positions: Position of each token, ``[B or 1, T]``, for learned positions.
+        dropout: Dropout rate; 0 in evaluation.
+        cache: Key/value cache, for decoding.
+        recompute_blocks: Activation checkpointing: save only the inputs of blocks for the backward pass.
     """
 
     shape_BT: tuple[int, int]
-    visibility: Visibility
+    attention_mask: AttentionMask
     rotary: tuple[Tensor, Tensor] | None = None
     positions: Tensor | None = None
     dropout: float = 0.0
@@ -56,7 +56,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What every module of one model shares."""
+    """What the modules of a model share."""
 
     spec: ModelSpec
     parameters: Mapping[str, nn.Parameter]
@@ -111,23 +111,24 @@ class Attention(nn.Module):
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
         self.key_norm = Norm(parts, f"{name}.key_norm", kind="rms_norm") if spec.qk_norm else None
 
-    def forward(self, x_MD: Tensor, run: Pass) -> Tensor:
+    def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
-        qkv_BTXH = self.qkv(x_MD).view(*run.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
-        if self.query_norm is None and run.rotary is not None:
-            qkv_BTXH = self._rotate(qkv_BTXH, *run.rotary, num_rotated)
+        qkv_BTXH = self.qkv(x_MD).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
+        if self.query_norm is None and context.rotary is not None:
+            qkv_BTXH = self._rotate(qkv_BTXH, *context.rotary, num_rotated)
         query, key, value = qkv_BTXH.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self._normed(query, self.query_norm, run), self._normed(key, self.key_norm, run)
+            query = self._norm_and_rotate(query, self.query_norm, context)
+            key = self._norm_and_rotate(key, self.key_norm, context)
         query_BNTH, key_BKTH, value_BKTH = (x.transpose(1, 2) for x in (query, key, value))
-        if run.cache is not None:
-            key_BKTH, value_BKTH = run.cache.extend(self._layer, key_BKTH, value_BKTH)
-        mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, run.visibility, run.dropout)
+        if context.cache is not None:
+            key_BKTH, value_BKTH = context.cache.extend(self._layer, key_BKTH, value_BKTH)
+        mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, context.attention_mask, context.dropout)
         return self.output(mixed_BNTH.transpose(1, 2).reshape(x_MD.shape[0], -1))
 
-    def _normed(self, x_BTXH: Tensor, norm: Norm, run: Pass) -> Tensor:
+    def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, context: ForwardContext) -> Tensor:
         normed_BTXH = norm(x_BTXH.reshape(-1, self._head_dim)).view(x_BTXH.shape)
-        return normed_BTXH if run.rotary is None else self._rotate(normed_BTXH, *run.rotary, x_BTXH.shape[2])
+        return normed_BTXH if context.rotary is None else self._rotate(normed_BTXH, *context.rotary, x_BTXH.shape[2])
 
 
 class Mlp(nn.Module):
@@ -155,25 +156,25 @@ class Block(nn.Module):
         self.mlp_norm = Norm(parts, f"blocks.{layer}.mlp_norm", kind=parts.spec.norm)
         self.mlp = Mlp(parts, layer)
 
-    def forward(self, x_MD: Tensor, run: Pass) -> Tensor:
+    def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         taps = self._taps
         if taps.active:
-            x_MD = taps.apply("block_input", self._layer, x_MD, run.shape_BT)
-        x_MD = x_MD + _dropped(self.attention(self.attention_norm(x_MD), run), run.dropout)
+            x_MD = taps.apply("block_input", self._layer, x_MD, context.shape_BT)
+        x_MD = x_MD + _apply_dropout(self.attention(self.attention_norm(x_MD), context), context.dropout)
         if taps.active:
-            x_MD = taps.apply("after_attention", self._layer, x_MD, run.shape_BT)
-        x_MD = x_MD + _dropped(self.mlp(self.mlp_norm(x_MD)), run.dropout)
+            x_MD = taps.apply("after_attention", self._layer, x_MD, context.shape_BT)
+        x_MD = x_MD + _apply_dropout(self.mlp(self.mlp_norm(x_MD)), context.dropout)
         if taps.active:
-            x_MD = taps.apply("after_mlp", self._layer, x_MD, run.shape_BT)
+            x_MD = taps.apply("after_mlp", self._layer, x_MD, context.shape_BT)
         return x_MD
 
 
-RunBlock = Callable[[nn.Module, Tensor, Pass], Tensor]
+RunBlock = Callable[[nn.Module, Tensor, ForwardContext], Tensor]
 
 
-def call_block(block: nn.Module, x_MD: Tensor, run: Pass) -> Tensor:
-    """One block; what gets compiled, once for all blocks."""
-    return block(x_MD, run)
+def call_block(block: nn.Module, x_MD: Tensor, context: ForwardContext) -> Tensor:
+    """Run a block; the function that is compiled once for all blocks."""
+    return block(x_MD, context)
 
 
 class Decoder(nn.Module):
@@ -191,27 +192,29 @@ class Decoder(nn.Module):
         """``[V, D]``, for the loss and for logits."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens_M: Tensor, run: Pass, run_block: RunBlock | None = None) -> Tensor:
-        """Tokens to the final hidden state ``[M, D]``, which the head turns into logits.
+    def forward(self, tokens_M: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
+        """Return the final hidden state ``[M, D]``.
 
         Args:
             tokens_M: Token ids.
-            run: Everything else about this pass.
-            run_block: How a block is called, if not plainly.
+            context: All other inputs.
+            run_block: Runs a block, for example compiled; ``call_block`` by default.
         """
         x_MD = self.embedding(tokens_M)
         if self.position_embedding is not None:
-            assert run.positions is not None
-            x_MD = (x_MD.view(*run.shape_BT, -1) + self.position_embedding(run.positions)).view(x_MD.shape)
-        x_MD = _dropped(x_MD, run.dropout)
+            assert context.positions is not None
+            x_MD = (x_MD.view(*context.shape_BT, -1) + self.position_embedding(context.positions)).view(x_MD.shape)
+        x_MD = _apply_dropout(x_MD, context.dropout)
         call = call_block if run_block is None else run_block
         for block in self.blocks:
-            if run.recompute_blocks:
-                x_MD = checkpoint(call, block, x_MD, run, use_reentrant=False, preserve_rng_state=run.dropout > 0)
+            if context.recompute_blocks:
+                x_MD = checkpoint(
+                    call, block, x_MD, context, use_reentrant=False, preserve_rng_state=context.dropout > 0
+                )
             else:
-                x_MD = call(block, x_MD, run)
+                x_MD = call(block, x_MD, context)
         return self.final_norm(x_MD)
 
 
-def _dropped(x_MD: Tensor, dropout: float) -> Tensor:
+def _apply_dropout(x_MD: Tensor, dropout: float) -> Tensor:
     return F.dropout(x_MD, dropout) if dropout > 0 else x_MD

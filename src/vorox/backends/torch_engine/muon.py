@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are replaced by (nearly) their closest orthogonal ones before they are applied.
+"""Muon: momentum that is orthogonalised, matrix by matrix, before it is applied.
 
-The orthogonalisation is five Newton-Schulz steps of the quintic of Keller Jordan's Muon, on every canonical matrix for
-itself (queries, keys and values are three matrices, however they are stored); matrices of one shape go together.
+Every canonical matrix is orthogonalised on its own (query, key and value are three matrices, though stored fused) by
+five Newton-Schulz iterations of Keller Jordan's quintic; matrices of one shape are batched.
 
 Shape legend: G matrices of one shape, O rows (outputs), I columns (inputs).
 """
@@ -31,7 +31,7 @@ def update(
     weight_decay: float,
     momentum: float,
 ) -> None:
-    """One update of the orthogonal group, with Nesterov momentum; nothing changes unless ``finite``."""
+    """Update the orthogonal group with Nesterov momentum; changes nothing unless ``finite``."""
     gradients = store.gradients[ORTHOGONAL] / divisor
     new_momentum = momentum_buffer.lerp(gradients, 1 - momentum)
     directions = {ORTHOGONAL: gradients.lerp_(new_momentum, momentum)}
@@ -49,7 +49,7 @@ def update(
 
 
 def orthogonalise(matrices_GOI: Tensor) -> Tensor:
-    """Bring all singular values near 1. In bf16 on CUDA, where it is many times faster, else in fp32."""
+    """Bring all singular values of each matrix near 1; in bf16 on CUDA, where it is much faster, else in fp32."""
     x = matrices_GOI.bfloat16() if matrices_GOI.is_cuda else matrices_GOI
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x

@@ -1,7 +1,7 @@
-"""Clipping, the finite check and the update, over whole flat buffers and without asking the device anything.
+"""AdamW and Muon with gradient clipping and a finite check, over flat buffers and without host synchronisation.
 
-A step is finite when its loss and gradient norm are. If it is not, no bit of parameters, moments or counters changes;
-only the loss scale of fp16 goes down. All of it is decided on the device, so the host never waits.
+If the loss or the gradient norm is not finite, no bit of parameters, moments or counters changes; only the loss scale
+of fp16 is lowered. All of this is decided on the device.
 
 State: first and second moments of the AdamW groups, Muon's momentum, the number of updates, and the loss scale.
 """
@@ -22,13 +22,13 @@ from vorox.core.schema.runtime import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN
 
 GROWTH_INTERVAL_STEPS = 2000
-"""fp16: after so many finite steps in a row the loss scale doubles; a step that is not finite halves it."""
+"""fp16: the loss scale doubles after so many consecutive finite steps, and halves at a non-finite one."""
 NORM_PIECE_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step measured, on the device: norm of the gradient before clipping, and 1 if all was finite, else 0."""
+    """Results of an update, on the device: gradient norm before clipping, and whether loss and norm are finite."""
 
     grad_norm: Tensor
     finite: Tensor
@@ -47,7 +47,7 @@ class Optimizer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was learned about the gradients."""
+        """Reset moments, counters and loss scale."""
         adaptive = (DECAYED, PLAIN)
         self.exp_avg = self._store.new_buffers(adaptive)
         self.exp_avg_sq = self._store.new_buffers(adaptive)
@@ -58,7 +58,7 @@ class Optimizer:
 
     @property
     def buffers(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Kind of state to its buffers, for checkpoints and fingerprints."""
+        """Optimizer state by kind and group, for checkpoints and fingerprints."""
         kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "momentum": self.momentum}
         return {kind: buffers for kind, buffers in kinds.items() if buffers}
 
@@ -73,9 +73,9 @@ class Optimizer:
         """Update from the accumulated gradients.
 
         Args:
-            lr: Learning rate of AdamW; Muon's follows it in proportion to the two peaks.
-            weight_decay: Of the decayed groups, per unit of learning rate.
-            loss: Must be finite too.
+            lr: Learning rate of AdamW; Muon's is scaled by ``muon_lr / lr`` of the configuration.
+            weight_decay: Decoupled weight decay of the decayed groups.
+            loss: The mean loss.
         """
         norms = [flat_norm(self._store.gradients[group]) for group in self._store.groups]
         scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -119,15 +119,17 @@ class Optimizer:
 
     def _adapt_loss_scale(self, finite: Tensor) -> None:
         age = torch.where(finite, self.scale_age + 1, torch.zeros_like(self.scale_age))
-        grown = age >= GROWTH_INTERVAL_STEPS
-        factor = torch.where(finite, torch.where(grown, 2.0, 1.0), 0.5)
+        doubles = age >= GROWTH_INTERVAL_STEPS
+        factor = torch.where(finite, torch.where(doubles, 2.0, 1.0), 0.5)
         self.loss_scale.mul_(factor).clamp_(SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE)
-        self.scale_age.copy_(torch.where(grown, torch.zeros_like(age), age))
+        self.scale_age.copy_(torch.where(doubles, torch.zeros_like(age), age))
 
 
 def flat_norm(values: Tensor) -> Tensor:
-    """L2 norm of a flat buffer. The CPU's kernel adds squares one after the other, 5e-4 off at 10M elements; so there
-    it gets pieces."""
+    """Return the L2 norm of a flat buffer.
+
+    The CPU kernel sums sequentially, with an error of 5e-4 at 10M elements, so there the norm is taken over pieces.
+    """
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values)
     pieces = torch.ops.aten._foreach_norm(list(values.split(NORM_PIECE_ELEMENTS)))
@@ -147,7 +149,7 @@ def vector_adamw(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """AdamW written out, for devices without the fused kernel. ``updates`` counts this one already."""
+    """Apply AdamW in plain operations, for devices without the fused kernel. ``updates`` includes this one."""
     first = exp_avg.lerp(gradients, 1 - betas[0])
     second = (exp_avg_sq * betas[1]).addcmul_(gradients, gradients, value=1 - betas[1])
     root = (second / (1 - betas[1] ** updates)).sqrt_().add_(eps)

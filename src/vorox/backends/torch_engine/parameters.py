@@ -1,10 +1,10 @@
-"""The storage behind the model: every parameter and its gradient is a view of one of a few flat fp32 buffers.
+"""Flat fp32 buffers that hold all parameters and gradients, one per optimizer group.
 
-In: the parameter table. Out: parameters for the modules (some canonical ones fused, so that one product does the work
-of several) and canonical views of any buffer with the same layout: values, gradients, optimizer moments. A group is
-what the optimizer treats alike, so clipping and updating are a handful of vector operations over whole groups.
+In: the parameter table. Out: parameters for the modules, some of them fused so that one matrix product does the work of
+several, and canonical views of any buffer with the same layout: values, gradients, optimizer moments. Clipping and
+updates are a few vector operations over whole buffers.
 
-Invariant: a canonical parameter is one contiguous range of its group; gaps between parameters (alignment) stay zero.
+Invariant: a canonical parameter is a contiguous range of its group's buffer; alignment gaps stay zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, optimizer_
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 ALIGNMENT_ELEMENTS = 16
-"""Parameters start at multiples of 64 bytes, the width of a cache line and of the widest vectors."""
+"""Parameters start at multiples of 64 bytes, the size of a cache line and of the widest vector registers."""
 
 _FUSED = {
     "attention.query": "attention.qkv",
@@ -32,8 +32,8 @@ _FUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a canonical parameter lies: ``num_elements`` from ``start`` in the buffer of its group."""
+class BufferSlice:
+    """The range of a canonical parameter: ``num_elements`` from ``start`` in its group's buffer."""
 
     parameter: ParameterSpec
     group: str
@@ -50,12 +50,12 @@ class ParameterStore:
     Attributes:
         values: Group to flat buffer.
         gradients: Group to flat buffer, same layout; the parameters' ``grad`` are views of it.
-        places: Canonical name to its place, in table order.
-        modules: Name in the modules (fused) to parameter.
+        slices: Canonical name to its range, in table order.
+        modules: Name in the modules, possibly fused, to parameter.
     """
 
     def __init__(self, spec: ModelSpec, *, muon: bool, decay_embeddings: bool, device: torch.device) -> None:
-        self.places: dict[str, Place] = {}
+        self.slices: dict[str, BufferSlice] = {}
         shapes: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0}
         for fused_name, parts in _fused_parts(spec).items():
@@ -63,10 +63,10 @@ class ParameterStore:
             start = sizes[group]
             shapes[fused_name] = (group, start, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
             for part in parts:
-                self.places[part.name] = Place(part, group, sizes[group])
+                self.slices[part.name] = BufferSlice(part, group, sizes[group])
                 sizes[group] += part.num_elements
             sizes[group] += -sizes[group] % ALIGNMENT_ELEMENTS
-        self.places = {parameter.name: self.places[parameter.name] for parameter in spec.parameters}
+        self.slices = {parameter.name: self.slices[parameter.name] for parameter in spec.parameters}
         self.groups = tuple(group for group, size in sizes.items() if size)
         self.values = {group: torch.zeros(sizes[group], device=device) for group in self.groups}
         self.gradients = self.new_buffers(self.groups)
@@ -78,14 +78,14 @@ class ParameterStore:
             self.modules[name] = parameter
 
     def new_buffers(self, groups: tuple[str, ...]) -> dict[str, Tensor]:
-        """Zeroed buffers of the same layout."""
+        """Return zeroed buffers of the same layout for some groups."""
         return {group: torch.zeros_like(self.values[group]) for group in groups if group in self.values}
 
     def views(self, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Canonical views of buffers, in table order; parameters of other groups are left out."""
-        for name, place in self.places.items():
-            if place.group in buffers:
-                yield name, place.view(buffers)
+        """Yield canonical views of buffers, in table order; other groups are skipped."""
+        for name, buffer_slice in self.slices.items():
+            if buffer_slice.group in buffers:
+                yield name, buffer_slice.view(buffers)
 
     def zero_gradients(self) -> None:
         for buffer in self.gradients.values():
@@ -100,7 +100,7 @@ def _fused_parts(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
 
 
 def module_name(name: str, *, gated: bool) -> str:
-    """The parameter of the modules that holds a canonical one."""
+    """Return the name in the modules of the parameter that holds a canonical one."""
     stem, _, kind = name.rpartition(".")
     for part, fused in _FUSED.items():
         if stem.endswith("." + part) and (gated or not part.startswith("mlp")):

@@ -1,4 +1,4 @@
-"""The numbers of a step, on their way from the device to the host."""
+"""Asynchronous step results: metrics on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vorox.core.engine import StepValues
 
 
 class TorchStepResult:
-    """A step that may still be running. One copy to the host is started at once; ``fetch`` waits for it.
+    """The result of a step that may still be running. Starts one copy to the host; ``fetch`` waits for it.
 
     Args:
         measured: loss, grad_norm and finite.
         extras: Further metrics by name.
-        statistics: Names and values that are already stacked.
+        statistics: Names and stacked values of activation statistics.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TorchStepResult:
         self._fetched: StepValues | None = None
 
     def fetch(self) -> StepValues:
-        """Wait for the step and return its numbers."""
+        """Wait for the step and return its values."""
         if self._fetched is None:
             if self._done is not None:
                 self._done.synchronize()

@@ -1,15 +1,15 @@
-"""Points inside the model where a function can watch or replace the residual stream.
+"""Taps: functions that observe or replace the residual stream inside the model.
 
-``engine.taps.attach(point, layer, function)`` calls ``function(x_BTD)`` whenever the model passes the point: in
-training, evaluation and generation. A function that returns a tensor replaces the stream by it (perturbation); one
-that returns ``None`` only watches. Functions are called in the order in which they were attached::
+``engine.taps.attach(point, layer, function)`` makes the model call ``function(x_BTD)`` at that point, in training,
+evaluation and generation. A tensor that it returns replaces the residual stream; a function that returns ``None`` only
+observes. Functions are called in the order in which they were attached::
 
     detach = engine.taps.attach("after_attention", 3, lambda x_BTD: x_BTD + 0.1 * direction_D)
     ...
     detach()
 
-Under ``train.activation_checkpointing=block`` a block runs a second time in the backward pass and its functions with
-it, so they must be pure. Nothing attached costs nothing.
+With ``train.activation_checkpointing=block`` a block runs again in the backward pass, and so do its taps, so they must
+be pure. A model without taps pays nothing.
 
 Shape legend: B rows, T positions, D width.
 """
@@ -30,10 +30,11 @@ Tap = Callable[[Tensor], Tensor | None]
 
 
 class Taps:
-    """What is attached to one model.
+    """The taps of one model.
 
     Attributes:
-        active: Whether the model has to look here at all.
+        statistics: Collects activation statistics at every point, if set.
+        active: Whether any function or the statistics are attached.
     """
 
     def __init__(self, num_layers: int, *, compiled: bool) -> None:
@@ -44,20 +45,20 @@ class Taps:
         self.active = False
 
     def attach(self, point: TapPoint, layer: int, function: Tap) -> Callable[[], None]:
-        """Call ``function`` at a point of a layer, from 0.
+        """Pass the residual stream through ``function`` at a point of a layer (from 0).
 
         Returns:
-            Detaches it again.
+            A function that detaches it.
 
         Raises:
-            ConfigError: There is no such point or layer, or the model is compiled.
+            ConfigError: The point or layer does not exist, or the model is compiled.
         """
         if point not in POINTS:
-            raise ConfigError(f"tap point {point!r} is unknown; known are {', '.join(POINTS)}", where="taps")
+            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(POINTS)}", where="taps")
         if not 0 <= layer < self._num_layers:
-            raise ConfigError(f"layer {layer} does not exist; there are {self._num_layers}", where="taps")
+            raise ConfigError(f"Tap layer {layer} does not exist; there are {self._num_layers}", where="taps")
         if self._compiled:
-            raise ConfigError("a compiled model has no taps", where="taps", hint="set runtime.compile=false")
+            raise ConfigError("Taps need an uncompiled model", where="taps", hint="set runtime.compile=false")
         functions = self._functions.setdefault((point, layer), [])
         functions.append(function)
         self._update()
@@ -69,7 +70,7 @@ class Taps:
         return detach
 
     def measure(self, statistics: ActivationStatistics | None) -> None:
-        """Collect statistics at every point until called with ``None``."""
+        """Collect statistics at every point; ``None`` stops it."""
         self.statistics = statistics
         self._update()
 
@@ -77,7 +78,7 @@ class Taps:
         self.active = self.statistics is not None or any(self._functions.values())
 
     def apply(self, point: TapPoint, layer: int, x_MD: Tensor, shape_BT: tuple[int, int]) -> Tensor:
-        """What the model carries on with."""
+        """Return the residual stream after the taps of a point."""
         for function in self._functions.get((point, layer), ()):
             replacement = function(x_MD.view(*shape_BT, -1))
             if replacement is not None:
@@ -88,33 +89,33 @@ class Taps:
 
 
 class ActivationStatistics:
-    """Mean, standard deviation and largest magnitude at every point, over all micro-batches of a step.
+    """Mean, standard deviation and largest magnitude at every tap point, over all micro-batches of a step.
 
-    Kept per micro-batch and keyed, so seeing a block twice (activation checkpointing) changes nothing. Stays on the
+    Values are keyed by micro-batch, so a block that runs twice (activation checkpointing) counts once. They stay on the
     device until the step is fetched.
     """
 
     def __init__(self) -> None:
         self.micro_batch = 0
-        self._seen: dict[tuple[int, TapPoint, int], Tensor] = {}
+        self._moments: dict[tuple[int, TapPoint, int], Tensor] = {}
 
     def observe(self, point: TapPoint, layer: int, x_MD: Tensor) -> None:
         with torch.no_grad():
             x = x_MD.detach().float()
             moments = torch.stack([x.mean(), x.square().mean(), x.abs().amax()])
-        self._seen[layer, point, self.micro_batch] = moments
+        self._moments[layer, point, self.micro_batch] = moments
 
     def take(self) -> tuple[list[str], Tensor | None]:
-        """Names and values of what was seen since the last call."""
-        points = sorted({(layer, POINTS.index(point)) for layer, point, _ in self._seen})
+        """Return metric names and values since the last call, and reset."""
+        points = sorted({(layer, POINTS.index(point)) for layer, point, _ in self._moments})
         names: list[str] = []
         values: list[Tensor] = []
         for layer, index in points:
             point = POINTS[index]
-            parts = torch.stack([seen for key, seen in sorted(self._seen.items()) if key[:2] == (layer, point)])
+            parts = torch.stack([part for key, part in sorted(self._moments.items()) if key[:2] == (layer, point)])
             mean = parts[:, 0].mean()
             deviation = (parts[:, 1].mean() - mean.square()).clamp(min=0).sqrt()
             values += [mean, deviation, parts[:, 2].amax()]
             names += [f"activation/{layer}/{point}/{kind}" for kind in ("mean", "std", "absmax")]
-        self._seen.clear()
+        self._moments.clear()
         return names, torch.stack(values) if values else None
