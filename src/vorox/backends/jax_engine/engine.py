@@ -46,23 +46,12 @@ from vorox.models.weight_init import initial_weights
 
 CAPABILITIES = frozenset(
     {
-        "activation_checkpointing",
-        "activation_statistics",
-        "bf16",
-        "compile",
-        "document_mask",
-        "dropout",
-        "muon",
-        "orbax",
-        "scan_layers",
-        "sharding",
-        "taps",
+        "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "muon",
+        "orbax", "scan_layers", "sharding", "taps",
     }
-)
+)  # fmt: skip
 
 Array = jax.Array
-
-
 connect = distributed.connect
 
 
