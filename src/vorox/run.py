@@ -98,7 +98,7 @@ def train(
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
     dist = backends.load(config.backend).connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
-    with dist.failing_together(), StopRequest() as stop:
+    with dist.propagating_failure(), StopRequest() as stop:
         if dist.process_count > 1:
             _check_for_several(config, minutes)
         if dist.is_main and is_fresh(config, resume_from):
@@ -108,7 +108,7 @@ def train(
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
-            run.leaving_nothing_if_refused(),
+            run.removing_if_refused(),
             open_log(run, display, dist) as log,
             explained_machine_errors(run.directory),
             contextlib.closing(

@@ -195,7 +195,7 @@ def test_a_corrupt_checkpoint_is_skipped_with_a_warning(trained: Path) -> None:
 
 
 def test_a_run_that_is_not_there(trained: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run nowhere"):
+    with pytest.raises(ConfigError, match="Run nowhere not found"):
         vorox.open_run("nowhere", root=trained.parent)
 
 

@@ -169,7 +169,7 @@ def test_an_unknown_run_is_refused(vorox: Run) -> None:
     code, out, err = vorox("runs", "show", "tinny")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 4
-    assert "there is no run tinny" in err
+    assert "Run tinny not found" in err
 
 
 def test_compare_with_itself_and_with_another_learning_rate(vorox: Run, house: Path, trained: Path) -> None:
@@ -188,7 +188,7 @@ def test_compare_with_itself_and_with_another_learning_rate(vorox: Run, house: P
     code, out, _ = vorox("runs", "compare", first.name, run_id(other))
     assert code == 0
     assert "optimizer.lr: 0.01 -> 0.02" in out
-    assert "bit-equal for 1 step; loss differs at step 2" in out
+    assert "Bit-equal for 1 step; loss differs at step 2" in out
 
 
 def test_removing_a_run_needs_consent(vorox: Run, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_checkpoints_remove(vorox: Run, house: Path) -> None:
     assert vorox("checkpoints", "remove", "latest", "12", "--yes")[0] == 5
     assert vorox("checkpoints", "remove", "latest", "12", "--yes", "--force")[0] == 0
     code, out, _ = vorox("checkpoints", "list", "latest")
-    assert out == "No checkpoint.\n"
+    assert out == "No checkpoints.\n"
 
 
 def test_saving_needs_a_running_run(vorox: Run, house: Path) -> None:
@@ -330,7 +330,7 @@ def test_replay_is_exact_from_the_start_and_from_a_checkpoint(vorox: Run, house:
     code, out, _ = vorox("replay", "latest")
     assert code == 0
     assert out.startswith("bit-exact, 12 steps\n")
-    assert "2 saved states compared whole" in out
+    assert "2 checkpoints compared" in out
     report = as_json(vorox("replay", "latest", "--from", "8", "--to", "11", "--json"))
     assert (report["is_exact"], report["num_steps"], report["start_step"]) == (True, 3, 8)
     assert before == {path: path.read_bytes() for path in sorted(the_run(house).rglob("*")) if path.is_file()}
@@ -351,7 +351,7 @@ def test_replay_names_what_differs(vorox: Run, house: Path) -> None:
     code, out, err = vorox("replay", "latest", "--from", "8", "--to", "10")
     assert code == 7
     assert "differs after 1 bit-exact steps; step 10: loss was" in out
-    assert "x numerical: the replay differs at step 10: loss" in err
+    assert "x numerical: Replay differs at step 10: loss" in err
 
 
 def test_replay_of_another_range_is_refused(vorox: Run) -> None:
@@ -389,7 +389,7 @@ def test_generated_text_cannot_touch_the_terminal(vorox: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ((), "there is no text to continue"),
+        ((), "No prompt is given"),
         (("-p", "x", "--step", "3"), "has no checkpoint of step 3"),
         (("-p", "x", "--tokens", "100"), "more than the"),
     ],
@@ -406,7 +406,7 @@ def test_generate_passes_over_a_corrupt_checkpoint_loudly(vorox: Run, house: Pat
     code, out, err = vorox("generate", "latest", "-p", "the", "--tokens", "2", "--json")
     assert code == 0
     assert json.loads(out)["step"] == 8
-    assert "passing over step-00000012" in err
+    assert "Skipping step-00000012" in err
     assert (the_run(house) / "checkpoints" / "step-00000012").exists(), "reading renames nothing"
 
 

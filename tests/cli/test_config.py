@@ -59,7 +59,7 @@ def test_explain_without_and_with_a_configuration() -> None:
     assert "0.1  (override optimizer.lr=0.1)" in printed("explain", "optimizer.lr", "my.yaml", "optimizer.lr=0.1")
     assert "schedule.warmup_steps" in printed("explain", "schedule")
     assert "needs     schedule wsd" in printed("explain", "schedule.decay_fraction")
-    assert "the same run" in printed("explain", "log.every_steps")
+    assert "not part of the run's identity" in printed("explain", "log.every_steps")
     assert json.loads(printed("explain", "optimizer.lr", "my.yaml", "--json"))["values"][0]["value"] == 3e-4
     assert "did you mean optimizer.lr" in refused("explain", "optimiser.lr").hint
 
@@ -75,7 +75,7 @@ def test_diff_marks_what_makes_another_run() -> None:
     lr = load_config("quickstart").optimizer.lr
     assert f"* optimizer.lr: {lr} -> 0.0003\n" in text
     assert "  log.every_steps: 10 -> 3\n" in text
-    assert printed("diff", "my.yaml", "my.yaml") == "no difference\n"
+    assert printed("diff", "my.yaml", "my.yaml") == "No difference\n"
     found = json.loads(printed("diff", "quickstart", "my.yaml", "--json"))
     assert {"key": "optimizer.lr", "before": lr, "after": 3e-4, "changes_run": True} in found
 
@@ -84,17 +84,17 @@ def test_a_run_stands_for_its_recorded_configuration() -> None:
     with RunContext.create(load_config("my.yaml")) as run:
         pass
     for name in (run.run_id, str(run.directory), "latest"):
-        assert printed("diff", name, "my.yaml") == "no difference\n"
+        assert printed("diff", name, "my.yaml") == "No difference\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (["show", "my.yaml", "--orgins"], "no option --orgins", "--origins"),
-        (["show", "my.yaml", "--optimizer.lr"], "--optimizer.lr has no value", "--optimizer.lr=VALUE"),
-        (["show", "my.yaml", "more.yaml"], "'more.yaml' is one word too many", ""),
-        (["show", "my.yaml", "--lrr=3"], "no option --lrr", "--lr"),
-        (["show", "my.yaml", "-x"], "no option -x", "options"),
+        (["show", "my.yaml", "--orgins"], "Unknown option --orgins", "--origins"),
+        (["show", "my.yaml", "--optimizer.lr"], "Option --optimizer.lr has no value", "--optimizer.lr=VALUE"),
+        (["show", "my.yaml", "more.yaml"], "Unexpected argument 'more.yaml'", ""),
+        (["show", "my.yaml", "--lrr=3"], "Unknown option --lrr", "--lr"),
+        (["show", "my.yaml", "-x"], "Unknown option -x", "options"),
         (["show", "missing.yaml"], "no preset and no file missing.yaml", ""),
         (["diff", "my.yaml", "quickstrt"], "no preset and no file quickstrt", "quickstart"),
     ],

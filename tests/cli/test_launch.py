@@ -32,7 +32,7 @@ def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> N
 def test_listed_gpus_are_divided() -> None:
     found = launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]
-    with pytest.raises(ConfigError, match="3 visible GPUs cannot be divided among 2"):
+    with pytest.raises(ConfigError, match="Cannot divide 3 visible GPUs evenly among 2"):
         launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
@@ -73,4 +73,4 @@ def test_a_killed_process_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.launch(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
-    assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err
+    assert "Rank 1 of 2 was killed by SIGKILL" in capfd.readouterr().err

@@ -19,7 +19,7 @@ def test_parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "LOSS torch" in said
-    assert "equal over 3 steps; largest differences: logits" in said
+    assert "Equal over 3 steps; largest differences: logits" in said
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["equal"]
@@ -31,9 +31,9 @@ def test_parity_in_lower_precision_is_told_apart(tmp_path: Path, capsys: pytest.
     configuration(tmp_path)
     words = [str(tmp_path / "tiny.yaml"), "--steps", "2", "runtime.num_threads=null", "precision.dtype=bf16"]
     assert main(["parity", *words]) == 7
-    assert "the engines part at step 1" in capsys.readouterr().err
+    assert "Engines diverge at step 1" in capsys.readouterr().err
 
 
 def test_parity_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "optimizer.lr=1e-3"]) == 2
-    assert "no configuration is named" in capsys.readouterr().err
+    assert "No configuration is named" in capsys.readouterr().err

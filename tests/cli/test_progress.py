@@ -293,5 +293,5 @@ def test_a_finished_run_leaves_nothing_that_was_true_of_a_moment() -> None:
     display.close()
     text = "\n".join(screen(stream.getvalue()))
     assert "100.0%" in text
-    assert "no save yet" not in text
+    assert "no checkpoint yet" not in text
     assert "queue" not in text

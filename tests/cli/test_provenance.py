@@ -169,7 +169,7 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
         (("where", "latest", "--step", "0"), "step"),
         (("where", "latest", "--step", "999999"), "there is no step 999,999"),
         (("where", "latest", "--step", "1", "--slot", "4"), "there is no slot 4"),
-        (("where", "nobody", "--step", "1"), "there is no run nobody"),
+        (("where", "nobody", "--step", "1"), "Run nobody not found"),
         (("when", "latest", "--source", "txet.jsonl"), "did you mean"),
         (("when", "latest"), "--source"),
         (("sql", "latest", "DELETE FROM run"), "only reading"),

@@ -72,7 +72,7 @@ def test_several_runs_are_removed_at_once_and_all_names_are_looked_at_first(voro
     (two / "thesis.tex").touch()
     code, out, err = vorox("runs", "remove", one.name, two.name, three.name, "--yes")
     assert code == 2
-    assert f"removed before: {one.name}" in err
+    assert f"already removed: {one.name}" in err
     assert "thesis.tex" in err
     assert [one.exists(), two.exists(), three.exists()] == [False, True, True]
     (two / "thesis.tex").unlink()

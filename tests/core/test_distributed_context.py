@@ -43,7 +43,7 @@ def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[
     def one(index: int) -> Any:
         dist = DistributedContext(index, count, store)
         try:
-            with dist.failing_together():
+            with dist.propagating_failure():
                 return program(dist)
         except VoroxError as error:
             return error
@@ -74,7 +74,7 @@ def test_an_error_of_one_is_the_error_of_all() -> None:
 
     results, _ = together(3, program)
     assert [type(found) for found in results] == [DataError] * 3
-    assert results[0].what == results[1].what == "process 2: the disk is gone"
+    assert results[0].what == results[1].what == "rank 2: the disk is gone"
     assert (results[0].where, results[0].hint, results[0].exit_code) == ("here", "bring it back", 4)
 
 
@@ -83,7 +83,7 @@ def test_an_error_of_the_decision_too() -> None:
         raise ConfigError(f"not with {values}")
 
     results, _ = together(2, lambda dist: dist.agree("sum", dist.process_index, refuse))
-    assert [str(found) for found in results] == ["not with [0, 1]", "process 0: not with [0, 1]"]
+    assert [str(found) for found in results] == ["not with [0, 1]", "rank 0: not with [0, 1]"]
 
 
 def test_a_bug_of_one_is_not_waited_for() -> None:

@@ -97,7 +97,7 @@ def test_other_processes_write_their_own_files_and_speak_only_of_trouble(tmp_pat
     log.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events-00003.jsonl", "log-00003.txt"]
     assert next(read_lines(tmp_path / "events-00003.jsonl"))["process"] == 3
-    assert shown == [("process 3: careful", "warning")]
+    assert shown == [("rank 3: careful", "warning")]
 
 
 def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def _advice() -> list[str]:
 
 def test_our_own_advice_stays() -> None:
     advice = _advice()
-    assert "settings are given as section.key=VALUE" in advice
+    assert "write settings as section.key=VALUE" in advice
     assert [text for text in advice if redact(text) != text] == []
 
 

@@ -352,14 +352,14 @@ def test_a_failed_opening_releases_the_lock(config: RunConfig) -> None:
     RunContext.create(config).close("finished")
     directory = Path(config.run.directory) / run_id(config)
     (directory / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match="record of the run is damaged"):
+    with pytest.raises(ConfigError, match="Record of the run is damaged"):
         RunContext.open(directory)
     (directory / "run.json").unlink()
     RunContext.open(directory).close("finished")
 
 
 def test_there_must_be_a_run_to_open(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="Run directory does not exist"):
         RunContext.open(tmp_path / "missing")
 
 
@@ -420,6 +420,6 @@ def test_latest_is_the_one_begun_last_not_the_one_touched_last(tmp_path: Path) -
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds none"):
+    with pytest.raises(ConfigError, match="contains no runs"):
         find_run(tmp_path / "runs", "latest")
     assert run_directories(tmp_path / "runs") == []

@@ -156,7 +156,7 @@ def test_a_tokenizer(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["data.sources.0.format={mine}:missing"], "the format .*mine.py:missing cannot be imported"),
+        (["data.sources.0.format={mine}:missing"], "Cannot import format .*mine.py:missing"),
         (["data.sources.0.format={mine}:fails"], "cannot read the file: ValueError: not such a file"),
         (["data.sources.0.paths=['{mine}:nothing']"], "lists no file"),
         (["data.sources.0.paths=['{mine}:paragraphs']"], "cannot be listed: TypeError"),

@@ -137,7 +137,7 @@ def test_streamed_rows_are_the_cached_ones_and_their_stages_are_measured(root):
 
 def test_mistakes_are_found_before_a_byte_is_read(root):
     (root / "lines.jsonl").unlink()
-    with pytest.raises(ConfigError, match="there is no transform 'lengths'") as caught:
+    with pytest.raises(ConfigError, match="Unknown transform 'lengths'") as caught:
         prepare(configuration(root, {"name": "lengths"}))
     assert caught.value.where == "data.transforms.0.name"
     with pytest.raises(ConfigError, match="valid integer") as caught:

@@ -177,7 +177,7 @@ def test_what_was_set_aside_is_taken_back(finished: Path) -> None:
     result = CliRunner().invoke(app, ["checkpoints", "verify", str(finished), "--restore"])
     assert result.exit_code == 0, result.output
     assert f"Restored step {kept[-1]}" in result.output
-    assert "stays aside" in result.output
+    assert "stays in quarantine" in result.output
     assert sorted(step_directories(finished)) == kept[1:]
     assert still_bad.is_dir()
     longer = recorded_config(finished, ["train.num_steps=16"])

@@ -146,9 +146,9 @@ def test_what_fails_is_reported_once_and_stops_nothing(tmp_path: Path, functions
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        (["schedule.name=nowhere.module:shape"], "the schedule nowhere.module:shape cannot be imported"),
-        (["schedule.name=no/such/file.py:shape"], "no/such/file.py:shape cannot be imported"),
-        (["schedule.name={file}:FUNCTIONS"], "cannot be imported"),
+        (["schedule.name=nowhere.module:shape"], "Cannot import schedule nowhere.module:shape"),
+        (["schedule.name=no/such/file.py:shape"], "Cannot import schedule no/such/file.py:shape"),
+        (["schedule.name={file}:FUNCTIONS"], "Cannot import"),
         (["log.sinks=['{file}:no_sink']"], "has no name and no write and no flush and no close"),
         (["log.sinks=['{file}:breaks']"], "cannot be opened"),
         (["log.metrics=['{file}:several', '{file}:several']"], "2 functions called several"),

@@ -1,7 +1,7 @@
-"""The command line ``vorox``: one module per noun, parsing and printing only.
+"""The command line ``vorox``: one module per noun; parsing and printing only.
 
-In: words. Out: an exit code, after calling functions of the rooms below. The modules of the commands import nothing
-but typer until a command runs, so that ``vorox --help`` is there in a blink and loads no framework.
+Arguments go in, an exit code comes out. Modules of commands import only typer until a command runs, so that
+``vorox --help`` is fast and loads no framework.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vorox.cli.variables import unknown_variables
 
 app = typer.Typer(
     name="vorox",
-    help="Train language models in runs that can be replayed and audited.",
+    help="Train language models; every run can be replayed and audited.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,10 +73,10 @@ _MOST_OPEN_FILES = 65_536
 
 
 def _allow_open_files() -> None:
-    """Raise this process's own limit of open files as far as it may: every chunk of a cache that is read is one."""
+    """Raise this process's soft limit of open files: every chunk of a cache that is being read is one."""
     try:
         import resource
-    except ImportError:  # not on Windows, where there is no such limit
+    except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"warning: {line}\n")
         try:
             app(args=words, prog_name="vorox")
-        except SystemExit as end:  # typer ends every command so
+        except SystemExit as end:  # typer ends every command with it
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         except KeyboardInterrupt:
             return 130

@@ -1,7 +1,7 @@
-"""Telling the words of a command line apart: a configuration, overrides, and options that nobody knows.
+"""Parsing of command lines with dotted overrides: configuration, overrides, and unknown options.
 
-Dotted overrides look like options (``--optimizer.lr=6e-4``), so commands that take them let unknown options through to
-here. Nothing is ignored: a mistyped option is refused with the nearest name.
+Overrides look like options (``--optimizer.lr=6e-4``), so commands that accept them pass unknown options on to this
+module. No argument is ignored: a mistyped option is refused, with the nearest name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MEANT = {
+_EQUIVALENTS = {
     **dict.fromkeys(("text", "texts", "file", "input", "train_data", "train_file", "corpus", "d"), "--data PATH"),
     **dict.fromkeys(("val_data", "validation_file", "eval_data"),
                     "'data.validation.sources=[{name: held-out, format: txt, paths: [PATH]}]'"),
@@ -28,20 +28,20 @@ _MEANT = {
     "jax": "backend=jax",
     "torch": "backend=torch",
 }  # fmt: skip
-"""Options of other trainers that are no single setting here, and what to write in their place."""
+"""Options of other trainers without a single equivalent setting, and what to write instead."""
 
 OVERRIDES_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of commands that take overrides."""
+"""Typer context settings of commands that accept overrides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A command line, sorted.
+    """The arguments of a command, by kind.
 
     Attributes:
-        positional: Words that are neither overrides nor options, in order; ``--config FILE`` is one.
-        overrides: ``a.b=v`` and ``--a.b=v``, in order; ``--a.b v`` is written with the ``=``.
-        data: What ``--data`` names: the user's own text.
+        positional: Arguments that are neither overrides nor options, in order, including that of ``--config FILE``.
+        overrides: ``a.b=v`` and ``--a.b=v``, in order; ``--a.b v`` becomes ``--a.b=v``.
+        data: The paths given with ``--data``: the user's own text.
     """
 
     positional: tuple[str, ...]
@@ -50,15 +50,15 @@ class Words:
 
 
 def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: int) -> Words:
-    """Sort the words that a command was given beside its own options.
+    """Sort the arguments that typer did not recognise as options of the command.
 
     Args:
-        words: All arguments, with unknown options among them.
+        words: All such arguments, including unknown options.
         options: The command's options, for suggestions.
-        max_positional: How many positional words the command takes.
+        max_positional: Maximum number of positional arguments.
 
     Raises:
-        ConfigError: There is an option that the command does not have, or a word too many.
+        ConfigError: An option is unknown, or there are too many positional arguments.
     """
     from vorox.core.config.overrides import is_override
     from vorox.core.errors import ConfigError
@@ -80,19 +80,17 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
         elif is_override(word) and not word.startswith("-"):
             overrides.append(word)
         elif word.startswith("-") and len(word) > 1:
-            raise _no_such_option(name, options)
+            raise _unknown_option(name, options)
         else:
             positional.append(word)
     if len(positional) > max_positional:
         extra = positional[max_positional]
-        raise ConfigError(
-            f"{extra!r} is one word too many", where=extra, hint="settings are given as section.key=VALUE"
-        )
+        raise ConfigError(f"Unexpected argument {extra!r}", where=extra, hint="write settings as section.key=VALUE")
     return Words(tuple(positional), tuple(overrides), tuple(data))
 
 
 def _key_of_option(name: str) -> str | None:
-    """The key that an option names, dotted or a known word, with ``-`` for ``_`` if need be."""
+    """Return the key of an option: a dotted key, or a known name, in which ``-`` may replace ``_``."""
     from vorox.core.config.schema_fields import schema_fields
     from vorox.core.config.synonyms import SYNONYMS
 
@@ -104,19 +102,19 @@ def _key_of_option(name: str) -> str | None:
 
 
 def _next_value(name: str, rest: list[str]) -> str:
-    """The word behind an option, taken off the rest."""
+    """Remove and return the value that follows an option."""
     from vorox.core.errors import ConfigError
 
     if not rest or rest[0].startswith("--"):
-        raise ConfigError(f"{name} has no value", where=name, hint=f"write {name}=VALUE")
+        raise ConfigError(f"Option {name} has no value", where=name, hint=f"write {name}=VALUE")
     return rest.pop(0)
 
 
 def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]) -> None:
-    """Refuse ``key = value``, ``key= value`` and ``key =value`` with what to write instead.
+    """Refuse ``key = value``, ``key= value`` and ``key =value``, and suggest the correct form.
 
     Raises:
-        ConfigError: There are blanks around the ``=``.
+        ConfigError: The argument has blanks around the ``=``.
     """
     from vorox.core.config.schema_fields import find_field
     from vorox.core.config.synonyms import key_of
@@ -134,19 +132,19 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
         meant = f"{word}=VALUE"
     else:
         return
-    raise ConfigError(f"{name} has no value", where=word, hint=f"write {meant}, without blanks around the =")
+    raise ConfigError(f"Setting {name} has no value", where=word, hint=f"write {meant}, without blanks around the =")
 
 
-def _no_such_option(name: str, options: Sequence[str]) -> Exception:
+def _unknown_option(name: str, options: Sequence[str]) -> Exception:
     from vorox.core.config.schema_fields import nearest
     from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
-    meant = _MEANT.get(name.lstrip("-").replace("-", "_"))
+    meant = _EQUIVALENTS.get(name.lstrip("-").replace("-", "_"))
     if meant is not None:
-        return ConfigError(f"there is no option {name}", where=name, hint=f"write {meant}")
+        return ConfigError(f"Unknown option {name}", where=name, hint=f"write {meant}")
     own = (*options, "--config", "--data")
     near = nearest(name, [*own, *(f"--{synonym}" for synonym in SYNONYMS if "." not in synonym)])
     near = near or [f"--{key}=" for key in nearest(name.lstrip("-"))]
     hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(own)}; settings: --section.key=VALUE"
-    return ConfigError(f"there is no option {name}", where=name, hint=hint)
+    return ConfigError(f"Unknown option {name}", where=name, hint=hint)

@@ -1,8 +1,7 @@
-"""What a person sees while text becomes tokens: the phase, how far it is, how fast.
+"""Progress of cache builds and other long commands: phase, share done, rates, time left.
 
-In: the calls of ``data.corpus.prepare`` and of other long jobs that count. Out: one line that is rewritten on a
-terminal; elsewhere a line when a phase begins to take long, every ten seconds, and when it ends. A phase that is over
-in an instant shows nothing.
+Progress callbacks go in. On a terminal, one line is redrawn in place; elsewhere a line is printed when a phase takes
+more than half a second, every ten seconds, and when it ends. Shorter phases print nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ _LINE_EVERY_SECONDS = 10.0
 _REDRAW_EVERY_SECONDS = 0.1
 _PLAIN_COLUMNS = 119
 _DURATION_COLUMNS = 11
-"""Room for the time that a phase took, which ends its line: ``, 59m 59s``."""
-_WORDS = {
+"""Columns reserved for the duration at the end of a line: ``, 59m 59s``."""
+_VERBS = {
     "list": "reading",
     "build": "packing",
     "wait": "waiting for",
     "check": "checking",
-    "compare": "looking for duplicates in",
+    "compare": "deduplicating",
     "tokenizer": "training the tokenizer",
 }
 
 
 class BuildDisplay:
-    """Callable as ``PrepareProgress``; ``close`` ends the line.
+    """A display of progress, callable as ``PrepareProgress``; ``close`` ends the line.
 
     Args:
-        stream: Where to; standard error if not given, so that what a command prints stays clean.
-        clock: Seconds that only rise.
+        stream: Default: standard error, so that standard output holds only the results.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +63,7 @@ class BuildDisplay:
         every = _REDRAW_EVERY_SECONDS if self._live else _LINE_EVERY_SECONDS
         if self._done_at_first is None or done < self._done_at_first:
             self._done_at_first = done
-        if phase.startswith("check "):  # counted in bytes
+        if phase.startswith("check "):  # in bytes
             rates = {"text_mb_per_second": (done - self._done_at_first) / (now - self._began) / 1e6}
         columns = shutil.get_terminal_size().columns - 1 if self._live else _PLAIN_COLUMNS
         eta_seconds = self._eta_seconds(done, total, now) if rates else None
@@ -74,22 +73,22 @@ class BuildDisplay:
             self._write(self._last, "" if self._live else "\n")
 
     def _eta_seconds(self, done: int, total: int, now: float) -> float | None:
-        """Time for the rest at the pace so far of this phase; ``None`` while that says nothing, and at the end."""
+        """Return the remaining seconds at this phase's average rate; ``None`` before the first progress and at the end."""
         made = done - (self._done_at_first or 0)
         if made <= 0 or done >= total:
             return None
         return (total - done) * (now - self._began) / made
 
     def step(self, what: str, done: int, total: int) -> None:
-        """The same for jobs that only count."""
+        """Show progress of a job without rates."""
         self(what, done, total, {})
 
     def message(self, text: str) -> None:
-        """A line of its own, above what is shown of the phase."""
+        """Print a line above the progress line."""
         self._write(printable(text), "\n")
 
     def close(self) -> None:
-        """End the line. Repeatable."""
+        """End the line. Idempotent."""
         self._finish_phase(self._clock())
         self._phase = ""
 
@@ -99,9 +98,9 @@ class BuildDisplay:
         self._shown_at = 0.0
 
     def _write(self, text: str, end: str) -> None:
-        """Put a line in the place of the one that is shown; it stays there if it ends."""
+        """Replace the current line; it stays if ``end`` is a newline."""
         before, erase = ("\r", "\x1b[K") if self._live else ("", "")
-        with self._lock, contextlib.suppress(OSError, ValueError):  # nobody is looking
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the reader has gone
             self._stream.write(f"{before}{text}{erase}{end}")
             self._stream.flush()
 
@@ -109,12 +108,12 @@ class BuildDisplay:
 def _line(
     phase: str, done: int, total: int, rates: Mapping[str, float], eta_seconds: float | None, *, max_columns: int
 ) -> str:
-    """The line of a phase, with as many of its figures as fit; the time left stays, and a long name is cut."""
+    """Return the line of a phase with as many rates as fit; the time left is kept and a long name is truncated."""
     verb, _, rest = phase.partition(" ")
     left = [] if eta_seconds is None else [f"{eta(eta_seconds)} left"]
     share = f" {100 * done / total:3.0f}%" if total else ""
     room = max_columns - len(share) - len(f" ({left[0]})" if left else "")
-    words = " ".join([_WORDS.get(verb, verb), rest]).strip()[: max(0, room)] + share
+    words = " ".join([_VERBS.get(verb, verb), rest]).strip()[: max(0, room)] + share
     figures = _figures(rates)
     while figures and len(words) + len(f" ({', '.join([*figures, *left])})") > max_columns:
         figures.pop()
@@ -122,7 +121,7 @@ def _line(
 
 
 def _figures(rates: Mapping[str, float]) -> list[str]:
-    """Figures of a phase, the most telling first."""
+    """Return the rates of a phase, most important first."""
     figures: list[str] = []
     if rates.get("documents_per_second", 0) >= 1:
         figures.append(f"{count(rates['documents_per_second'])} documents/s")

@@ -1,4 +1,4 @@
-"""``vorox checkpoints``: list, verify, remove and ask for checkpoints. Parsing and printing only."""
+"""``vorox checkpoints``: list, verify, remove and request checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vorox.training.mirror import Contents
 
 app = typer.Typer(
-    name="checkpoints", help="List, verify, remove and ask for checkpoints.", no_args_is_help=True, add_completion=False
+    name="checkpoints", help="List, verify, remove and request checkpoints.", no_args_is_help=True, add_completion=False
 )
 
 _POLL_SECONDS = 0.2
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 @app.command("list")
 def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run by their manifests, here and in its mirror; `verify` reads every byte."""
+    """List the checkpoints of a run and of its mirror, by their manifests."""
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints
 
@@ -41,7 +41,7 @@ def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> N
 
 
 def _mirror_of(directory: Path) -> Contents | str | None:
-    """What the mirror of a run holds; why that is not known; or ``None`` if the run has none."""
+    """Return the contents of a run's mirror, the reason why they are unknown, or ``None`` without a mirror."""
     from vorox.core.errors import ConfigError, DataError
     from vorox.data.storage import RetryPolicy, retry_budget
     from vorox.training.mirror import list_mirror, mirror_uri
@@ -56,7 +56,7 @@ def _mirror_of(directory: Path) -> Contents | str | None:
 
 def _print_mirror(mirror: Contents | str) -> None:
     if isinstance(mirror, str):
-        typer.echo(f"\nThe mirror cannot be asked: {mirror}")
+        typer.echo(f"\nMirror cannot be listed: {mirror}")
         return
     rows = [
         [
@@ -73,8 +73,8 @@ def _print_mirror(mirror: Contents | str) -> None:
 
 
 def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
-    """The checkpoints of a mirror: ``whole``, ``torn`` (an upload that did not come to its end, or still goes on) or
-    ``abandoned`` (of a line of work that the run left)."""
+    """Return the checkpoints of a mirror: ``whole``, ``torn`` (an incomplete or running upload) or ``abandoned`` (not
+    in the run's lineage)."""
     if isinstance(mirror, str):
         return [{"mirror": mirror, "state": "unknown"}]
     line = {entry.name for entry in mirror.lineage()}
@@ -95,14 +95,15 @@ def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
 @app.command()
 def verify(
     run: RunName,
-    step: Annotated[int | None, typer.Option("--step", help="Only this one.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
     restore: Annotated[
-        bool, typer.Option("--restore", help="First restore checkpoints that were marked corrupt but verify.")
+        bool,
+        typer.Option("--restore", help="First restore checkpoints that were marked corrupt but verify successfully."),
     ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of the checkpoints and hold it to the manifests; exit code 5 if one is corrupt or unreadable."""
+    """Verify every byte of the checkpoints against their manifests; exit code 5 if one is corrupt or unreadable."""
     from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import list_checkpoints, verified
@@ -112,7 +113,7 @@ def verify(
         _restore(directory, echo_to_stderr=as_json)
     known = [entry for entry in list_checkpoints(directory) if step is None or entry.step == step]
     if not known:
-        what = "there is no checkpoint" + ("" if step is None else f" of step {step:,}")
+        what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
         raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {directory.name}")
     found = [verified(entry) for entry in known]
     _print(found, as_json)
@@ -130,7 +131,7 @@ def verify(
             f"{len(corrupt)} of {pluralize(len(found), 'checkpoint')} "
             f"{'is' if len(corrupt) == 1 else 'are'} corrupt: {', '.join(entry.name for entry in corrupt)}",
             where=str(directory),
-            hint="resuming falls back to the newest valid one" if valid else "restore one from a copy",
+            hint="a resume uses the newest valid one" if valid else "restore one from a copy",
             saved=f"step {max(valid):,} is valid" if valid else "",
         )
 
@@ -140,21 +141,25 @@ def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
 
     found = restore_set_aside(directory)
     for entry in found:
-        text = f"Restored step {entry.step:,}." if not entry.problem else f"{entry.name} stays aside: {entry.problem}"
+        text = (
+            f"Restored step {entry.step:,}."
+            if not entry.problem
+            else f"{entry.name} stays in quarantine: {entry.problem}"
+        )
         typer.echo(text, err=echo_to_stderr)
     if not found:
-        typer.echo("Nothing was set aside as corrupt.", err=echo_to_stderr)
+        typer.echo("No checkpoint is marked corrupt.", err=echo_to_stderr)
 
 
 @app.command()
 def remove(
     run: RunName,
-    names: Annotated[list[str], typer.Argument(metavar="STEP ...", help="Steps, or names of directories.")],
-    force: Annotated[bool, typer.Option("--force", help="Even if no valid checkpoint is left.")] = False,
+    names: Annotated[list[str], typer.Argument(metavar="STEP ...", help="Steps, or directory names.")],
+    force: Annotated[bool, typer.Option("--force", help="Remove even the last valid checkpoint.")] = False,
     root: Root = DEFAULT_ROOT,
     yes: Yes = False,
 ) -> None:
-    """Remove checkpoints of a run that is not running. The last valid one stays, unless --force."""
+    """Remove checkpoints of a run that is not running. The last valid one needs --force."""
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import remove_checkpoints
 
@@ -162,17 +167,19 @@ def remove(
     confirm(f"Remove checkpoints {', '.join(names)} of {directory.name}?", yes=yes)
     removed = remove_checkpoints(directory, names, force=force)
     size_bytes = sum(entry.size_bytes for entry in removed)
-    typer.echo(f"Removed {', '.join(entry.name for entry in removed)}: {humanize.size(size_bytes)} are free.")
+    typer.echo(f"Removed {', '.join(entry.name for entry in removed)} ({humanize.size(size_bytes)}).")
 
 
 @app.command()
 def save(
     run: RunName,
-    wait_seconds: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for it; 0 only asks.")] = 60.0,
+    wait_seconds: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for the checkpoint; 0: return immediately.")
+    ] = 60.0,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the process that trains a run for a checkpoint after its current step, and wait for it."""
+    """Request a checkpoint from a running process after its current step, and wait for it."""
     from vorox.core.errors import ConfigError, StalledError
     from vorox.core.lock import lock_holder
     from vorox.core.run_layout import RunLayout
@@ -185,7 +192,7 @@ def save(
     holder = lock_holder(layout.lock)
     if holder is None:
         raise ConfigError(
-            f"the run {directory.name} is not running, there is nothing to save",
+            f"Run {directory.name} is not running, so there is nothing to save",
             where=str(directory),
             hint=f"see vorox checkpoints list {directory.name}",
         )
@@ -196,17 +203,19 @@ def save(
         if lock_holder(layout.lock) is None:
             layout.save_request.unlink(missing_ok=True)
             raise ConfigError(
-                f"{directory.name} ended before it saved", where=str(directory), hint="see vorox runs show"
+                f"Run {directory.name} ended before it saved a checkpoint",
+                where=str(directory),
+                hint="see vorox runs show",
             )
         if time.monotonic() > deadline:
             raise StalledError(
-                f"no checkpoint after {humanize.duration(wait_seconds)}; the request stands",
+                f"No checkpoint after {humanize.duration(wait_seconds)}; the request is still pending",
                 where=f"{directory}, {holder}",
-                hint="wait longer with --wait, or see what the run is doing: vorox runs show",
+                hint="wait longer with --wait, or check the run with `vorox runs show`",
             )
         time.sleep(_POLL_SECONDS)
     if not wait_seconds:
-        typer.echo(f"Asked {holder}.", err=as_json)
+        typer.echo(f"Requested a checkpoint from {holder}.", err=as_json)
         return
     new = [entry for entry in list_checkpoints(directory) if entry.name not in before]
     _print(new or list_checkpoints(directory)[-1:], as_json)
@@ -231,7 +240,7 @@ def _print(found: list[CheckpointSummary], as_json: bool) -> None:
     if rows:
         print_table(["CHECKPOINT", "STATE", "EVAL", "SIZE", "AGE", "FINGERPRINT", ""], rows, right="EVAL SIZE AGE")
     else:
-        typer.echo("No checkpoint.")
+        typer.echo("No checkpoints.")
 
 
 def _json(entry: CheckpointSummary) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""``vorox config``: show, explain, compare configurations; print the schema. Parsing and printing only.
+"""``vorox config``: show, explain and compare configurations; print the JSON schema.
 
-Wherever a configuration is named, a run's name or directory does as well: then its recorded one is meant.
+A configuration is a preset, a file, or a run, which means the configuration recorded with it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def show(
     words: WordList = None,
-    origins: Annotated[bool, typer.Option("--origins", help="Say where every value comes from.")] = False,
+    origins: Annotated[bool, typer.Option("--origins", help="Print the origin of every value.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print a preset, file or run with everything filled in."""
+    """Print the resolved configuration of a preset, file or run."""
     from vorox.core.config import config_values, dump_yaml
 
     resolved = _resolve(words or [], options=("--origins", "--json"))
@@ -43,11 +43,11 @@ def show(
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def explain(
-    key: Annotated[str, typer.Argument(help="Such as optimizer.lr, schedule or data.sources.0.weight.")],
+    key: Annotated[str, typer.Argument(help="For example optimizer.lr, schedule or data.sources.0.weight.")],
     words: WordList = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a setting is, what it accepts, and what it is in a configuration."""
+    """Explain a setting: description, type, default, accepted values, and its value in a configuration."""
     from vorox.core.config.explain import explain as explain_key
 
     resolved = _resolve(words, options=("--json",)) if words else None
@@ -70,11 +70,11 @@ def schema() -> None:
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A preset, file or run.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="Another one; overrides behind it apply to it.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another preset, file or run; overrides apply to it.")],
     words: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List every setting that differs. Those that make it another run are marked with *."""
+    """List all differing settings. * marks those that make it a different run."""
     from vorox.core.config import differences, in_digest
 
     sorted_words = sort_words(words or [], options=("--json",), max_positional=0)
@@ -92,7 +92,7 @@ def diff(
     for item in found:
         typer.echo(f"{'*' if in_digest(item.key) else ' '} {item}")
     if not found:
-        typer.echo("no difference")
+        typer.echo("No difference")
 
 
 def _resolve(words: list[str], options: tuple[str, ...]) -> ResolvedConfig:
@@ -102,9 +102,9 @@ def _resolve(words: list[str], options: tuple[str, ...]) -> ResolvedConfig:
 
 
 def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
-    """What ``load_config`` takes for the words of a command: a configuration and overrides.
+    """Return the source and overrides that ``load_config`` takes.
 
-    ``--data PATH`` alone is a configuration that fits the text; beside a configuration it replaces the sources.
+    ``--data PATH`` alone yields a configuration fitted to the text; with a configuration, it replaces the sources.
     """
     source = configuration_source(words.positional[0]) if words.positional else None
     overrides = list(words.overrides)
@@ -129,10 +129,10 @@ def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
 
 
 def configuration_source(name: str) -> str | Path:
-    """What ``load_config`` takes for a name: a preset or file as it is, a run by its recorded configuration.
+    """Return what ``load_config`` takes for a name: the preset or file, or the recorded configuration of a run.
 
     Raises:
-        ConfigError: The name is that of text to train on.
+        ConfigError: The name is a text file or folder, not a configuration.
     """
     from vorox.core.config.presets import run_presets
     from vorox.core.errors import ConfigError
@@ -150,7 +150,7 @@ def configuration_source(name: str) -> str | Path:
         refusal = text_path_error(name) if path.exists() else None
         if refusal is not None:
             raise refusal from None
-        return name  # load_config says what there is instead
+        return name  # load_config reports the alternatives
 
 
 _CONFIGURATION_ENDINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".py"})
@@ -167,15 +167,15 @@ def _explanation_lines(explanation: Explanation) -> list[str]:
         lines += [f"  {key:<{width}}  {schema_fields()[key].description}" for key in explanation.keys]
         return lines
     lines.append(f"  type      {field.type_name}" + (f", {field.accepted}" if field.accepted else ""))
-    lines.append(f"  default   {explanation.default or 'none: it must be given'}")
+    lines.append(f"  default   {explanation.default or 'none; required'}")
     if explanation.synonyms:
-        lines.append(f"  also      {', '.join(explanation.synonyms)}")
+        lines.append(f"  synonyms  {', '.join(explanation.synonyms)}")
     if explanation.needs:
-        lines.append(f"  needs     {explanation.needs}; without, it is refused")
+        lines.append(f"  needs     {explanation.needs}, else it is refused")
     if not explanation.changes_run:
-        lines.append("  identity  not part of it: the same run with another value")
+        lines.append("  identity  not part of the run's identity")
     for value in explanation.values:
-        name = "here" if len(explanation.values) == 1 else value.key
+        name = "value" if len(explanation.values) == 1 else value.key
         lines.append(f"  {name:<8}  {write_inline(value.value)}  ({value.origin})")
     return lines
 

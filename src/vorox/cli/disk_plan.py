@@ -1,4 +1,4 @@
-"""What a run will take on disk: caches still to be built and checkpoints, against what is free."""
+"""Disk space that a run needs for caches and checkpoints, compared with the free space."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 def disk_lines(
     config: RunConfig, spec: ModelSpec, *, total_steps: int, new_tokens: float, directory: Path, cache_root: Path
 ) -> Iterator[str]:
-    """The lines of a dry run about the disk.
+    """Yield the lines of a dry run about the disk.
 
     Args:
-        config: The run.
+        config: The configuration of the run.
         spec: Its model.
         total_steps: Its length.
         new_tokens: Tokens of the caches that are still to be built.
-        directory: Where the run lies or will lie.
+        directory: The run directory.
         cache_root: Root of the caches.
 
     Raises:
-        DoesNotFitError: Less is free than is needed.
+        DoesNotFitError: The free space is not sufficient.
     """
     from vorox.core.errors import DoesNotFitError
     from vorox.training.checkpoint_store import step_directories
@@ -40,19 +40,19 @@ def disk_lines(
     free, cache_free = free_bytes(directory), free_bytes(cache_root)
     is_shared = _device(directory) == _device(cache_root)
     yield (
-        f"disk           checkpoints {room.most:,} x {humanize.size(room.checkpoint_bytes)} at once, "
-        f"{humanize.size(room.needed_bytes)} to come; {humanize.size(free)} free"
+        f"disk           checkpoints: at most {room.most:,} x {humanize.size(room.checkpoint_bytes)}, "
+        f"{humanize.size(room.needed_bytes)} needed; {humanize.size(free)} free"
     )
     if cache_bytes:
-        at = "" if is_shared else f"; {humanize.size(cache_free)} free"
-        yield f"               caches about {humanize.size(cache_bytes)} to come in {cache_root}{at}"
+        elsewhere = "" if is_shared else f"; {humanize.size(cache_free)} free"
+        yield f"               caches: about {humanize.size(cache_bytes)} needed in {cache_root}{elsewhere}"
     if free < room.needed_bytes:
         raise too_little_room(room, free, directory)
     needed = cache_bytes + (room.needed_bytes if is_shared else 0)
     if cache_free < needed:
         raise DoesNotFitError(
-            f"no room for the caches: about {cache_bytes:,} bytes are to be built"
-            + (f" beside {room.needed_bytes:,} bytes of checkpoints" if is_shared else "")
+            f"Not enough disk space for the caches: about {cache_bytes:,} bytes are needed"
+            + (f" in addition to {room.needed_bytes:,} bytes of checkpoints" if is_shared else "")
             + f", {cache_free:,} are free",
             where=str(cache_root),
             hint="free some space, set data.cache.directory to another disk, or train with data.mode=streaming",

@@ -1,9 +1,9 @@
-"""``vorox train --dry-run``: everything about a run that can be known without building or writing anything.
+"""``vorox train --dry-run``: the plan of a run, without building or writing anything.
 
-In: a valid configuration. Out: lines for people, or the error that the run would have ended with, with its exit code.
-Sources are listed and read (to identify them), caches and tokenizers are looked for, the engine is asked with a model
-of one small layer whether it honours the configuration. What has to be guessed because the tokenizer or a cache is
-still to be built is said to be a guess.
+A valid configuration goes in. Lines of a report come out, or the error and exit code that the run would end with.
+Sources are listed and read (to identify them), existing caches and tokenizers are looked up, and the engine validates
+the configuration with a model of one small layer. Estimates, needed while a tokenizer or cache is missing, are marked
+with "about".
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _BYTES_PER_TOKEN = {
     "none": 2.0,
     "tokens": 2.0,
 }
-"""How much text a token stands for, roughly, while nothing better is known."""
+"""Estimated bytes of text per token by kind of tokenizer, used until the cache exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """One split of one source: what is there, or what will be."""
+    """The cache of one split of one source; ``rows`` is ``None`` until it is built."""
 
     name: str
     rows: int | None
@@ -51,7 +51,7 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What is known about the text of a run before anything is built."""
+    """What is known about the text of a run before caches are built."""
 
     listed: ListedSources
     caches: tuple[_Cache, ...]
@@ -61,10 +61,10 @@ class _Text:
 
 
 def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[str] = ()) -> Iterator[str]:
-    """The lines of a dry run.
+    """Yield the lines of a dry run.
 
     Raises:
-        VoroxError: What would end the run before its first step.
+        VoroxError: The error that would end the run before its first step.
     """
     from vorox.core.config import config_digest
     from vorox.core.run_context import expected_directory
@@ -85,7 +85,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     if exists:
         checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
         check_resume(config, directory, checkpoint, named_keys, config.train.num_steps)
-    text = _look_at_text(config)
+    text = _inspect_text(config)
     yield from _text_lines(config, text)
     if fresh and text.listed.tokenizer is not None:
         check_weights(config, tokenizer=text.listed.tokenizer)
@@ -101,7 +101,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
         config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
         directory=directory, cache_root=cache_root(config.data),
     )  # fmt: skip
-    engine, facts = _ask_engine(config, spec)
+    engine, facts = _probe_engine(config, spec)
     yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
     yield "Nothing was built or written."
@@ -115,22 +115,22 @@ def _run_line(config: RunConfig, resume_from: str | Path) -> str:
 
     directory, exists = expected_directory(config, resume_from)
     if not exists:
-        return f"{directory} would be made"
+        return f"{directory} (new)"
     holder = lock_holder(RunLayout(directory).lock)
     steps = step_directories(directory)
-    state = f"would go on after step {max(steps):,}" if steps else "would begin again: it has no checkpoint"
-    return f"{directory} {state}" + (f"; NOW IN USE by {holder}" if holder else "")
+    state = f"resume from step {max(steps):,}" if steps else "exists without a checkpoint: start from step 0"
+    return f"{directory} ({state})" + (f"; IN USE by {holder}" if holder else "")
 
 
-def _mirror_line(place: str) -> str:
+def _mirror_line(uri: str) -> str:
     from vorox.data.storage import check_writable
 
-    check_writable(place)
-    return f"{place}; whether it can be written, and is ahead of this machine, is asked when the run begins"
+    check_writable(uri)
+    return f"{uri}; checked for write access and newer checkpoints when the run starts"
 
 
-def _look_at_text(config: RunConfig) -> _Text:
-    """List the sources, choose what is held out, and see which of tokenizer and caches are there."""
+def _inspect_text(config: RunConfig) -> _Text:
+    """List the sources, choose the holdout, and look up the tokenizer and the caches."""
     from contextlib import ExitStack
 
     from vorox.cli.build_display import BuildDisplay
@@ -174,7 +174,7 @@ def _guessed_vocabulary(config: RunConfig) -> int:
 
 
 def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Tokenizer | None, root: Path) -> int | None:
-    """Rows of a cache that is complete; ``None`` if it is still to be built."""
+    """Return the rows of a complete cache; ``None`` if it is still to be built."""
     from vorox.data.cache.reader import CacheReader
     from vorox.data.cache.recipe import RECIPE_NAME
     from vorox.data.cache_location import find_location
@@ -203,9 +203,9 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
         yield f"data           {source.config.name}: {files}, {size} ({source.config.format})"
     for note in text.listed.notes:
         yield f"               note: {note.text}"
-    yield f"validates on   {text.listed.held_out}"
+    yield f"validation     {text.listed.held_out}"
     kind = config.tokenizer.kind
-    state = "ready" if text.listed.tokenizer is not None else "to be trained"
+    state = "ready" if text.listed.tokenizer is not None else "not trained yet"
     if text.listed.tokenizer is not None:
         known = f"{text.vocab_size:,} tokens"
     else:
@@ -214,10 +214,10 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     if ids := expected_ids(config.tokenizer):
         yield f"               note: {ids}"
     for cache in text.caches:
-        state = f"ready, {pluralize(cache.rows, 'row')}" if cache.rows is not None else "to be built"
+        state = f"ready, {pluralize(cache.rows, 'row')}" if cache.rows is not None else "not built yet"
         if config.data.mode == "streaming" and cache.name.endswith(" train"):
             kept = humanize.size(config.data.streaming.retention_bytes)
-            state = f"built while it is read, at most {kept} kept"
+            state = f"streamed, at most {kept} on disk"
         yield f"cache          {cache.name}: {state}"
 
 
@@ -238,9 +238,9 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     width = max(len(kind) for kind in by_kind)
     for kind, number in by_kind.items():
         yield f"                 {kind:<{width}}  {number:>15,}"
-    yield f"                 {'all':<{width}}  {spec.num_parameters:>15,}  ({humanize.count(spec.num_parameters)})"
+    yield f"                 {'total':<{width}}  {spec.num_parameters:>15,}  ({humanize.count(spec.num_parameters)})"
     flops = flops_per_token(spec, config.data.sequence_length_tokens)
-    yield f"               {humanize.count(flops)} FLOPs per token, forward and backward"
+    yield f"               {humanize.count(flops)} FLOPs per token (forward and backward)"
 
 
 def _batch_lines(config: RunConfig) -> Iterator[str]:
@@ -263,7 +263,7 @@ def _length(config: RunConfig, text: _Text) -> Horizon:
 
 
 def _new_tokens(config: RunConfig, text: _Text) -> float:
-    """Tokens of the caches that are still to be built; a stream keeps no more than it may."""
+    """Return the tokens of the caches that are still to be built; a streamed source has its own disk budget."""
     new_bytes = sum(
         cache.text_bytes
         for cache in text.caches
@@ -276,10 +276,10 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     length = _length(config, text)
     about = "" if text.exact or config.train.num_epochs is None else "about "
     tokens = length.total_steps * length.tokens_per_step
-    passes = tokens / max(1.0, text.num_train_tokens)
+    epochs = tokens / max(1.0, text.num_train_tokens)
     yield (
         f"length         {about}{pluralize(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "
-        f"{'' if text.exact else 'about '}{passes:.2f} passes over the text; "
+        f"{'' if text.exact else 'about '}{epochs:.2f} epochs; "
         f"warm-up {pluralize(length.warmup_steps, 'step')}"
     )
     for warning in length.warnings(text.num_train_tokens):
@@ -291,15 +291,15 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     validations += ["at the end"] if config.eval.at_end else []
     if not any(cache.name.endswith(" validation") for cache in text.caches):
         validations = []
-    yield f"saves          {', '.join(saves) or 'never'}; validates {', '.join(validations) or 'never'}"
+    yield f"checkpoints    {', '.join(saves) or 'never'}; validation {', '.join(validations) or 'never'}"
 
 
 def _every(num_steps: int) -> str:
     return "every step" if num_steps == 1 else f"every {num_steps:,} steps"
 
 
-def _ask_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
-    """Ask the engine with a model of one small layer: it refuses what it cannot honour."""
+def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
+    """Validate the configuration with the engine, on a model of one small layer."""
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
 
@@ -317,7 +317,7 @@ def _ask_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, s
 
 
 def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[str]:
-    """The estimate, against what this machine has where the host's memory is the device's."""
+    """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
     import psutil
 
     from vorox.models.memory_estimate import check_host_memory, planned_memory
@@ -330,7 +330,7 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
         "activations": estimate.activation_bytes,
         "logits": estimate.logits_bytes,
         "attention mask": estimate.mask_bytes,
-        "copy for checkpoints": estimate.snapshot_bytes,
+        "checkpoint copy": estimate.snapshot_bytes,
     }
     total_bytes = estimate.total_bytes_on(device)
     available = psutil.virtual_memory().total

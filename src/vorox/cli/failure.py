@@ -1,8 +1,8 @@
-"""How a command ends badly: four lines for people, an exit code for programs, a traceback in a file.
+"""Error reports of commands: four lines for people, an exit code for programs, a traceback in a file.
 
-In: the exception that ended the command. Out: its exit code, after four lines on standard error: what, where, what is
-saved, what to do. An error that we did not foresee leaves its traceback in a file, because a page of frames is no
-message. Nothing is shown or written that ``redact`` has not seen.
+The exception that ended the command goes in. Its exit code comes out, after four lines on standard error: what
+happened, where, what is saved, what to do. The traceback of an unexpected error goes into a file. All output passes
+``redact``.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
         error: What ended the command.
         arguments: The command line, without the program's name.
     """
-    known = _known(error, arguments)
+    known = _explained(error, arguments)
     lines = _four_lines(known, arguments)
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
-    what = _folded(lines[0]) if sys.stderr.isatty() else lines[0]  # paths and commands stay whole, to be copied
+    what = _wrapped(lines[0]) if sys.stderr.isatty() else lines[0]  # paths and commands stay whole, to be copied
     sys.stderr.write(f"{red}{what}{reset}\n" + "\n".join(lines[1:]) + "\n")
     return known.exit_code
 
 
 def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
-    """What, where, saved, do."""
-    return _four_lines(_known(error, arguments), arguments)
+    """Return the four lines of an error: what, where, saved, do."""
+    return _four_lines(_explained(error, arguments), arguments)
 
 
-def _folded(text: str) -> str:
-    """A text broken between words, no wider than the terminal."""
+def _wrapped(text: str) -> str:
+    """Wrap a text between words to the width of the terminal."""
     width = max(20, shutil.get_terminal_size().columns)
     parts = (
         textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -72,9 +72,9 @@ def _folded(text: str) -> str:
     return "\n".join("\n".join(part) for part in parts)
 
 
-def _known(error: BaseException, arguments: Sequence[str]) -> VoroxError:
-    """The error itself, what it means, or for a crash where its traceback is."""
-    known = error if isinstance(error, VoroxError) else _foreseen(error)
+def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:
+    """Return the error itself, its explanation, or for a crash an error that names the traceback's file."""
+    known = error if isinstance(error, VoroxError) else _machine_error(error)
     if known is not None:
         return known
     path = _write_traceback(error, _command(arguments))
@@ -103,8 +103,8 @@ def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _foreseen(error: BaseException) -> VoroxError | None:
-    """Errors of the machine that need no traceback."""
+def _machine_error(error: BaseException) -> VoroxError | None:
+    """Return an explained error of the machine, which needs no traceback."""
     if isinstance(error, MemoryError):
         return memory_error(error)
     if isinstance(error, OSError) and (explained := disk_error(error, "")) is not None:
@@ -125,7 +125,7 @@ def _last_frame(error: BaseException) -> str:
 
 
 def _write_traceback(error: BaseException, command: str) -> Path | None:
-    """Leave the traceback beside the caches, or in the directory for temporary files."""
+    """Write the traceback next to the caches, or into the directory of temporary files."""
     text = redact(f"{command}\n\n" + "".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.txt"
     cache = Path(os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser()

@@ -1,4 +1,4 @@
-"""Format quantities for people: counts, sizes, durations, shares. Unknown ones are a dash, never a zero."""
+"""Formatting of counts, sizes, durations and fractions; an unknown quantity is a dash, never zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def count(value: float | None) -> str:
-    """403.7M, 1.00B, 81.9k, 512: three digits or more."""
+    """Format a count with at least three digits: 403.7M, 1.00B, 81.9k, 512."""
     if value is None:
         return UNKNOWN
     for unit, suffix in _COUNTS:
@@ -24,7 +24,7 @@ def count(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """58.9 GiB, 12 KiB, 512 B."""
+    """Format bytes: 58.9 GiB, 12 KiB, 512 B."""
     if value is None:
         return UNKNOWN
     for unit, suffix in _SIZES:
@@ -35,7 +35,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """1d 4h, 2h 05m, 1m 34s, 34 s, 0.4 s."""
+    """Format seconds: 1d 4h, 2h 05m, 1m 34s, 34 s, 0.4 s."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 9.95:
@@ -51,7 +51,7 @@ def duration(seconds: float | None) -> str:
 
 
 def eta(seconds: float | None) -> str:
-    """04:23h (hours and minutes), below an hour 11 min, below a minute 35 s."""
+    """Format a remaining time: 04:23h (hours and minutes), 11 min, 35 s."""
     if seconds is None or not math.isfinite(seconds):
         return "--:--"
     whole = max(0, round(seconds))
@@ -64,12 +64,12 @@ def eta(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A loss or the like, with a fixed number of decimals."""
+    """Format a number such as a loss with a fixed number of decimals."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
 def small(value: float | None) -> str:
-    """A learning rate or a norm: two or three digits that count."""
+    """Format a learning rate or a norm with two or three significant digits."""
     if value is None:
         return UNKNOWN
     if value == 0 or not math.isfinite(value):
@@ -78,7 +78,7 @@ def small(value: float | None) -> str:
 
 
 def speed(value: float | None) -> str:
-    """106,212 tok/s."""
+    """Format tokens per second: 106,212 tok/s."""
     if value is None:
         return f"{UNKNOWN} tok/s"
     return f"{value:,.0f} tok/s" if value >= 100 else f"{value:.1f} tok/s"
@@ -89,5 +89,5 @@ def percent(fraction: float | None, digits: int = 0) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without characters that would move the cursor or colour the terminal; tabs and line ends stay."""
+    """Replace terminal control characters; tabs and newlines stay."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.encode(errors="replace").decode())

@@ -1,4 +1,4 @@
-"""What the reading verbs share: naming a run, printing a table, printing JSON."""
+"""Output of commands: tables, wrapped lines, JSON, confirmation prompts; and their shared options."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from typing import Annotated, Any
 import typer
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Id, the beginning of one, a path, or 'latest' (with a checkpoint).")
+    str, typer.Argument(metavar="RUN", help="Run id or prefix, a path, or 'latest' (with a checkpoint).")
 ]
-Root = Annotated[str, typer.Option("--root", help="Where run directories are (run.directory).")]
+Root = Annotated[str, typer.Option("--root", help="Parent directory of runs (run.directory).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 DEFAULT_ROOT = "runs"
 _MIN_COLUMNS = 3
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON that every parser reads: no NaN, nothing but ASCII."""
+    """Print a value as strict JSON: no NaN, ASCII only."""
     from vorox.core.json_lines import encode
 
     typer.echo(json.dumps(json.loads(encode({"value": value}))["value"], indent=2))
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal; ``None`` where output goes elsewhere and need not fit."""
+    """Return the columns of the terminal, or ``None`` if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "", optional: str = "") -> None:
-    """Print columns as wide as they need to be, and on a terminal no wider than it is.
+    """Print a table, on a terminal no wider than the terminal.
 
     Args:
-        titles: Heads of the columns; those that stand in ``right``, separated by blanks, are aligned to the right.
+        titles: Column titles.
         rows: Cells.
-        right: See ``titles``.
-        optional: Heads of the columns that a narrow terminal leaves out, in this order; the columns that still do not
-            fit follow in a table of their own, below; at last the first column is cut in its middle.
+        right: Titles of right-aligned columns, separated by blanks.
+        optional: Titles of columns that are dropped on a narrow terminal, in this order. Columns that still do not
+            fit follow in a second table below; finally the first column is truncated in the middle.
     """
     width = terminal_width()
     columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
@@ -56,11 +56,11 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     while rest or not is_below:
         num_shown = next((n for n in range(len(rest), 0, -1) if _table_width([first, *rest[:n]]) <= width), 0)
         if num_shown < min(_MIN_COLUMNS, len(rest)):
-            num_shown = len(rest)  # nothing is gained by a table of one or two columns
+            num_shown = len(rest)  # a table of one or two columns is not worth it
         shown, rest = [first, *rest[:num_shown]], rest[num_shown:]
         if (excess := _table_width(shown) - width) > 0:
             longest = max(8, max(map(len, first)) - excess)
-            shown[0] = [_cut_middle(cell, longest) for cell in first]
+            shown[0] = [_truncate_middle(cell, longest) for cell in first]
         if is_below:
             typer.echo("")
         _print_columns(shown, right.split())
@@ -81,7 +81,7 @@ def _table_width(columns: Sequence[Sequence[str]]) -> int:
     return sum(max(map(len, column)) for column in columns) + 2 * (len(columns) - 1)
 
 
-def _cut_middle(text: str, size: int) -> str:
+def _truncate_middle(text: str, size: int) -> str:
     if len(text) <= size:
         return text
     end = (size - 1) // 2
@@ -89,12 +89,12 @@ def _cut_middle(text: str, size: int) -> str:
 
 
 def print_wrapped(lines: Iterable[str], *, plain_columns: int | None = None, indent_columns: int | None = None) -> None:
-    """Print lines; one that is too long goes on below its second column, broken between words.
+    """Print lines; long ones are wrapped between words and indented.
 
     Args:
         lines: What to print.
-        plain_columns: The width where there is no terminal; ``None`` leaves lines whole there.
-        indent_columns: Where a line goes on; ``None``: four columns behind its beginning.
+        plain_columns: Width without a terminal; ``None``: do not wrap.
+        indent_columns: Indentation of continuation lines; ``None``: four columns more than the first line.
     """
     width = terminal_width() or plain_columns
     for line in lines:
@@ -109,11 +109,11 @@ def print_wrapped(lines: Iterable[str], *, plain_columns: int | None = None, ind
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal; without one, or if the answer is no, refuse.
+    """Ask for confirmation on a terminal.
 
     Raises:
-        ConfigError: Nobody can be asked.
-        typer.Exit: The answer was no.
+        ConfigError: Standard input is not a terminal.
+        typer.Exit: The answer is no.
     """
     from vorox.core.errors import ConfigError
 
@@ -121,7 +121,7 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"nobody can be asked on this input: {question}", hint="add --yes to do it", saved="nothing was removed"
+            f"Confirmation needs a terminal: {question}", hint="add --yes to confirm", saved="nothing was removed"
         )
     if not typer.confirm(question):
         typer.echo("Nothing was removed.")

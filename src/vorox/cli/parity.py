@@ -1,4 +1,4 @@
-"""``vorox parity``: train two engines side by side and say where they part. Parsing and printing only."""
+"""``vorox parity``: train both engines side by side and report the first divergence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FIRST, SECOND = "torch", "jax"
 def parity(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then overrides."),
+        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
     ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of both engines.")] = 50,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """Train the torch and the jax engine from the same weights on the same batches, and compare every step.
 
-    Logits, loss, norm of the gradient and parameters are compared; the first quantity out of tolerance is named and
-    the exit code is then 7. Use precision.dtype=fp32; lower precisions are meant to differ.
+    Compares logits, loss, gradient norm and parameters. Exit code 7 if a quantity exceeds its tolerance. Use
+    precision.dtype=fp32; lower precisions are expected to differ.
     """
     from vorox.backends import check_installed
     from vorox.cli.config import named_configuration
@@ -44,7 +44,7 @@ def parity(
 
     sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
     if not sorted_words.positional and not sorted_words.data:
-        raise ConfigError("no configuration is named", where="parity", hint="vorox parity quickstart")
+        raise ConfigError("No configuration is named", where="parity", hint="for example `vorox parity quickstart`")
     source, overrides = named_configuration(sorted_words)
     configs = [load_config(source, [*overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
     for name in (FIRST, SECOND):
@@ -92,17 +92,17 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
         quantity = wrong.exceeded(tolerances) or ""
         about = f" of {wrong.worst_parameter}" if quantity == "parameters" else ""
         raise NumericalError(
-            f"the engines part at step {wrong.step + 1}: {quantity}{about} differ by "
-            f"{wrong.differences[quantity]:.2e}, allowed are {getattr(tolerances, quantity):.0e}",
-            hint="compare with precision.dtype=fp32; if it is, one of the engines computes something else",
+            f"Engines diverge at step {wrong.step + 1}: {quantity}{about} differ by "
+            f"{wrong.differences[quantity]:.2e}, tolerance {getattr(tolerances, quantity):.0e}",
+            hint="compare with precision.dtype=fp32; if it is set, one of the engines has a bug",
             saved="nothing was changed",
         )
     if not quiet:
         largest = {name: max(step.differences[name] for step in found) for name in found[0].differences}
-        said = ", ".join(
-            f"{name} {value:.1e} (allowed {getattr(tolerances, name):.0e})" for name, value in largest.items()
+        differences = ", ".join(
+            f"{name} {value:.1e} (tolerance {getattr(tolerances, name):.0e})" for name, value in largest.items()
         )
-        typer.echo(f"\nequal over {pluralize(len(found), 'step')}; largest differences: {said}")
+        typer.echo(f"\nEqual over {pluralize(len(found), 'step')}; largest differences: {differences}")
 
 
 def _corpus(config: RunConfig) -> Corpus:

@@ -1,9 +1,8 @@
-"""The display of a run: a live block on a terminal, plain lines elsewhere, the same fields in both.
+"""The display of a run: a live block on a terminal, plain lines elsewhere, with the same fields.
 
-In: the loop's ``StepView``, messages and samples (``training.display.Display``). Out: text on one stream. On a terminal
-a block of a few lines is redrawn in place while events and samples scroll above it. The display owns nothing: it never
-raises, never waits, starts no thread and costs nothing between logged steps. A terminal that goes away ends the
-display, not the run. Any thread may call it.
+``StepView``, messages and samples go in (``training.display.Display``), text on one stream comes out. On a terminal a
+block of a few lines is redrawn in place, and events and samples scroll above it. A display never raises, never blocks
+and starts no thread. If the terminal is closed, the display ends and the run continues. Thread-safe.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
 def open_display(stream: TextIO | None = None) -> Display:
-    """The display that suits a stream (standard output): live on a terminal, lines elsewhere."""
+    """Return the display for a stream (default: standard output): live on a terminal, lines elsewhere."""
     stream = stream or sys.stdout
-    if stream is None:  # a process without any output, such as pythonw
+    if stream is None:  # a process without standard output, such as pythonw
         return NoDisplay()
     if stream.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}:
         return LiveDisplay(stream)
@@ -42,7 +41,7 @@ def open_display(stream: TextIO | None = None) -> Display:
 
 
 def headline(view: StepView) -> str:
-    """``Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h``"""
+    """Return ``Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h``"""
     done = 100 * view.step / view.total_steps
     done = done if view.step >= view.total_steps else min(done, 99.9)
     return (
@@ -52,7 +51,7 @@ def headline(view: StepView) -> str:
 
 
 def position_fields(view: StepView) -> list[str]:
-    """How far: tokens, epoch, learning rate, gradient norm."""
+    """Return tokens, epoch, learning rate and gradient norm."""
     return [
         f"{count(view.num_tokens)} / {count(view.total_tokens)} tokens",
         f"epoch {number(view.epoch, 2)}",
@@ -62,17 +61,17 @@ def position_fields(view: StepView) -> list[str]:
 
 
 def time_fields(view: StepView) -> list[str]:
-    """Where the time went, and how good that is."""
+    """Return the shares of time, MFU and the fraction of the measured matmul peak."""
     fields = [f"{use} {percent(fraction)}" for use, fraction in view.time_fractions.items()]
     if view.mfu_fraction is not None:
         fields.append(f"MFU {percent(view.mfu_fraction, 1)}")
     if view.matmul_peak_fraction is not None:
-        fields.append(f"of matmul ceiling {percent(view.matmul_peak_fraction, 1)}")
+        fields.append(f"of matmul peak {percent(view.matmul_peak_fraction, 1)}")
     return fields
 
 
 def resource_fields(view: StepView) -> list[str]:
-    """Memory against the plan, the queue, the age of the last save."""
+    """Return memory use and estimate, prefetch queue, and age of the last checkpoint."""
     fields = [f"{where} {size(used)}" for where, used in view.memory_bytes.items()]
     if view.planned_memory_bytes is not None:
         fields.append(f"planned {size(view.planned_memory_bytes)}")
@@ -80,16 +79,16 @@ def resource_fields(view: StepView) -> list[str]:
         capacity = "" if view.queue_capacity is None else f"/{view.queue_capacity}"
         fields.append(f"queue {view.queue_depth}{capacity}")
     age = view.seconds_since_save
-    fields.append("no save yet" if age is None else f"saved {duration(age)} ago")
+    fields.append("no checkpoint yet" if age is None else f"saved {duration(age)} ago")
     return fields
 
 
 class LineDisplay:
-    """Plain lines of fewer than 120 columns; what does not fit into one goes on, indented, in the next.
+    """Plain lines of fewer than 120 columns; longer ones continue, indented, on the next.
 
     Args:
-        stream: Where to.
-        clock: Seconds since the epoch, for the time in front of messages.
+        stream: The output.
+        clock: Seconds since the epoch, for the timestamps of messages.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
@@ -110,13 +109,13 @@ class LineDisplay:
     def message(self, text: str, level: Level = "info") -> None:
         mark = "" if level == "info" else f"{level}: "
         lines = f"{_time_of_day(self._clock())} {mark}{printable(text)}".split("\n")
-        self._write("\n".join(part for line in lines for part in _folded(line)))
+        self._write("\n".join(part for line in lines for part in _wrapped(line)))
 
     def sample(self, prompt: str, completion: str) -> None:
         self._write("\n".join(sample_lines(prompt, completion)))
 
     def waiting(self, text: str | None) -> None:
-        """Kept for the lines of steps; a wait that lasts has lines of its own, from the log."""
+        """Show a wait in the lines of steps; the log reports a long wait in lines of its own."""
         self._waiting = text
 
     def close(self) -> None:
@@ -134,7 +133,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A block at the bottom of the terminal, messages and samples above it.
+    """A block at the bottom of the terminal, with messages and samples above it.
 
     Args:
         stream: The terminal.
@@ -147,7 +146,7 @@ class LiveDisplay:
 
         class Terminal(Console):
             def on_broken_pipe(self) -> None:
-                """Rich would end the process here; a run outlives its terminal."""
+                """Raise, where Rich would end the process: a run outlives its terminal."""
                 raise OSError("the terminal has gone")
 
         self._clock = clock
@@ -164,7 +163,9 @@ class LiveDisplay:
 
     def step(self, view: StepView) -> None:
         now = self._clock()
-        if 0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps:  # the clock may be set
+        if (
+            0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps
+        ):  # the clock may be set back
             return
         self._drawn_at, self._view = now, view
         self._draw(self._show)
@@ -179,8 +180,8 @@ class LiveDisplay:
 
         def print_message() -> None:
             whole = f"{_time_of_day(self._clock())} {printable(text)}"
-            folded = "\n".join(part for line in whole.split("\n") for part in _folded(line, self._console.width))
-            shown = Text(folded, style=_STYLES[level])
+            wrapped = "\n".join(part for line in whole.split("\n") for part in _wrapped(line, self._console.width))
+            shown = Text(wrapped, style=_STYLES[level])
             shown.stylize("dim", 0, len("00:00:00"))
             self._console.print(shown)
 
@@ -222,7 +223,7 @@ class LiveDisplay:
 
 
 def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = False) -> Text:
-    """The lines of the block; what is true of a moment only is left out of the final one."""
+    """Return the lines of the block; the final one omits momentary values."""
     from rich.text import Text
 
     done = min(1.0, view.step / view.total_steps)
@@ -245,7 +246,7 @@ def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = 
 
 
 def sample_lines(prompt: str, completion: str) -> list[str]:
-    """The beginning of a completion, behind a rule; the end of the prompt is marked. All of it is in log.txt."""
+    """Return the first lines of a sample, with the end of the prompt marked. log.txt has all of it."""
     text = f"{printable(prompt)}\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}{printable(completion).rstrip()}"
     lines = [line for line in text.split("\n") if line.strip()] or [text]
     shown = [line if len(line) <= _SAMPLE_COLUMNS else line[: _SAMPLE_COLUMNS - 1] + "\u2026" for line in lines]
@@ -254,8 +255,8 @@ def sample_lines(prompt: str, completion: str) -> list[str]:
     return [f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in shown]
 
 
-def _folded(line: str, columns: int = _LINE_COLUMNS) -> list[str]:
-    """A line as lines of so many columns, broken between words only: paths and commands stay whole."""
+def _wrapped(line: str, columns: int = _LINE_COLUMNS) -> list[str]:
+    """Wrap a line between words only, so that paths and commands stay whole."""
     return textwrap.wrap(
         line, max(20, columns), subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
     ) or [""]

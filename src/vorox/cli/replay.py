@@ -1,4 +1,4 @@
-"""``vorox replay``: do steps of a run again and compare them, bit for bit. Parsing and printing only."""
+"""``vorox replay``: recompute steps of a run and compare them bit for bit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 def replay(
     run: RunName,
-    first_step: Annotated[int, typer.Option("--from", min=0, help="State to start from, in finished steps.")] = 0,
+    first_step: Annotated[
+        int, typer.Option("--from", min=0, help="Start from the checkpoint after this many steps.")
+    ] = 0,
     last_step: Annotated[
-        int | None, typer.Option("--to", min=1, help="State to end with; the last one recorded.")
+        int | None, typer.Option("--to", min=1, help="Last step to replay. Default: the last recorded one.")
     ] = None,
-    nproc: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes on this machine, as many as the run had.")
-    ] = 1,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; must be that of the run.")] = 1,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Do recorded steps again from a checkpoint and say whether every bit is the same.
+    """Recompute recorded steps from a checkpoint and compare every bit.
 
-    Nothing of the run is changed. If a step differs, it is named with the first quantity that does, and the exit code
-    says what kind of thing differs: 4 the data, 5 the saved state, 7 the numbers.
+    The run is not changed. The first step that differs is reported with the quantity that differs, and the exit code
+    gives its kind: 4 the data, 5 the saved state, 7 the numbers.
     """
     from vorox.cli.build_display import BuildDisplay
     from vorox.core.run_lookup import find_run
@@ -62,8 +62,8 @@ def replay(
     if report.difference is not None:
         raise _difference_error(report, str(directory))
     if not as_json:
-        states = f", {pluralize(report.num_states, 'saved state')} compared whole" if report.num_states else ""
-        typer.echo(f"from step {report.start_step:,} to step {report.last_step:,}{states}")
+        states = f", {pluralize(report.num_states, 'checkpoint')} compared" if report.num_states else ""
+        typer.echo(f"Replayed from step {report.start_step:,} to step {report.last_step:,}{states}")
 
 
 def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
@@ -85,8 +85,8 @@ def _difference_error(report: object, where: str) -> Exception:
     kinds = {"batch": DataError, "state": CheckpointError}
     hint = "the environment changed: " + "; ".join(report.environment) if report.environment else ""
     return kinds.get(report.difference.quantity, NumericalError)(
-        f"the replay differs at {report.difference}",
+        f"Replay differs at {report.difference}",
         where=where,
-        hint=hint or "the code, a cache or a checkpoint is not what it was when the run recorded this step",
+        hint=hint or "the code, a cache or a checkpoint has changed since the run recorded this step",
         saved="nothing was changed",
     )

@@ -1,4 +1,4 @@
-"""``vorox runs``: list, show, compare and remove runs. Parsing and printing only."""
+"""``vorox runs``: list, show, compare and remove runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CURVE_POINTS = 12
 
 @app.command("list")
 def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """List every run, the one that changed last at the end."""
+    """List all runs, the most recently changed last."""
     from vorox.experiments.artifacts import list_runs
 
     runs = sorted(list_runs(Path(root)), key=lambda run: (run.changed_at, run.run_id))
@@ -32,7 +32,7 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
         print_json([_summary_json(run) for run in runs])
         return
     if not runs:
-        typer.echo(f"No run in {Path(root).resolve()}. Begin one: vorox train quickstart")
+        typer.echo(f"No runs in {Path(root).resolve()}. Start one with `vorox train quickstart`.")
         return
     rows = [
         [
@@ -53,7 +53,7 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """Show one run: its state, attempts, curve and checkpoints, and what can be done with it."""
+    """Show the state, attempts, loss curve and checkpoints of a run."""
     from vorox.core.run_lookup import find_run, run_attempts
     from vorox.experiments.artifacts import inspect_run, list_checkpoints
     from vorox.experiments.tracking import read_metrics
@@ -118,7 +118,7 @@ def _without_milliseconds(time: object) -> str:
 
 
 def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
-    """Every step with a validation, and as many others, evenly spread, as a screen holds."""
+    """Print the latest validated steps and an even spread of other steps."""
     steps = list(metrics)
     spread = {steps[round(i * (len(steps) - 1) / (_CURVE_POINTS - 1))] for i in range(_CURVE_POINTS)}
     validated = [step for step in steps if "eval/loss" in metrics[step]]
@@ -144,10 +144,10 @@ def compare(
     run: RunName,
     other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
     root: Root = DEFAULT_ROOT,
-    every: Annotated[bool, typer.Option("--all", help="Every metric, not only those that people compare.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All metrics, not only the common ones.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: settings, the steps they share bit for bit, and their metrics."""
+    """Compare two runs: settings, replay chains and metrics."""
     from vorox.core.config import differences
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import find_run
@@ -169,7 +169,7 @@ def compare(
         )
         return
     typer.echo(f"A  {first.name}\nB  {second.name}\n")
-    typer.echo("settings that differ" if settings else "the settings are the same")
+    typer.echo("Settings that differ" if settings else "Settings are equal")
     print_wrapped(f"  {item}" for item in settings)
     print_wrapped(["", chain["verdict"], ""])
     if not every:
@@ -181,7 +181,7 @@ def compare(
     ]
     print_table(["METRIC", "LAST-A", "LAST-B", "BEST-A", "BEST-B"], table, right="LAST-A LAST-B BEST-A BEST-B")
     if not every:
-        typer.echo("\nEvery metric: --all")
+        typer.echo("\nUse --all for all metrics.")
 
 
 def _last(name: str, found: tuple[int, float] | None) -> str:
@@ -204,43 +204,41 @@ def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
     try:
         chains = read_chain(first), read_chain(second)
     except DataError as error:
-        return {"num_equal_steps": None, "difference": None, "verdict": f"the chains cannot be compared: {error}"}
+        return {"num_equal_steps": None, "difference": None, "verdict": f"Chains cannot be compared: {error}"}
     shared = sorted(set(chains[0]) & set(chains[1]))
     for number, step in enumerate(shared):
         found = first_difference(chains[0][step], chains[1][step])
         if found is not None:
-            verdict = f"bit-equal for {pluralize(number, 'step')}; {found.quantity} differs at step {step:,}"
+            verdict = f"Bit-equal for {pluralize(number, 'step')}; {found.quantity} differs at step {step:,}"
             difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
             return {"num_equal_steps": number, "difference": difference, "verdict": verdict}
-    verdict = f"bit-equal for {pluralize(len(shared), 'step')}, all that both have done"
+    verdict = f"Bit-equal for all {pluralize(len(shared), 'shared step')}"
     return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
 
 
 @app.command()
 def remove(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN ...]", help="Ids, beginnings of one, paths, or 'latest'.")
+        list[str] | None, typer.Argument(metavar="[RUN ...]", help="Run ids or prefixes of them, paths, or 'latest'.")
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Every run that ended without a checkpoint: refused, failed or killed.")
+        bool, typer.Option("--failed", help="All runs that ended without a checkpoint: refused, failed or killed.")
     ] = False,
     root: Root = DEFAULT_ROOT,
     yes: Yes = False,
     keep_metadata: Annotated[
-        bool, typer.Option("--keep-metadata", help="Leave the runs' rows in a metadata database that runs share.")
+        bool, typer.Option("--keep-metadata", help="Keep the rows of the runs in a shared metadata database.")
     ] = False,
-    mirror: Annotated[
-        bool, typer.Option("--mirror", help="Also remove what their mirrors hold; without it mirrors stay.")
-    ] = False,
+    mirror: Annotated[bool, typer.Option("--mirror", help="Also remove their mirrors.")] = False,
 ) -> None:
-    """Remove runs with all their checkpoints and their rows in a shared metadata database. Running ones are refused."""
+    """Remove runs, their checkpoints and their rows in a shared metadata database. Running ones are refused."""
     from vorox.core.errors import ConfigError, VoroxError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import inspect_run, list_failed_runs
     from vorox.training.mirror import mirror_uri
 
     if not names and not failed:
-        raise ConfigError("no run is named", where="vorox runs remove", hint="name runs, or add --failed")
+        raise ConfigError("No run is named", where="vorox runs remove", hint="name runs, or add --failed")
     chosen = {run.directory.resolve(): run for run in (inspect_run(find_run(root, name)) for name in names or ())}
     if failed:
         chosen |= {run.directory.resolve(): run for run in list_failed_runs(Path(root))}
@@ -251,10 +249,10 @@ def remove(
     for run in chosen.values():
         uri = mirror_uri(run.directory) if mirror else None
         if mirror and uri is None:
-            raise ConfigError(f"{run.run_id} has no mirror", where="--mirror", hint="leave --mirror out")
+            raise ConfigError(f"Run {run.run_id} has no mirror", where="--mirror", hint="remove --mirror")
         what = f"{run.run_id} (step {run.step:,}, {humanize.size(run.size_bytes)})"
         lines.append(what + (f" and its mirror {uri}" if uri else ""))
-    if not any(run.state == "running" for run in chosen.values()):  # its holder refuses one, not a question
+    if not any(run.state == "running" for run in chosen.values()):  # a running one is refused without a prompt
         confirm(
             f"Remove {lines[0]}?" if len(lines) == 1 else "\n".join([*lines, f"Remove these {len(lines)}?"]), yes=yes
         )
@@ -263,7 +261,7 @@ def remove(
         try:
             _remove_one(run, keep_metadata=keep_metadata, mirror=mirror)
         except VoroxError as error:
-            error.saved = f"removed before: {', '.join(removed)}" if removed else error.saved or "nothing was removed"
+            error.saved = f"already removed: {', '.join(removed)}" if removed else error.saved or "nothing was removed"
             raise
         removed.append(run.run_id)
 
@@ -278,15 +276,15 @@ def _remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
     def first() -> None:
         uri = mirror_uri(run.directory)
         if uri is not None:
-            held = f"Its mirror {uri} stays (--mirror removes it)."
+            note = f"Its mirror {uri} was kept (use --mirror to remove it)."
             if mirror:
-                held = f"Its mirror held {humanize.size(remove_mirror(uri))}, which are gone as well."
-            notes.append(held)
+                note = f"Its mirror of {humanize.size(remove_mirror(uri))} was removed as well."
+            notes.append(note)
         if not keep_metadata:
             notes.append(forget_run(run.directory))
 
     size_bytes = remove_run(run.directory, first=first)
-    typer.echo(f"Removed {run.run_id}: {humanize.size(size_bytes)} are free. {' '.join(filter(None, notes))}".rstrip())
+    typer.echo(f"Removed {run.run_id} ({humanize.size(size_bytes)}). {' '.join(filter(None, notes))}".rstrip())
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Standard output and error that may be closed, full, or a pipe whose reader has gone.
+"""Standard output and error that survive a closed descriptor, a full disk or a broken pipe.
 
-A run outlives whoever reads it: what cannot be shown is dropped, and the exit code says how the run ended. Any other
-command has nothing to do without its reader, so it ends quietly; only a disk that does not take its output is an error.
+A run outlives its reader: output that cannot be written is dropped, and the exit code reports how the run ended. Any
+other command exits quietly on a broken pipe; an output that cannot be written for another reason is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vorox.core.errors import CheckpointError
 
 
 class OutlivingStream:
-    """A stream whose failures do not reach the program that writes to it.
+    """A stream that hides its write failures from the program.
 
     Args:
-        stream: The real one.
-        is_needed: Whether the command ends with the first failure.
+        stream: The real stream.
+        is_needed: Whether the first failure ends the command.
     """
 
     def __init__(self, stream: TextIO, *, is_needed: bool) -> None:
@@ -31,7 +31,7 @@ class OutlivingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if text != "":  # whoever only looks what kind of stream this is writes nothing
+        if text != "":  # libraries probe the stream with an empty write
             self._attempt(lambda: self._stream.write(text))
         return len(text)
 
@@ -45,7 +45,7 @@ class OutlivingStream:
             action()
         except (OSError, ValueError) as error:  # ValueError: it was closed in Python
             self._has_failed = True
-            self._discard_the_rest()
+            self._discard_buffer()
             if self._is_needed:
                 self._end_command(error)
 
@@ -54,12 +54,12 @@ class OutlivingStream:
         if number in {errno.EPIPE, errno.EBADF, errno.ECONNRESET}:
             raise SystemExit(0) from None
         raise CheckpointError(
-            f"the output cannot be written: {os.strerror(number or 0)}", where="standard output",
-            hint="send it to a place that has room",
+            f"Output cannot be written: {os.strerror(number or 0)}", where="standard output",
+            hint="redirect it to a disk with free space",
         ) from error  # fmt: skip
 
-    def _discard_the_rest(self) -> None:
-        """Let what is buffered go nowhere, or Python complains about it when it exits."""
+    def _discard_buffer(self) -> None:
+        """Discard the buffer, or Python reports an error when it exits."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -69,12 +69,12 @@ class OutlivingStream:
 
 @contextlib.contextmanager
 def outliving_streams(*, outlives_reader: bool) -> Generator[None]:
-    """While inside, ``sys.stdout`` and ``sys.stderr`` can be written to whatever becomes of them.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive write failures.
 
     Args:
-        outlives_reader: Whether the command goes on when nobody reads its output.
+        outlives_reader: Whether the command continues when its output has no reader.
     """
-    for number in range(3):  # a closed one would become whatever file is opened next
+    for number in range(3):  # else the next file to be opened gets the number of a closed one
         try:
             os.fstat(number)
         except OSError:

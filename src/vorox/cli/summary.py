@@ -17,23 +17,21 @@ if TYPE_CHECKING:
 
 
 def summary_lines(outcome: Outcome) -> list[str]:
-    """The lines of the last screen of a run that came to its end."""
+    """Return the summary of a finished run."""
     from vorox.core.run_context import recorded_config
 
     directory = outcome.run_directory
     config = recorded_config(directory)
     run = shell_name(directory)
     step = outcome.progress.step
-    did = outcome.speed
+    measured = outcome.speed
     if step == outcome.begun_at_step:
-        head = (
-            f"{directory.name} has finished all of its {pluralize(step, 'step')} already; to train it longer, see below"
-        )
+        head = f"{directory.name} is already finished ({pluralize(step, 'step')}); to extend it, see below"
     else:
-        seconds = sum(did.seconds.values())
+        seconds = sum(measured.seconds.values())
         head = (
             f"{directory.name}: {pluralize(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
-            f"{humanize.duration(seconds)} at {humanize.speed(did.tokens_per_second)}"
+            f"{humanize.duration(seconds)} at {humanize.speed(measured.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)
@@ -53,43 +51,43 @@ def summary_lines(outcome: Outcome) -> list[str]:
 
 
 def _has_huggingface_form(directory: Path) -> bool:
-    """Whether the newest checkpoint is a model that transformers knows."""
+    """Whether the newest checkpoint is a model that transformers supports."""
     checkpoints = _checkpoint_steps(directory)
     return bool(checkpoints) and (checkpoints[max(checkpoints)] / "config.json").is_file()
 
 
 def _results(outcome: Outcome, config: RunConfig) -> list[str]:
-    """Losses and the place of the last checkpoint."""
+    """Return the validation loss and the path of the last checkpoint."""
     from vorox.experiments.tracking import last_values
 
     lines: list[str] = []
     if outcome.eval_losses:
         at = max(outcome.eval_losses)
-        text = f"  validated {outcome.eval_losses[at]:.4f} nats per token after step {at:,}"
+        text = f"  eval      {outcome.eval_losses[at]:.4f} nats/token after step {at:,}"
         values = last_values(outcome.run_directory, ["eval/bits_per_byte"])
         if "eval/bits_per_byte" in values:
-            text += f", {values['eval/bits_per_byte'][1]:.3f} bits per byte"
-            reached = _xz_bits_per_byte(config)
-            text += f"\n            (xz reaches {reached:.3f} on the same files)" if reached is not None else ""
+            text += f", {values['eval/bits_per_byte'][1]:.3f} bits/byte"
+            baseline = _xz_bits_per_byte(config)
+            text += f"\n            (xz: {baseline:.3f} bits/byte on the same text)" if baseline is not None else ""
         lines += text.split("\n")
     checkpoints = _checkpoint_steps(outcome.run_directory)
     if checkpoints:
         lines.append(f"  saved     {short_path(checkpoints[max(checkpoints)])}")
-    return [*lines, *_left_out(outcome.run_directory)]
+    return [*lines, *_quarantined(outcome.run_directory)]
 
 
-def _left_out(directory: Path) -> list[str]:
-    """Records that this run put aside while it built its caches: how many, and where they are listed."""
+def _quarantined(directory: Path) -> list[str]:
+    """Return the number of quarantined records per cache, and the files that list them."""
     from vorox.core.json_lines import read_lines
     from vorox.core.run_layout import RunLayout
 
-    told = (event["fields"] for event in read_lines(RunLayout(directory).events) if event.get("kind") == "quarantine")
-    latest = {str(fields["list"]): int(fields["count"]) for fields in told}
-    return [f"  left out  {count:,} of the records (unreadable), listed in {place}" for place, count in latest.items()]
+    events = (event["fields"] for event in read_lines(RunLayout(directory).events) if event.get("kind") == "quarantine")
+    latest = {str(fields["list"]): int(fields["count"]) for fields in events}
+    return [f"  skipped   {pluralize(count, 'unreadable record')}, listed in {path}" for path, count in latest.items()]
 
 
 def _xz_bits_per_byte(config: RunConfig) -> float | None:
-    """What xz makes of the held-out text; ``None`` if the caches are gone by now."""
+    """Return the bits per byte of xz on the validation text; ``None`` if the caches no longer exist."""
     from vorox.core.errors import DataError
     from vorox.data.corpus import prepare
     from vorox.data.inspection import xz_bits_per_byte
@@ -107,11 +105,11 @@ def _checkpoint_steps(directory: Path) -> dict[int, Path]:
 
 
 def _replayable_steps(directory: Path, step: int) -> tuple[int, int]:
-    """From the oldest checkpoint before the last step that is kept, or from the start."""
+    """Return the newest checkpoint before the last step, or 0, and the last step."""
     before = [known for known in _checkpoint_steps(directory) if known < step]
     return (max(before) if before else 0), step
 
 
 def shell_name(directory: Path) -> str:
-    """How a run is named in a command that is typed in this folder."""
+    """Return the name of a run for a shell command in the current directory."""
     return shlex.quote(directory.name if directory.parent == Path("runs").absolute() else short_path(directory))

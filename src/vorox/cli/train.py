@@ -1,4 +1,4 @@
-"""``vorox train``: one run, from words to the last screen. Parsing and printing only; ``vorox.run`` does the work."""
+"""``vorox train``: start or resume a run, and print its progress and summary."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def train(
     nproc: NumProcesses = 1,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a model, or go on with a run that was interrupted.
+    """Train a model, or resume an interrupted run.
 
-    Settings are given as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4. Common
-    names are understood: --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
-    `vorox config explain KEY` says what a setting does.
+    Write settings as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4. Common
+    names work too: --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
+    `vorox config explain KEY` describes a setting.
     """
     sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
     overrides = list(sorted_words.overrides)
@@ -73,31 +73,31 @@ def train(
 
         raise typer.Exit(launch(nproc, command[1:]))
     if limit is not None and resume_from == "auto":
-        config, resume_from, limit = _begun_before(config, limit)
+        config, resume_from, limit = _unfinished_run_of_same_command(config, limit)
     _run(config, resume_from, limit, command, _named_keys(sorted_words, config))
 
 
 def _check_dry_run(resume: str, nproc: int) -> None:
-    """Refuse what a dry run cannot do.
+    """Refuse options that a dry run does not support.
 
     Raises:
-        ConfigError: The run is in a store, or has several processes.
+        ConfigError: The run is in an object store, or has several processes.
     """
     from vorox.core.errors import ConfigError
 
     if "://" in resume:
         raise ConfigError(
-            "a dry run writes nothing, and a run from a store has to be brought here first", where="--resume",
-            hint="leave --dry-run out",
+            "A dry run writes nothing, but resuming from a store downloads the run", where="--resume",
+            hint="remove --dry-run",
         )  # fmt: skip
     if nproc > 1:
         raise ConfigError(
-            "a dry run is one process", where="--nproc", hint="leave --nproc out: one process plans for all devices"
+            "A dry run uses one process", where="--nproc", hint="remove --nproc; one process plans for all devices"
         )
 
 
 def _named_keys(words: Words, config: RunConfig) -> list[str]:
-    """The settings that the command gives, itself or by the configuration that it names."""
+    """Return the settings that the command sets, directly or through the configuration that it names."""
     from vorox.core.config import flat_values
     from vorox.core.config.overrides import parse_override
     from vorox.core.config.synonyms import key_of
@@ -108,7 +108,7 @@ def _named_keys(words: Words, config: RunConfig) -> list[str]:
 
 
 def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
-    """The configuration, and where to go on from."""
+    """Return the configuration, and the run or checkpoint to resume from."""
     from vorox.cli.config import named_configuration
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
@@ -120,22 +120,22 @@ def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Lit
     if resume == "auto" or resume == "never":
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
             source = _default_preset(overrides)
-            typer.echo(f"No configuration named: the preset {source}.")
+            typer.echo(f"Preset: {source} (default)")
         from vorox.training.weights_source import load_config_with_weights
 
         return load_config_with_weights(source, settings), resume
     if name is not None:
-        raise ConfigError("a run that goes on keeps its name", where="--name", hint="leave --name out")
+        raise ConfigError("A resumed run keeps its name", where="--name", hint="remove --name")
     path = _resumed_path(resume, source, settings)
     directory = run_of_checkpoint(path) or path
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
 
 
 def _default_preset(overrides: Sequence[str]) -> str:
-    """Where a command without a configuration starts: options of a GPT trainer have that trainer's defaults.
+    """Return the preset of a command without a configuration: that of a GPT trainer if one of its options is used.
 
     Raises:
-        ConfigError: They name no token shards, and the default ones are not here.
+        ConfigError: Such options name no token shards, and the default shards do not exist.
     """
     from vorox.core.config.synonyms import GPT_SYNONYMS
     from vorox.core.errors import ConfigError
@@ -146,18 +146,18 @@ def _default_preset(overrides: Sequence[str]) -> str:
     says_which_text = any(name == "data_dir" or name.startswith("data.source") for name in names)
     if not says_which_text and not Path("fineweb100B").exists():
         raise ConfigError(
-            "no token shards are named, and there is no folder fineweb100B", where=" ".join(overrides),
-            hint="add --data_dir DIR, or fetch them with `vorox data download fineweb100B`; to train on something else "
-            f"name it: vorox train {DEFAULT_PRESET} ..., or --data PATH",
+            "No token shards are named, and the folder fineweb100B does not exist", where=" ".join(overrides),
+            hint="add --data_dir DIR, or download them with `vorox data download fineweb100B`; to train on other text, "
+            f"use `vorox train {DEFAULT_PRESET} ...` or --data PATH",
         )  # fmt: skip
     return "gpt2-shards"
 
 
 def parse_minutes(text: str) -> float:
-    """Minutes from a number of them, or from a time with its unit: 2, 0.5, 90s, 2m, 1h30m.
+    """Parse a duration in minutes, or with units: 2, 0.5, 90s, 2m, 1h30m.
 
     Raises:
-        ConfigError: It is no time.
+        ConfigError: The text is not a duration.
     """
     from vorox.core.errors import ConfigError
 
@@ -167,20 +167,20 @@ def parse_minutes(text: str) -> float:
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)[a-z]*\s*", bare)
     if not parts or "".join(re.findall(r"\d+(?:\.\d+)?\s*[hms][a-z]*\s*", bare)) != bare:
         raise ConfigError(
-            f"--minutes {text} is no time", where="--minutes", hint="write --minutes=2, 0.5, 90s or 1h30m"
+            f"--minutes {text} is not a duration", where="--minutes", hint="write --minutes=2, 0.5, 90s or 1h30m"
         )
     return sum(float(number) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[unit] for number, unit in parts)
 
 
 def _quoted(text: str) -> str:
-    """A text as the value of an override, so that nothing in it is taken for a number or a list."""
+    """Quote a text as the value of an override, so that it is not parsed as a number or a list."""
     from vorox.core.config.yaml_writer import write_scalar
 
     return write_scalar(text)
 
 
 def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[str]) -> Path:
-    """The run or checkpoint that ``--resume`` names."""
+    """Return the run or checkpoint that ``--resume`` names."""
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_layout import run_of_checkpoint
@@ -191,7 +191,7 @@ def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[
     directory = run_of_checkpoint(path)
     if scheme_of(resume) is None and directory is not None:
         if not path.is_dir() or not is_run(directory):
-            raise ConfigError("there is no checkpoint of a run", where=resume, hint="vorox checkpoints list RUN")
+            raise ConfigError("No such checkpoint", where=resume, hint="list them with `vorox checkpoints list RUN`")
         return path
     root = None
     if source is not None:
@@ -206,8 +206,10 @@ def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[
     return find_run(root or "runs", resume)
 
 
-def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
-    """The unfinished run that the same command began: its length is measured once, not at every resume."""
+def _unfinished_run_of_same_command(
+    config: RunConfig, minutes: float
+) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
+    """Return the unfinished run of the same ``--minutes`` command, whose length was measured when it started."""
     from vorox.core.config import differences, in_digest
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
@@ -222,13 +224,13 @@ def _begun_before(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal
         try:
             recorded = recorded_config(directory)
         except ConfigError:
-            continue  # of another version; not ours to judge
+            continue  # of a version that cannot be read
         lengths = {"train.num_steps", "train.num_tokens", "train.num_epochs"}
         changed = {item.key for item in differences(recorded, config) if in_digest(item.key) or item.key == "run.name"}
         if changed <= lengths and recorded.train.num_steps is not None:
             typer.echo(
-                f"Going on with {directory.name}, which --minutes {minutes:g} began: "
-                f"{pluralize(recorded.train.num_steps, 'step')}. --resume never begins a new run."
+                f"Resuming {directory.name} (--minutes {minutes:g}, {pluralize(recorded.train.num_steps, 'step')}). "
+                "`--resume never` starts a new run."
             )
             return with_num_steps(config, recorded.train.num_steps), directory, None
     return config, "auto", minutes
@@ -249,25 +251,25 @@ def _run(
     from vorox.core.run_context import expected_directory
     from vorox.run import train as train_run
 
-    place = membership()
-    if place is not None and place.process_index:  # the first process of the run speaks
+    member = membership()
+    if member is not None and member.process_index:  # only rank 0 prints
         train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
-    preparation = BuildDisplay()
-    display = _Screen(open_display(), preparation)
+    build_display = BuildDisplay()
+    display = _Screen(open_display(), build_display)
     typer.echo(_first_line(config))
     if ids := expected_ids(config.tokenizer):
         typer.echo(ids)
-    if minutes is None and config.checkpoint.mirror is None:  # a mirror is asked first, and says it then
+    if minutes is None and config.checkpoint.mirror is None:  # with a mirror, the run reports it later
         directory, exists = expected_directory(config, resume_from)
-        typer.echo(f"{'Going on' if exists else 'Writing'} in {directory}")
+        typer.echo(f"{'Resuming' if exists else 'Run directory:'} {directory}")
     try:
         outcome = train_run(
             config,
             resume_from=resume_from,
             minutes=minutes,
             display=display,
-            on_progress=preparation,
+            on_progress=build_display,
             argv=command,
             named_keys=named_keys,
         )
@@ -278,17 +280,17 @@ def _run(
 
 
 class _Screen:
-    """The display of a run, with the line of the preparation ended before anything else is shown."""
+    """The display of a run, which closes the build display before it prints."""
 
-    def __init__(self, display: Display, preparation: BuildDisplay) -> None:
-        self._display, self._preparation = display, preparation
+    def __init__(self, display: Display, build_display: BuildDisplay) -> None:
+        self._display, self._build_display = display, build_display
 
     def step(self, view: StepView) -> None:
-        self._preparation.close()
+        self._build_display.close()
         self._display.step(view)
 
     def message(self, text: str, level: Level = "info") -> None:
-        self._preparation.close()
+        self._build_display.close()
         self._display.message(text, level)
 
     def sample(self, prompt: str, completion: str) -> None:
@@ -298,7 +300,7 @@ class _Screen:
         self._display.waiting(text)
 
     def close(self) -> None:
-        self._preparation.close()
+        self._build_display.close()
         self._display.close()
 
 

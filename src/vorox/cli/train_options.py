@@ -12,28 +12,34 @@ Configuration = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [--data PATH] [a.b=v ...]", show_default=False,
-        help=f"A preset ({DEFAULT_PRESET} if none is named), a YAML or Python file or a run; --data: your own "
-        "text, a file or folder; then settings.",
+        help=f"A preset (default: {DEFAULT_PRESET}), a YAML or Python file, or a run; --data: a file or folder of your "
+        "own text; then settings.",
     ),
 ]  # fmt: skip
 Resume = Annotated[
     str,
     typer.Option(
         metavar="auto|never|RUN|CHECKPOINT|gs://...|s3://...",
-        help="auto: go on with the run of this very configuration, if there is one; never: begin a new one; "
-        "or the run or checkpoint to go on from, with its own configuration; brought here from a store.",
+        help="auto: resume the run of this configuration, if there is one; never: start a new run; or a run or "
+        "checkpoint to resume, with its recorded configuration, downloaded first if it is in a store.",
     ),
 ]
 FromWeights = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|gs://...",
-        help="Start from these weights, with their architecture and tokenizer (from_weights).",
+        help="Initialise from these weights, with their architecture and tokenizer (train.from_weights).",
     ),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run (run.name).")]
 Minutes = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Train as many steps as fit into this time: 3, 0.5, 90s, 2h.")
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Train for as many steps as fit into this time, in minutes or with a unit: 3, 0.5, 90s, 2h.",
+    ),
 ]
-NumProcesses = Annotated[int, typer.Option(min=1, metavar="N", help="Processes on this machine that train as one run.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and show the plan; build and write nothing.")]
+NumProcesses = Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes on this machine.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the configuration and print the plan; build and write nothing.")
+]

@@ -1,4 +1,4 @@
-"""Environment variables that are spelled like ours and are none: a typo there changes nothing, and nobody notices."""
+"""Warnings about unknown ``VOROX_`` environment variables, which would otherwise be ignored silently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ VARIABLES = (
     "VOROX_PROCESS_COUNT",
     "VOROX_PROCESS_INDEX",
 )
-"""Every variable of this name that is read."""
+"""The variables that Vorox reads."""
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that begins like ours and is not read.
+    """Return a warning for each ``VOROX_`` variable that is not read.
 
     Names that end in ``_DSN`` are left out: ``log.metadata_dsn_variable`` may name any.
     """
@@ -24,7 +24,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
         for name in environment
         if name.startswith("VOROX_") and name not in VARIABLES and not name.endswith("_DSN")
     )
-    return [f"there is no variable {name}, and it changes nothing; {_advice(name)}" for name in names]
+    return [f"Unknown environment variable {name} has no effect; {_advice(name)}" for name in names]
 
 
 def _advice(name: str) -> str:
@@ -37,4 +37,4 @@ def _advice(name: str) -> str:
 
     meant = name.removeprefix("VOROX_").replace("__", "_").lower()
     key = next((key for key in leaf_keys() if key.replace(".", "_") == meant), "section.key")
-    return f"settings are given as {key}=VALUE"
+    return f"write settings as {key}=VALUE"

@@ -1,11 +1,11 @@
-"""Who this process is among the processes of a run, and what they tell each other on the host.
+"""This process's rank in a run, and host-side communication with the other ranks.
 
-A run is one process by default. Several of them are told who they are by the environment (``Membership``); a backend
-connects them (``backends.Backend.connect``) and lends its key-value store as the channel. What passes here is small and
-JSON: decisions, names, digests. Arrays go between devices and are the engine's business.
+A run has one process by default. Otherwise the environment gives the rank (``Membership``), and a backend connects the
+processes (``backends.Backend.connect``) and provides its key-value store as the channel. Messages are small JSON
+values: decisions, names, digests. Arrays are exchanged between devices by the engine.
 
-Every process takes part in every exchange of a topic, in the same order; different topics may be used by different
-threads. A process that fails says so, and whoever waits for it raises the same error.
+Every rank takes part in every collective of a topic, in the same order; different threads may use different topics. A
+rank that fails publishes its error, and ranks that wait for it raise the same error.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from vorox.core.errors import ConfigError, VoroxError
 
 COORDINATOR, COUNT, INDEX = "VOROX_COORDINATOR", "VOROX_PROCESS_COUNT", "VOROX_PROCESS_INDEX"
 FOUND_BY_BACKEND = "auto"
-"""Value of ``VOROX_COORDINATOR`` under which the backend asks the cluster (SLURM, Open MPI, Kubernetes, TPU pods)."""
+"""Value of ``VOROX_COORDINATOR`` for which the backend queries the cluster (SLURM, Open MPI, Kubernetes, TPU pods)."""
 _FAILED = "vorox/failed"
 _SLICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What the environment says of the processes of a run.
+    """Rank and world size, from the environment.
 
     Attributes:
-        coordinator: ``host:port`` where the first process listens; ``auto`` lets the backend ask the cluster.
-        process_count: All processes; ``None`` under ``auto``.
-        process_index: From 0; ``None`` under ``auto``.
+        coordinator: ``host:port`` of rank 0; ``auto`` lets the backend query the cluster.
+        process_count: World size; ``None`` under ``auto``.
+        process_index: Rank, from 0; ``None`` under ``auto``.
     """
 
     coordinator: str
@@ -45,10 +45,10 @@ class Membership:
 
 
 def membership(environment: Mapping[str, str] | None = None) -> Membership | None:
-    """The membership that the environment describes; ``None`` for a run of one process.
+    """Return the membership that the environment describes; ``None`` for a run of one process.
 
     Raises:
-        ConfigError: The variables contradict each other.
+        ConfigError: The variables are inconsistent.
     """
     found = os.environ if environment is None else environment
     coordinator = found.get(COORDINATOR, "")
@@ -60,38 +60,38 @@ def membership(environment: Mapping[str, str] | None = None) -> Membership | Non
     numbers = [found.get(COUNT, ""), found.get(INDEX, ""), port]
     count, index, port_number = (int(text) if text.isdecimal() else -1 for text in numbers)
     if not host or not 0 < port_number < 1 << 16 or not 0 <= index < count:
-        said = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in (COORDINATOR, COUNT, INDEX))
+        given = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in (COORDINATOR, COUNT, INDEX))
         raise ConfigError(
-            f"the environment describes no process of a run: {said}", where=COORDINATOR,
-            hint=f"{COORDINATOR}=HOST:PORT, {COUNT}=N and {INDEX}=0..N-1, or {COORDINATOR}={FOUND_BY_BACKEND}",
+            f"Environment variables give no valid rank: {given}", where=COORDINATOR,
+            hint=f"set {COORDINATOR}=HOST:PORT, {COUNT}=N and {INDEX}=0..N-1, or {COORDINATOR}={FOUND_BY_BACKEND}",
         )  # fmt: skip
     return Membership(coordinator, count, index) if count > 1 else None
 
 
 class Channel(Protocol):
-    """A store that all processes of a run see: a key is written once."""
+    """A key-value store shared by all ranks; a key is written once."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a key; a second writer of the same key is ignored."""
+        """Write a key; later writes of the same key are ignored."""
         ...
 
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a key; ``None`` if nobody has written it by then."""
+        """Wait for a key; ``None`` after the timeout."""
         ...
 
     def remove(self, key: str) -> None:
-        """Forget a key and all keys below it (``key/...``)."""
+        """Remove a key and all keys below it (``key/...``)."""
         ...
 
 
 @dataclass(slots=True)
 class DistributedContext:
-    """Identity of this process in a run, and its talk with the others. The default is one process alone.
+    """This process's rank and its host-side collectives. The default is a single process.
 
     Attributes:
-        process_index: From 0.
-        process_count: All processes of the run.
-        channel: What they share; needed by more than one.
+        process_index: Rank, from 0.
+        process_count: World size.
+        channel: The shared store; required if there are several ranks.
     """
 
     process_index: int = 0
@@ -101,15 +101,15 @@ class DistributedContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process decides, writes files and prints."""
+        """Whether this is rank 0, which decides, writes files and prints."""
         return self.process_index == 0
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
-        """What the main process gives, in every process.
+        """Return rank 0's value on every rank.
 
         Args:
-            topic: What it is about; its exchanges are numbered.
-            value: Plain JSON; counts in the main process only.
+            topic: Name of a sequence of collectives.
+            value: Plain JSON; ignored on other ranks.
         """
         if self.process_count == 1:
             return value
@@ -120,12 +120,12 @@ class DistributedContext:
         return self._wait(key)["value"]
 
     def agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What the main process decides upon the values of all, in every process.
+        """Gather a value from every rank, reduce them on rank 0, and return the result on every rank.
 
         Args:
-            topic: What it is about; its exchanges are numbered.
-            value: Plain JSON that this process contributes.
-            decide: Called in the main process with the contributions by process index; gives plain JSON.
+            topic: Name of a sequence of collectives.
+            value: Plain JSON of this rank.
+            decide: Called on rank 0 with the values by rank; returns plain JSON.
         """
         if self.process_count == 1:
             return decide([value])
@@ -134,41 +134,43 @@ class DistributedContext:
             self._channel.put(f"{key}/{self.process_index}", canonical_json({"value": value}))
             return self._wait(f"{key}/decision")["value"]
         others = [self._wait(f"{key}/{index}")["value"] for index in range(1, self.process_count)]
-        self._channel.remove(f"vorox/{topic}/{self._turns[topic] - 1}")  # all have seen it, or they were not here
-        with self.failing_together():
+        self._channel.remove(
+            f"vorox/{topic}/{self._turns[topic] - 1}"
+        )  # every rank has read it, or it would not be here
+        with self.propagating_failure():
             decision = decide([value, *others])
         self._channel.put(f"{key}/decision", canonical_json({"value": decision}))
         return decision
 
     def barrier(self, topic: str) -> None:
-        """Wait until every process has come here."""
+        """Wait for all ranks."""
         self.agree(topic, None, lambda _: None)
 
     def decide(self, topic: str, decision: Callable[[], Any]) -> Any:
-        """What the main process decides, in every process; if it fails, it fails in all of them."""
+        """Return on every rank what rank 0 decides; its error is raised on every rank."""
         if not self.is_main:
             return self.broadcast(topic)
-        with self.failing_together():
+        with self.propagating_failure():
             return self.broadcast(topic, decision())
 
     @contextlib.contextmanager
-    def failing_together(self) -> Generator[None]:
-        """While inside, an error of this process is told to those who wait for it, or will."""
+    def propagating_failure(self) -> Generator[None]:
+        """Publish an error of this rank to the ranks that wait for it."""
         try:
             yield
         except BaseException as error:
             if self.process_count > 1:
-                with contextlib.suppress(Exception):  # the error at hand matters more
+                with contextlib.suppress(Exception):  # do not hide the original error
                     self._channel.put(_FAILED, canonical_json(self._report(error)))
             raise
 
     @property
     def _channel(self) -> Channel:
-        assert self.channel is not None, "several processes need a channel"
+        assert self.channel is not None, "several ranks need a channel"
         return self.channel
 
     def _next(self, topic: str) -> str:
-        """The key of the next exchange of a topic."""
+        """Return the key of the next collective of a topic."""
         self._turns[topic] += 1
         return f"vorox/{topic}/{self._turns[topic]}"
 
@@ -189,5 +191,5 @@ class DistributedContext:
 
 def _failure(report: Mapping[str, Any]) -> VoroxError:
     kind = getattr(errors, str(report["type"]), VoroxError)
-    what = f"process {report['process']}: {report['what']}"
+    what = f"rank {report['process']}: {report['what']}"
     return kind(what, where=report["where"], hint=report["hint"], saved=report["saved"])

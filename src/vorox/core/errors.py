@@ -1,7 +1,7 @@
-"""Every way in which Vorox refuses or stops, with its exit code.
+"""The errors of Vorox, with their exit codes.
 
-An error says four things: what happened, where, what is saved, and what to do. The command line prints them as four
-lines and leaves with ``exit_code``; ``failure.json`` holds the same four. ``assert`` is for our own bugs only.
+An error has four parts: what happened, where, what is saved, and what to do. The command line prints them as four
+lines and exits with ``exit_code``; ``failure.json`` records the same four. ``assert`` is for bugs only.
 
 Exit codes: 0 finished, 1 crash, 2 configuration, 3 does not fit, 4 data, 5 checkpoint, 6 stalled, 7 numerical,
 75 pre-empted and saved.
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 
 class VoroxError(Exception):
-    """Base of all errors that a user can act on.
+    """Base class of errors that a user can act on.
 
     Args:
         what: One sentence: what is wrong, with the offending value.
         where: The place: a file with line, a configuration key, a step.
         hint: What to do about it, a command where there is one.
-        saved: What is safe on disk. Filled in by the caller that knows.
+        saved: What is safe on disk; a caller may fill it in.
     """
 
     exit_code = 1
@@ -39,19 +39,19 @@ class VoroxError(Exception):
 
 
 class ConfigError(VoroxError):
-    """The configuration, the command line or the run directory asks for something that cannot be honoured."""
+    """The configuration, the command line or the run directory is invalid or unsupported."""
 
     exit_code = 2
 
 
 class DoesNotFitError(VoroxError):
-    """The run needs more memory or disk than there is."""
+    """The run needs more memory or disk than is available."""
 
     exit_code = 3
 
 
 class DataError(VoroxError):
-    """A source, tokenizer or cache is missing, broken or not the one that was asked for."""
+    """A source, tokenizer or cache is missing, damaged or not the requested one."""
 
     exit_code = 4
 
@@ -63,22 +63,22 @@ class CheckpointError(VoroxError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The disk did not deliver the bytes of a checkpoint. Says nothing about the bytes, so nothing is set aside."""
+    """The disk failed to read a checkpoint. Its bytes may be intact, so it is not quarantined."""
 
 
 class StalledError(VoroxError):
-    """Nothing moved for too long."""
+    """No progress for too long."""
 
     exit_code = 6
 
 
 class NumericalError(VoroxError):
-    """The loss or the gradients stopped being finite numbers, or a printed number would be impossible."""
+    """The loss or a gradient is not finite, or a reported number is impossible."""
 
     exit_code = 7
 
 
 class Preempted(VoroxError):
-    """The run was asked to stop, saved its state and can be resumed."""
+    """The run stopped on request, saved its state and can be resumed."""
 
     exit_code = 75

@@ -1,8 +1,8 @@
-"""Functions that a configuration names by import path: found, and identified by the code that they are written in.
+"""User functions that a configuration names by import path: loading, and identity for recipes and checkpoints.
 
-``package.module:function`` is imported; ``path/to/file.py:function`` is loaded from that file. The identity of a
-function is its name and the version that it declares or, where it declares none, the SHA-256 of its file: it goes into
-cache recipes and checkpoints, so that a function that has changed is noticed.
+``package.module:function`` is imported; ``path/to/file.py:function`` is loaded from the file. The identity of a
+function is its name and its declared version, or the SHA-256 of its file; cache recipes and checkpoints record it, so
+that a changed function is detected.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def version(number: int) -> Callable[[Function], Function]:
-    """Declare the version of a function; raise it whenever its results change.
+    """Declare the version of a function; increment it whenever its results change.
 
-    Without it the SHA-256 of the function's file is its version, so that any edit of the file is a change.
+    Without a declared version, the SHA-256 of the function's file is its version, so any edit of the file is a change.
     """
 
     def declare(function: Function) -> Function:
@@ -52,14 +52,14 @@ def load_function(
     """Return the function that a setting names.
 
     Args:
-        name: As the configuration says it.
-        kind: What the function is for, such as ``transform``, for messages.
+        name: The value of the setting.
+        kind: The purpose of the function, such as ``transform``, for messages.
         where: The setting, for messages.
-        known: Names that need no import path, for suggestions.
+        known: Built-in names, for suggestions.
         path: The import path, if ``name`` is a short name for it.
 
     Raises:
-        ConfigError: There is no such name, its module cannot be imported, or it is not a function.
+        ConfigError: The name is unknown, its module cannot be imported, or it is not a function.
     """
     path = name if path is None else path
     module_name, colon, function_name = path.rpartition(":")
@@ -67,9 +67,9 @@ def load_function(
         near = difflib.get_close_matches(name, list(known), n=2)
         builtin = f"one of {', '.join(known)}, or " if known else ""
         raise ConfigError(
-            f"there is no {kind} {name!r}", where=where,
+            f"Unknown {kind} {name!r}", where=where,
             hint=f"did you mean {' or '.join(near)}?" if near else
-            f"{builtin}your own as my_package.my_module:function or path/to/file.py:function",
+            f"{builtin}a function of your own: my_package.my_module:function or path/to/file.py:function",
         )  # fmt: skip
     is_file = module_name.endswith(".py")
     try:
@@ -77,11 +77,11 @@ def load_function(
         function = getattr(module, function_name)
     except VoroxError:
         raise
-    except Exception as error:  # whatever a foreign module does while it is imported
+    except Exception as error:  # importing a user's module can raise anything
         raise ConfigError(
-            f"the {kind} {path} cannot be imported: {type(error).__name__}: {error}", where=where,
-            hint="give the path of the file from the working directory, or an absolute one" if is_file else
-            "install its package, or put its folder on PYTHONPATH",
+            f"Cannot import {kind} {path}: {type(error).__name__}: {error}", where=where,
+            hint="use an absolute path, or one relative to the working directory" if is_file else
+            "install its package, or add its folder to PYTHONPATH",
         ) from error  # fmt: skip
     if not callable(function):
         raise ConfigError(f"{path} is not a function", where=where)
@@ -89,7 +89,7 @@ def load_function(
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Load a Python file as a module; again only if its content has changed."""
+    """Load a Python file as a module; reload it only if its content has changed."""
     path = path.expanduser().resolve()
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
     return _loaded(path, f"vorox_extension_{digest}")
@@ -110,12 +110,12 @@ def _loaded(path: Path, name: str) -> ModuleType:
 
 
 def identity_of(path: str, function: Callable[..., Any], args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what stands for a function in a cache recipe, JSON values only.
+    """Return the identity of a function for a cache recipe, as JSON values.
 
     Args:
-        path: Its import path. Of a file only the name counts, so that it may move.
+        path: Its import path. Of a file, only the name counts, so it may be moved.
         function: The function.
-        args: What it is called with.
+        args: Its arguments.
         where: The setting, for messages.
 
     Raises:
@@ -130,14 +130,14 @@ def identity_of(path: str, function: Callable[..., Any], args: Mapping[str, Any]
         source = Path(inspect.getfile(inspect.unwrap(function))).read_bytes()
     except (OSError, TypeError) as error:
         raise ConfigError(
-            f"{path} has no source file, so nobody can tell whether it is still the same function", where=where,
-            hint="declare its version: @version(1) from vorox.core.extensions",
+            f"{path} has no source file, so changes of it cannot be detected", where=where,
+            hint="declare its version with @version(1) from vorox.core.extensions",
         ) from error  # fmt: skip
     return {"function": name, "source_sha256": hashlib.sha256(source).hexdigest(), "args": dict(args)}
 
 
 def identity_text(path: str, where: str, *, kind: str) -> str:
-    """Return the identity of a function that takes no arguments from the configuration, as one text."""
+    """Return the identity of a function without configured arguments as a string."""
     identity = identity_of(path, load_function(path, kind=kind, where=where), {}, where)
     number = identity.get("version")
     return f"{identity['function']} " + (f"version {number}" if number else f"{identity['source_sha256'][:16]}")

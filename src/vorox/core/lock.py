@@ -1,4 +1,4 @@
-"""Exclusive files: one writer at a time, released by the system when its process dies."""
+"""File locks: one writer at a time, released by the operating system when the process dies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 class FileLock:
     """An exclusive lock on a file, held until ``release`` or the death of the process.
 
-    The file says who holds it; it is not opened through a symbolic link. ``blocking=False`` refuses at once with the
-    holder's name.
+    The file records the holder and is not opened through a symbolic link. With ``blocking=False``, a lock held by
+    another process raises an error that names the holder.
     """
 
     def __init__(self, path: Path, *, blocking: bool = True, purpose: str = "") -> None:
@@ -25,10 +25,10 @@ class FileLock:
         self._file = None
 
     def acquire(self) -> FileLock:
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
-            ConfigError: Somebody else holds it and ``blocking`` is off.
+            ConfigError: Another process holds it and ``blocking`` is off.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(self.path, flags, 0o644), "a+b", buffering=0)
@@ -39,7 +39,7 @@ class FileLock:
             holder = _describe(file.read())
             file.close()
             raise ConfigError(
-                f"{self._purpose or self.path.name} is in use by {holder}",
+                f"{_capitalised(self._purpose or self.path.name)} is in use by {holder}",
                 where=str(self.path),
                 hint="wait for it to finish or stop that process",
             ) from error
@@ -67,10 +67,9 @@ class FileLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who holds a lock at this moment, or ``None`` if nobody does. For readers: takes nothing.
+    """Return the holder of a lock, or ``None`` if it is free. Does not acquire it.
 
-    A file that names no living process of this host is not locked; otherwise the lock itself is asked, with a request
-    that lasts an instant.
+    A file that names a dead process of this host is not locked; otherwise a momentary shared lock is tried.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -82,14 +81,18 @@ def lock_holder(path: Path) -> str | None:
             except OSError:
                 return _describe(content)
     except OSError:
-        pass  # there is no file, or none that we may read: nobody whom we could name
+        pass  # the file does not exist or is not readable: no known holder
     return None
 
 
 def _is_gone(content: bytes) -> bool:
-    """Whether the process that a lock file names is known not to live."""
+    """Whether the process that a lock file names is known to be dead."""
     holder = _read_holder(content)
     return holder is not None and holder.is_dead()
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _describe(content: bytes) -> str:
@@ -107,7 +110,7 @@ if os.name == "nt":
     import msvcrt
 
     def _lock(descriptor: int, blocking: bool) -> None:
-        # A byte far beyond the content, so that the holder's name stays readable for others.
+        # A byte far beyond the content, so that other processes can still read the holder.
         os.lseek(descriptor, 1 << 30, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_LOCK if blocking else msvcrt.LK_NBLCK, 1)  # pyright: ignore
 

@@ -1,9 +1,8 @@
 """The log of a run: ``log.txt`` for people, ``events.jsonl`` for programs, and the terminal.
 
-In: events (a kind, a sentence, plain fields) and errors. Out: a line in both files and on the terminal, without
-secrets: everything passes ``redact`` before it leaves this module. Every process of a run writes files of its own
-(``log-00003.txt``); only the first one speaks on the terminal, the others only when something is wrong. Logging never
-stops a run: what cannot be written waits in memory, and is complained about once.
+Events (a kind, a message, plain fields) and errors go in; a line in both files and on the terminal comes out, after
+``redact``. Every rank writes its own files (``log-00003.txt``); rank 0 prints all messages, the others only warnings
+and errors. Logging never stops a run: lines that cannot be written wait in memory, with one warning.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ __all__ = ["Echo", "Level", "RunLog", "redact", "redact_arguments", "redact_valu
 
 Level = Literal["info", "warning", "error"]
 Echo = Callable[[str, Level], None]
-"""Shows one message to the person at the terminal. The text has no secrets left."""
+"""Prints one message to the terminal. The text is redacted."""
 
 
-def to_stderr(text: str, level: Level = "info") -> None:  # noqa: ARG001 - the shape of an Echo
-    """The echo of a process without a progress display."""
+def to_stderr(text: str, level: Level = "info") -> None:  # noqa: ARG001 - the signature of an Echo
+    """Print a message to standard error: the echo of a process without a display."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
-def _to_nobody(text: str, level: Level) -> None:
-    """The echo of a process whose own one has failed."""
+def _discard(text: str, level: Level) -> None:
+    """Drop a message: the echo after the real one has failed."""
 
 
 class RunLog:
-    """The log of one process of a run.
+    """The log of one rank of a run.
 
     Args:
         directory: The run directory; ``None`` writes no files.
-        distributed: Who this process is.
-        attempt: Number of the attempt, written into every event.
-        echo: Where messages are shown. May be replaced later (``log.echo = display.message``).
+        distributed: The rank of this process.
+        attempt: Number of the attempt, recorded in every event.
+        echo: Prints messages; may be replaced later (``log.echo = display.message``).
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class RunLog:
         self.echo = echo
         self._distributed = distributed or DistributedContext()
         self._attempt = attempt
-        self._complained = False
+        self._has_warned = False
         self._text = self._events = None
         if directory is not None:
             layout, rank = RunLayout(directory), self._distributed.process_index
@@ -69,13 +68,13 @@ class RunLog:
             self._events = LineFile(layout.of_rank(layout.events, rank))
 
     def event(self, kind: str, message: str, *, level: Level = "info", **fields: Any) -> None:
-        """Record that something happened.
+        """Record an event.
 
         Args:
-            kind: Short name in snake_case that programs look for (``checkpoint_saved``).
+            kind: Name in snake_case for programs (``checkpoint_saved``).
             message: A sentence for people.
-            level: How bad it is.
-            fields: Plain values that belong to it.
+            level: Severity.
+            fields: Plain values.
         """
         record = {"time": _now(), "attempt": self._attempt, "kind": kind, "level": level, "message": redact(message)}
         if self._distributed.process_count > 1:
@@ -83,24 +82,24 @@ class RunLog:
         if fields:
             record["fields"] = redact_value(fields)
         self._write(self._events, encode(record))
-        self._say(message, level)
+        self._emit(message, level)
 
     def info(self, message: str) -> None:
-        """A message for people only."""
-        self._say(message, "info")
+        """Log a message without an event."""
+        self._emit(message, "info")
 
     def warning(self, message: str) -> None:
-        self._say(message, "warning")
+        self._emit(message, "warning")
 
     def error(self, message: str) -> None:
-        self._say(message, "error")
+        self._emit(message, "error")
 
     def quiet(self, message: str) -> None:
-        """A message for ``log.txt`` alone, such as a line of progress that the terminal shows in another form."""
+        """Write a message to ``log.txt`` only, such as a line of progress."""
         self._write_text(message, "info")
 
     def exception(self, error: BaseException) -> None:
-        """Record an error with its traceback. Nothing is shown: whoever ends the process prints it."""
+        """Record an error with its traceback, without printing it: the caller that ends the process does."""
         trace = redact("".join(traceback.format_exception(error)))
         record = {
             "time": _now(),
@@ -119,7 +118,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def capture(self) -> Generator[None]:
-        """While inside, warnings of Python and of other libraries' loggers go to this log and nowhere else."""
+        """Redirect Python warnings and the loggers of libraries to this log."""
         handler, root = _Bridge(self), logging.getLogger()
         before = root.handlers[:]
         root.handlers[:] = [handler]
@@ -131,27 +130,27 @@ class RunLog:
             root.handlers[:] = before
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write what waits."""
+        """Write pending lines."""
         for file in (self._text, self._events):
             if file is not None:
-                self._complain(file, file.flush(sync=sync))
+                self._warn_once(file, file.flush(sync=sync))
 
     def close(self) -> None:
-        """Write what waits, durably. The log can still be used."""
+        """Write pending lines durably. The log stays usable."""
         self.flush(sync=True)
 
-    def _say(self, message: str, level: Level) -> None:
+    def _emit(self, message: str, level: Level) -> None:
         self._write_text(redact(message), level)
         if self._distributed.is_main or level != "info":
-            who = "" if self._distributed.is_main else f"process {self._distributed.process_index}: "
-            self._show(who + redact(message), level)
+            prefix = "" if self._distributed.is_main else f"rank {self._distributed.process_index}: "
+            self._show(prefix + redact(message), level)
 
     def _show(self, text: str, level: Level) -> None:
-        """Show a message; whatever shows it may fail, and the run goes on without it."""
+        """Print a message; if the echo fails, later messages are dropped."""
         try:
             self.echo(text, level)
         except Exception:
-            self.echo = _to_nobody
+            self.echo = _discard
 
     def _write_text(self, message: str, level: Level) -> None:
         text = f"{_now()} {level:7s} {redact(message)}"
@@ -159,20 +158,20 @@ class RunLog:
 
     def _write(self, file: LineFile | None, line: bytes) -> None:
         if file is not None:
-            self._complain(file, file.append(line))
+            self._warn_once(file, file.append(line))
 
-    def _complain(self, file: LineFile, error: OSError | None) -> None:
-        if error is not None and not self._complained:
-            self._complained = True
+    def _warn_once(self, file: LineFile, error: OSError | None) -> None:
+        if error is not None and not self._has_warned:
+            self._has_warned = True
             self._show(
-                f"{file.path.name} cannot be written, what it misses waits in memory: {error.strerror}", "warning"
+                f"{file.path.name} cannot be written ({error.strerror}); its lines are kept in memory", "warning"
             )
 
 
 class _Bridge(logging.Handler):
-    """Carries what is logged elsewhere into the run's log: warnings and worse.
+    """Forwards log records of warning level and above to the run's log.
 
-    Rooms of Vorox that know of no run name their event by ``extra={"event_kind": ..., "event_fields": {...}}``.
+    Modules of Vorox that do not know the run set the event with ``extra={"event_kind": ..., "event_fields": {...}}``.
     """
 
     def __init__(self, log: RunLog) -> None:

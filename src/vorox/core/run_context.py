@@ -1,9 +1,9 @@
-"""A run: its id, its directory, its lock and its record.
+"""A run on disk: id, directory, lock, and the record of its attempts.
 
 ``runs/<run_id>/`` belongs to one configuration: the id is a readable part and eight digits of the configuration's
-digest, so the same command finds the same run. The process that opens a run holds ``LOCK`` until it ends, however it
-ends; a second one is refused with the holder's name. ``run.json`` says, for every attempt, when it began, from which
-code, on which machine and how it ended; ``failure.json`` says why, if it ended badly.
+digest, so the same command finds the same run. The process that opens a run holds ``LOCK`` until it exits; a second
+process is refused, with the holder's name. ``run.json`` records start, code, machine and outcome of every attempt;
+``failure.json`` records why the last attempt failed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RUN_FORMAT = "vorox-run/1"
 
 
 def run_id(config: RunConfig) -> str:
-    """Readable part and eight digits of the configuration's digest."""
+    """Return the run id: a readable part and eight digits of the configuration's digest."""
     sources = "-".join(source.name for source in config.data.sources)
     readable = config.run.name or f"{model_label(config)}-{sources}"
     return f"{slug(readable)}-{config_digest(config)[:8]}"
 
 
 def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path, bool]:
-    """Where a run will lie, as far as that is known before it is opened, and whether it is there already."""
+    """Return the directory that a run will use, as far as it is known before it is opened, and whether it exists."""
     if isinstance(resume_from, Path):
         return (run_of_checkpoint(resume_from) or resume_from), True
     existing = None if resume_from == "never" else latest_run(config, run_id(config))
@@ -52,7 +52,7 @@ def expected_directory(config: RunConfig, resume_from: str | Path) -> tuple[Path
 
 
 def fresh_directory(config: RunConfig) -> Path:
-    """Where a new run of this configuration would lie."""
+    """Return the directory of a new run of this configuration."""
     base = Path(config.run.directory) / run_id(config)
     directory, number = base, 2
     while is_run(directory):
@@ -61,13 +61,13 @@ def fresh_directory(config: RunConfig) -> Path:
 
 
 class RunContext:
-    """An open run: where its files are, and the record of this attempt. Use it as a context manager.
+    """An open run: the paths of its files, and the record of this attempt. Use it as a context manager.
 
     Attributes:
         directory: ``runs/<run_id>``, absolute.
         layout: The paths of its files.
         config: The configuration of this attempt.
-        attempt: Number of this attempt, from 1: how often the run was begun or resumed.
+        attempt: Number of this attempt, from 1; each start or resume is an attempt.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class RunContext:
 
     @classmethod
     def join(cls, directory: Path, config: RunConfig, attempt: int, distributed: DistributedContext) -> RunContext:
-        """The run that the main process has opened, in another of its processes; nothing is written.
+        """Open, on another rank, the run that rank 0 has opened. Writes nothing.
 
         Raises:
-            ConfigError: This process does not see the directory.
+            ConfigError: The directory is not visible to this process.
         """
         if not directory.is_dir():
             raise ConfigError(
-                "the run directory that the main process has opened is not here", where=str(directory),
-                hint="run.directory must be on a file system that all processes of a run share",
+                "Run directory of rank 0 is not visible on this machine", where=str(directory),
+                hint="set run.directory to a file system that all ranks share",
             )  # fmt: skip
         run = cls(directory, config, argv=(), distributed=distributed, lock=None)
         run.attempt = attempt
@@ -116,7 +116,7 @@ class RunContext:
         argv: Sequence[str] | None = None,
         distributed: DistributedContext | None = None,
     ) -> RunContext:
-        """Make a new run directory; a number is added if one of this id exists.
+        """Create a new run directory; its name gets a number if the id exists.
 
         Raises:
             ConfigError: The directory cannot be written.
@@ -132,18 +132,18 @@ class RunContext:
         argv: Sequence[str] | None = None,
         distributed: DistributedContext | None = None,
     ) -> RunContext:
-        """Open a run that exists.
+        """Open an existing run.
 
         Args:
             directory: Its directory.
-            config: What to run it with; its recorded configuration if not given. It is not recorded before
-                ``record_config``, so that a resume that is refused changes nothing.
+            config: Default: its recorded configuration. Only ``record_config`` writes it, so that a refused resume
+                changes nothing.
 
         Raises:
-            ConfigError: There is no run, another process has it open, or it cannot be written.
+            ConfigError: The run does not exist, is in use by another process, or cannot be written.
         """
         if not directory.is_dir():
-            raise ConfigError("there is no run directory", where=str(directory))
+            raise ConfigError("Run directory does not exist", where=str(directory))
         chosen = config if config is not None else recorded_config(directory)
         return cls._enter(directory, chosen, argv, distributed)
 
@@ -155,7 +155,7 @@ class RunContext:
         argv: Sequence[str] | None = None,
         distributed: DistributedContext | None = None,
     ) -> RunContext:
-        """Open the latest run of this very configuration, or make one. Of two processes, one is refused."""
+        """Open the latest run of this configuration, or create one. A second process is refused."""
         name = run_id(config)
         directory = latest_run(config, name) or Path(config.run.directory) / name
         return cls._enter(directory, config, argv, distributed)
@@ -169,7 +169,7 @@ class RunContext:
         distributed: DistributedContext | None,
     ) -> RunContext:
         distributed = distributed or DistributedContext()
-        directory = directory.absolute()  # whoever changes the working directory later changes nothing of the run
+        directory = directory.absolute()  # independent of later changes of the working directory
         lock: FileLock | None = None
         is_new = distributed.is_main and not directory.exists()
         try:
@@ -181,14 +181,14 @@ class RunContext:
             run._is_new = is_new
             return run
         except OSError as error:
-            _let_go(directory if is_new else None, lock)
+            _release(directory if is_new else None, lock)
             raise disk_error(error, str(directory)) or ConfigError(
-                f"the run directory cannot be written: {error.strerror or error}",
+                f"Run directory cannot be written: {error.strerror or error}",
                 where=str(error.filename or directory),
-                hint="set run.directory to a folder that you may write to",
+                hint="set run.directory to a writable folder",
             ) from error
         except BaseException:
-            _let_go(None, lock)
+            _release(None, lock)
             raise
 
     def _begin_attempt(self, argv: Sequence[str]) -> None:
@@ -197,7 +197,7 @@ class RunContext:
         record = self._read_record()
         attempts = cast("list[dict[str, Any]]", record["attempts"])
         if attempts and attempts[-1]["outcome"] == "running":
-            attempts[-1]["outcome"] = "killed"  # we hold its lock, so it is gone
+            attempts[-1]["outcome"] = "killed"  # this process holds its lock, so it is dead
         failure = _read_json(self.layout.failure)
         if attempts and failure is not None:
             attempts[-1]["failure"] = failure
@@ -230,9 +230,9 @@ class RunContext:
         if record is None or record.get("format") != RUN_FORMAT or not isinstance(record.get("attempts"), list):
             if self.layout.record.exists():
                 raise ConfigError(
-                    "the record of the run is damaged",
+                    "Record of the run is damaged",
                     where=str(self.layout.record),
-                    hint="move it away to begin a new record; checkpoints and plan are not affected",
+                    hint="move the file away to start a new record; checkpoints and plan are not affected",
                 )
             return {
                 "format": RUN_FORMAT,
@@ -248,7 +248,7 @@ class RunContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one of the run that writes."""
+        """Whether this process is rank 0, which writes the run."""
         return self._is_main
 
     @property
@@ -258,18 +258,18 @@ class RunContext:
     # Record
 
     def record_config(self) -> None:
-        """Write ``config.yaml``: this attempt's configuration is the run's from now on."""
+        """Write ``config.yaml``: this attempt's configuration becomes the run's."""
         if self._is_main:
             atomic.write_file(self.layout.config, dump_yaml(self.config).encode())
 
     def note(self, **values: Any) -> None:
-        """Add plain values to the record of this attempt (determinism level, device, what resume found different)."""
+        """Add plain values to the record of this attempt, such as determinism level and device."""
         if self._is_main:
             self._record["attempts"][-1]["notes"].update(redact_value(values))
             self._write_record()
 
     def record_failure(self, error: BaseException) -> None:
-        """Write ``failure.json``. Never raises: the error at hand matters more than its record."""
+        """Write ``failure.json``. Never raises, so that the original error is reported."""
         if not self._is_main:
             return
         failure = {**failure_record(error), "attempt": self.attempt, "at": _now()}
@@ -277,7 +277,7 @@ class RunContext:
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
 
     def close(self, outcome: str) -> None:
-        """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Repeatable."""
+        """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -290,17 +290,17 @@ class RunContext:
                 self._lock.release()
 
     @contextlib.contextmanager
-    def leaving_nothing_if_refused(self) -> Generator[None]:
-        """Remove a directory that this process made, if the run is refused or stopped before a step was finished."""
+    def removing_if_refused(self) -> Generator[None]:
+        """Remove a directory created by this process if the run is refused or stopped before its first step is done."""
         try:
             yield
         except (VoroxError, KeyboardInterrupt):
-            # The chain is buffered; the metrics of step 1 and the record of a step that was not finite are not.
-            signs = (self.layout.chain, self.layout.metrics, self.layout.nonfinite)
-            has_steps = any(path.exists() and path.stat().st_size for path in signs)
+            # The chain is buffered; metrics of step 1 and records of non-finite steps are not.
+            evidence = (self.layout.chain, self.layout.metrics, self.layout.nonfinite)
+            has_steps = any(path.exists() and path.stat().st_size for path in evidence)
             if self._is_new and not has_steps and not has_checkpoint(self.directory):
                 self._closed = True
-                _let_go(self.directory, self._lock)
+                _release(self.directory, self._lock)
             raise
 
     def __enter__(self) -> RunContext:
@@ -324,20 +324,20 @@ class RunContext:
 
 
 def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a run was made with, under overrides.
+    """Return the recorded configuration of a run, under overrides.
 
     Raises:
-        ConfigError: It is missing or not valid.
+        ConfigError: It is missing or invalid.
     """
     path = RunLayout(directory).config
     if not path.exists():
-        hint = f"restore it, or name the configuration that began the run: vorox train CONFIG --resume {directory.name}"
-        raise ConfigError("the run has lost its config.yaml", where=str(path), hint=hint)
+        hint = f"restore the file, or name the run's configuration: vorox train CONFIG --resume {directory.name}"
+        raise ConfigError("config.yaml of the run is missing", where=str(path), hint=hint)
     return load_config(path, overrides)
 
 
-def _let_go(directory: Path | None, lock: FileLock | None) -> None:
-    """Release a run, and before that remove its directory, if one is given; what a failing disk keeps stays."""
+def _release(directory: Path | None, lock: FileLock | None) -> None:
+    """Remove the directory, if given, as far as the disk allows; then release the lock."""
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     if lock is not None:
@@ -347,7 +347,7 @@ def _let_go(directory: Path | None, lock: FileLock | None) -> None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # a disk that fails says nothing about the file
+    except (FileNotFoundError, ValueError):  # other I/O errors do not mean that the file is damaged
         return None
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 

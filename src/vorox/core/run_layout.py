@@ -1,7 +1,7 @@
-"""The layout of a run directory: every file and folder of a run is named here, and nowhere else.
+"""The layout of a run directory: the names of all its files and folders.
 
-In: the path of a run directory. Out: the paths of its files, what removing the run may delete, and what its mirror
-copies. ``RunLayout(directory).plan`` is a path; ``RunLayout.plan`` is its entry in the table.
+The path of a run directory goes in; the paths of its files, the files that removing the run deletes, and those that
+its mirror copies come out. ``RunLayout(directory).plan`` is a path; ``RunLayout.plan`` is its entry in the table.
 """
 
 from __future__ import annotations
@@ -141,4 +141,4 @@ def run_of_checkpoint(path: Path) -> Path | None:
 
 def lock_run(run_directory: Path) -> FileLock:
     """Return the lock that the process which writes a run holds; a second process is refused at once."""
-    return FileLock(RunLayout(run_directory).lock, blocking=False, purpose=f"the run {run_directory.name}")
+    return FileLock(RunLayout(run_directory).lock, blocking=False, purpose=f"run {run_directory.name}")

@@ -1,4 +1,4 @@
-"""Finding runs on disk: by id, by part of it, by path, or the latest. Reads only; needs no lock."""
+"""Lookup of runs on disk: by id, prefix or path, or the latest. Reads only; needs no lock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 
 
 def run_directories(root: Path) -> list[Path]:
-    """Every run directory below ``root``, sorted by name."""
+    """Return all run directories in ``root``, sorted by name."""
     if not root.is_dir():
         return []
     return [path for path in sorted(root.iterdir()) if is_run(path)]
 
 
 def same_run_directories(root: Path, run_id: str) -> list[Path]:
-    """The directories of one run id, oldest first: ``<id>``, ``<id>-2``, ``<id>-3``, ..."""
+    """Return the directories of a run id, oldest first: ``<id>``, ``<id>-2``, ``<id>-3``, ..."""
     found: list[tuple[int, Path]] = []
     for path in run_directories(root):
         match = re.fullmatch(re.escape(run_id) + r"(?:-(\d+))?", path.name)
@@ -31,7 +31,7 @@ def same_run_directories(root: Path, run_id: str) -> list[Path]:
 
 
 def run_attempts(directory: Path) -> list[dict[str, Any]]:
-    """What ``run.json`` says about each attempt; empty if there is no readable record."""
+    """Return the attempts in ``run.json``; empty if there is no readable record."""
     try:
         value = json.loads(RunLayout(directory).record.read_bytes())
         return list(cast("list[dict[str, Any]]", value["attempts"]))
@@ -40,15 +40,15 @@ def run_attempts(directory: Path) -> list[dict[str, Any]]:
 
 
 def find_run(root: Path | str, name: str) -> Path:
-    """The directory of a run.
+    """Return the directory of a run.
 
     Args:
-        root: Where run directories are (``run.directory``).
-        name: A path, a whole run id, the beginning of one, the hash in one, or ``latest``: of the runs that have a
-            checkpoint, the one begun last by the wall clock; of all, as long as none has.
+        root: Parent directory of runs (``run.directory``).
+        name: A path, a run id, a prefix of one, the hash in one, or ``latest``: the run started last by the wall
+            clock, among those with a checkpoint if there are any.
 
     Raises:
-        ConfigError: There is no such run, or several; the candidates are named.
+        ConfigError: No run matches, or several do; the error lists the candidates.
     """
     root = Path(root)
     if name and is_run(Path(name)):
@@ -56,8 +56,8 @@ def find_run(root: Path | str, name: str) -> Path:
     runs = run_directories(root)
     if not runs:
         raise ConfigError(
-            f"there is no run {name}: the folder {root.absolute()} holds none", where=str(root.absolute()),
-            hint="change to the folder that holds `runs`, name it with --root, or begin a run: vorox train quickstart",
+            f"Run {name} not found: {root.absolute()} contains no runs", where=str(root.absolute()),
+            hint="change to the folder that contains `runs`, set --root, or start a run with `vorox train quickstart`",
         )  # fmt: skip
     if name == "latest":
         return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
@@ -69,38 +69,38 @@ def find_run(root: Path | str, name: str) -> Path:
         return matching[0]
     if matching:
         raise ConfigError(
-            f"{name} is the beginning of {len(matching)} runs: {', '.join(path.name for path in matching)}",
+            f"{name} is ambiguous: it matches {len(matching)} runs, {', '.join(path.name for path in matching)}",
             where=str(root),
-            hint="write more of the id",
+            hint="use a longer prefix of the id",
         )
     near = nearest(name, [path.name for path in runs])
     hint = f"did you mean {' or '.join(near)}?" if near else f"`latest` is {find_run(root, 'latest').name}"
     if Path(name).suffix in {".yaml", ".yml"} and Path(name).is_file():
-        hint = f"{name} is a configuration; its runs are in `vorox runs list`, and {hint}"
-    raise ConfigError(f"there is no run {name}", where=str(root.absolute()), hint=hint)
+        hint = f"{name} is a configuration; list its runs with `vorox runs list`; {hint}"
+    raise ConfigError(f"Run {name} not found", where=str(root.absolute()), hint=hint)
 
 
 def refuse_links(run_directory: Path) -> None:
-    """Refuse a run directory in which a name is a symbolic link, unless it leads to a directory inside.
+    """Refuse symbolic links in a run directory, except to directories inside it.
 
-    Writing would change what lies elsewhere, and no file is opened through a link.
+    Writing through a link would change files elsewhere.
 
     Raises:
-        ConfigError: There is such a link.
+        ConfigError: The directory contains such a link.
     """
     home = run_directory.resolve()
     for path in sorted(run_directory.iterdir()) if run_directory.is_dir() else ():
         if path.is_symlink() and not (path.is_dir() and path.resolve().is_relative_to(home)):
             raise ConfigError(
-                f"{path.name} in the run directory is a link to {path.readlink()}, and a run writes through none",
+                f"{path.name} in the run directory is a symbolic link to {path.readlink()}; runs do not write through links",
                 where=str(path),
-                hint="move what it points to here in its place; to keep runs on another disk, set run.directory",
+                hint="replace the link by its target; to keep runs on another disk, set run.directory",
                 saved="nothing was written",
             )
 
 
 def short_path(path: Path | str) -> str:
-    """A path as people read it: from the working directory on, if it lies there."""
+    """Return a path relative to the working directory if it is inside, else as it is."""
     try:
         here = Path.cwd()
     except OSError:  # it was removed
@@ -109,13 +109,13 @@ def short_path(path: Path | str) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a run, finished or not."""
+    """Whether a directory is a run directory."""
     layout = RunLayout(path)
     return layout.record.is_file() or layout.config.is_file()
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether a run has a checkpoint to go on from. What it holds is not checked."""
+    """Whether a run has a checkpoint to resume from; its contents are not verified."""
     names = (
         parse_checkpoint_name(path.parent.name) for path in RunLayout(directory).checkpoints.glob(f"*/{MANIFEST_NAME}")
     )

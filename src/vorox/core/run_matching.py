@@ -1,8 +1,8 @@
-"""The run of a configuration on disk, also one that began before the schema had all of today's settings.
+"""Matching of a configuration to its run on disk, including runs of versions with fewer settings.
 
-A run id ends in digits of the configuration's digest, which covers every setting; a version with a new setting gives
-the same command other digits. Such a run is recognised by its record: the digest that it began with is that of today's
-configuration without the settings that its ``config.yaml`` lacks, and these have their defaults today.
+A run id ends in digits of the configuration's digest, which covers all settings, so a version with a new setting
+computes another id for the same command. Such a run is recognised by its record: its digest equals that of the current
+configuration without the settings that its ``config.yaml`` lacks, and those have their default values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def latest_run(config: RunConfig, run_id: str) -> Path | None:
     if same:
         return same[-1]
     name = re.compile(re.escape(run_id[:-8]) + r"[0-9a-f]{8}(-\d+)?")
-    earlier = [path for path in run_directories(root) if name.fullmatch(path.name) and _began_with(path, config)]
+    earlier = [path for path in run_directories(root) if name.fullmatch(path.name) and _started_with(path, config)]
     return max(
         earlier,
         key=lambda path: (str([entry.get("started_at") for entry in run_attempts(path)][-1:]), path),
@@ -42,8 +42,8 @@ def latest_run(config: RunConfig, run_id: str) -> Path | None:
     )
 
 
-def _began_with(directory: Path, config: RunConfig) -> bool:
-    """Whether a run began with a configuration, apart from settings that did not exist then."""
+def _started_with(directory: Path, config: RunConfig) -> bool:
+    """Whether a run started with a configuration, apart from settings that did not exist then."""
     layout = RunLayout(directory)
     try:
         recorded = json.loads(layout.record.read_bytes())["config_digest"]

@@ -271,7 +271,7 @@ class CheckpointWriter:
     # -- what the background thread does ------------------------------------------------------------------------------
 
     def _write(self, moment: _Moment) -> None:
-        with self._distributed.failing_together():
+        with self._distributed.propagating_failure():
             if self._distributed.is_main:
                 self._write_as_main(moment)
             else:

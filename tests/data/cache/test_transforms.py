@@ -374,7 +374,7 @@ def test_a_transform_that_fails_names_the_document(name, message, staged):
     [
         ({"name": "lenght"}, "did you mean length", "data.transforms.0.name"),
         ({"name": "no.such.module:f"}, "ModuleNotFoundError", "data.transforms.0.name"),
-        ({"name": "transform_functions:nothing"}, "cannot be imported", "data.transforms.0.name"),
+        ({"name": "transform_functions:nothing"}, "Cannot import transform", "data.transforms.0.name"),
         ({"name": "transform_functions:one_argument"}, "first parameter .* called 'words'", "data.transforms.0.name"),
         ({"name": "transform_functions:CORPUS"}, "not a function", "data.transforms.0.name"),
         ({"name": "length", "args": {"min_character": 3}}, "did you mean min_characters",

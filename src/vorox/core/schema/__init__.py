@@ -1,4 +1,4 @@
-"""Every setting of a run, one file per group of sections. The unit is in the name; nothing here is computed."""
+"""The settings of a run, one file per group of sections. Units are part of the names; nothing here is computed."""
 
 from __future__ import annotations
 
@@ -37,18 +37,26 @@ __all__ = [
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    backend: Literal["torch", "jax"] = Field(default="torch", description="Engine that trains the model.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The decoder.")
-    data: DataConfig = Field(description="Which text, packed and ordered how.")
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Text to tokens.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The update rule.")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Learning rate over the run.")
-    loss: LossConfig = Field(default_factory=LossConfig, description="The objective.")
+    backend: Literal["torch", "jax"] = Field(default="torch", description="Framework that trains the model.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Architecture of the decoder.")
+    data: DataConfig = Field(description="Sources, packing and data order.")
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="The tokenizer.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="Optimizer and its hyperparameters."
+    )
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="Learning rate and weight decay over the run."
+    )
+    loss: LossConfig = Field(default_factory=LossConfig, description="The loss function.")
     train: TrainConfig = Field(description="Length and batch size.")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Number formats.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved when.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="When checkpoints are saved, and which are kept."
+    )
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Validation and samples.")
-    log: LogConfig = Field(default_factory=LogConfig, description="What is measured and written.")
-    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The machine.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Many processes.")
-    run: RunSection = Field(default_factory=RunSection, description="Name, place and seed.")
+    log: LogConfig = Field(default_factory=LogConfig, description="Metrics, and where they are written.")
+    runtime: RuntimeConfig = Field(
+        default_factory=RuntimeConfig, description="Device, threads, compilation, determinism."
+    )
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Data, FSDP and tensor parallelism.")
+    run: RunSection = Field(default_factory=RunSection, description="Name, directory and seed.")

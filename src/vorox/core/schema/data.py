@@ -1,4 +1,4 @@
-"""``data`` and ``tokenizer``: which text, cut into which tokens, packed and ordered how."""
+"""``data`` and ``tokenizer``: sources, tokenization, packing, data order, caches."""
 
 from __future__ import annotations
 
@@ -11,368 +11,382 @@ from vorox.core.schema.section import ImportPath, Section
 
 
 class TransformConfig(Section):
-    """One function between reading and packing."""
+    """One transform of documents between reading and packing."""
 
     name: str = Field(
         description="length, token_length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, "
-        "token_dropout, local_model, or a function of your own as my_package.my_module:function or "
-        "path/to/file.py:function.",
+        "token_dropout, local_model, or a user function as my_package.my_module:function or path/to/file.py:function.",
     )
-    args: Mapping[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
+    args: Mapping[str, Any] = Field(default_factory=dict, description="Keyword arguments of the transform.")
     splits: tuple[Literal["train", "validation"], ...] = Field(
         default=("train",),
         min_length=1,
-        description="Which text it is applied to; held-out text stays as it is unless asked.",
+        description="Splits that it applies to; validation text is unchanged by default.",
     )
 
 
 class SourceConfig(Section):
     """One named corpus."""
 
-    name: str = Field(description="Name of the source in logs and provenance.", pattern=r"^[\w.-]+$")
+    name: str = Field(description="Name of the source in logs and provenance queries.", pattern=r"^[\w.-]+$")
     preset: str | None = Field(
         default=None,
-        description="A named source, such as fineweb-edu, c4 or stdlib: fills in format, paths and fields where this "
-        "entry does not say them itself.",
+        description="Named source such as fineweb-edu, c4 or stdlib, which fills in format, paths and fields; "
+        "explicit keys take precedence.",
     )
     format: Literal["python_stdlib", "txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin"] | ImportPath = Field(
-        description="python_stdlib: the sources of this Python's standard library, without tests and generated tables; "
-        "txt: a file is a document; "
-        "jsonl, csv, parquet: a line or row is a document; arrow: folders of datasets.save_to_disk, a row is "
-        "a document; mds: folders of mosaicml-streaming, a sample is a document; bin: token shards, a document "
-        "up to each end of text. All but bin may also be .gz or .zst. Or a function of your own: f(content) yields the "
-        "texts in the bytes of a file."
+        description="python_stdlib: the source code of Python's standard library, without tests and generated tables; "
+        "txt: one document per file; jsonl, csv, parquet: one document per line or row; arrow: folders of "
+        "datasets.save_to_disk, one document per row; mds: folders of mosaicml-streaming, one document per sample; "
+        "bin: token shards, documents separated by the end-of-text token. All but bin may be compressed (.gz, .zst). "
+        "Or a user function: f(content) yields the texts in the bytes of a file."
     )
     paths: tuple[str, ...] = Field(
         default=(),
-        description="Files, folders (searched recursively), globs, or hf://OWNER/NAME for a dataset of the Hugging "
-        "Face Hub. A function of your own, package.module:function, returns a list of them. Order is sorted.",
+        description="Files, folders (searched recursively), globs, URLs of object stores, or hf://OWNER/NAME for a "
+        "dataset of the Hugging Face Hub; or a user function, package.module:function, that returns a list of them. "
+        "Files are read in sorted order.",
     )
     fallback: tuple[str, ...] = Field(
         default=(),
-        description="Used, and said aloud, when the paths do not exist or cannot be reached: other paths of the same "
-        "format, or the name of one named source.",
+        description="Used, with a message, if the paths do not exist or cannot be reached: other paths of the same "
+        "format, or one named source.",
     )
     hf_config: str | None = Field(
-        default=None, description="Configuration (subset) of a dataset of the hub. None: its default one."
+        default=None, description="Configuration (subset) of a Hub dataset. None: its default."
     )
-    hf_split: str | None = Field(default=None, description="Split of a dataset of the hub. None: train.")
+    hf_split: str | None = Field(default=None, description="Split of a Hub dataset. None: train.")
     revision: str | None = Field(
-        default=None, description="Commit, tag or branch of a dataset of the hub. None: the newest."
+        default=None, description="Commit, tag or branch of a Hub dataset. None: the newest commit."
     )
     text_field: str = Field(
-        default="text", description="Key or column of the text; a.b is the key b inside of a, unless a key is a.b."
+        default="text", description="Key or column of the text; a.b is the key b inside a, unless a key is named a.b."
     )
     tokens_field: str | None = Field(
-        default=None, description="Column of an mds folder with token ids, read in place of text. None: text_field is."
+        default=None,
+        description="Column of an mds folder with token ids to read instead of text. None: read text_field.",
     )
     metadata_fields: tuple[str, ...] = Field(
-        default=(), description="Other keys or columns that travel with a document when it is looked at or streamed."
+        default=(), description="Further keys or columns returned with a document when it is inspected or streamed."
     )
-    delimiter: str = Field(
-        default=",", pattern=r'^[^"\r\n\x80-\uffff]$', description="What separates the columns of a csv."
-    )
+    delimiter: str = Field(default=",", pattern=r'^[^"\r\n\x80-\uffff]$', description="Column separator of csv files.")
     tokenizer: str | None = Field(
         default=None,
-        description="What the token shards were written with: the tokenizer.path or the fingerprint of this run's "
-        "tokenizer, with which it must agree.",
+        description="Tokenizer that the token shards were written with: its tokenizer.path or fingerprint, which must "
+        "match this run's tokenizer.",
     )
     end_of_text_id: int | None = Field(
-        default=None, ge=0, description="Id that ends a document in token shards. None: that of the tokenizer."
+        default=None, ge=0, description="End-of-text id in token shards. None: the tokenizer's."
     )
     ids_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = Field(
         default=None,
-        description="What the ids are where the files do not say it: token shards without a header (unsigned), or an "
-        "mds column of bytes.",
+        description="Type of the token ids where files do not record it: token shards without a header (unsigned), or "
+        "an mds column of bytes.",
     )
     max_record_bytes: int = Field(
         default=128 << 20,
         ge=1,
-        description="A larger line or row is put aside without being loaded; a txt file is cut at cache.unit_bytes.",
+        description="Maximum size of a line or row; larger ones are quarantined unread. txt files are split at "
+        "cache.unit_bytes.",
     )
     max_decompressed_bytes: int = Field(
-        default=1 << 40, ge=1, description="Refuse a compressed file that comes to more than this."
+        default=1 << 40, ge=1, description="Refuse compressed files that decompress to more than this."
     )
     max_decompression_ratio: float = Field(
         default=1000.0,
         ge=1,
-        description="Refuse a compressed file that comes to so many times its size, from 256 MiB on.",
+        description="Refuse compressed files with a higher compression ratio, from 256 MiB on.",
     )
     weight: float | str = Field(
         default=1.0,
-        description="Share of rows drawn from this source, exact: a decimal number or a fraction such as '1/3'.",
+        description="Fraction of rows sampled from this source, relative to the other weights; exact: a decimal "
+        "number or a fraction such as '1/3'.",
     )
     max_epochs: int | None = Field(
         default=None,
         ge=1,
-        description="Pass over this source no more often than this (see on_exhausted). None: as often as needed.",
+        description="Maximum number of epochs over this source (see on_exhausted). None: unlimited.",
     )
     on_exhausted: Literal["error", "drop", "repeat"] = Field(
         default="error",
-        description="When max_epochs are used up: error refuses the run; drop goes on without the source, its share "
-        "going to the others, as a recorded event; repeat passes over it again.",
+        description="After max_epochs: error refuses the run; drop continues without the source, as a recorded event "
+        "that gives its share to the others; repeat starts another epoch.",
     )
     split_by: Literal["tokens_per_document", "bytes_per_token"] | None = Field(
         default=None,
-        description="Divide the source into parts by this statistic of its chunks, to be weighed in data.stages as "
-        "NAME.PART: a curriculum by difficulty. bytes_per_token is that of the chunk's unit.",
+        description="Divide the source into difficulty buckets by this statistic of its chunks, for a curriculum: "
+        "data.stages weights them as NAME.BUCKET. bytes_per_token is that of the chunk's unit.",
     )
     split_quantiles: tuple[float, ...] = Field(
-        default=(0.5,), description="Where the parts meet, as shares of the rows that are there when the run begins."
+        default=(0.5,), description="Boundaries of the buckets, as fractions of the rows present when the run starts."
     )
     split_names: tuple[str, ...] = Field(
-        default=("easy", "hard"), description="Names of the parts, from the lowest statistic up."
+        default=("easy", "hard"), description="Names of the buckets, in ascending order of the statistic."
     )
     max_bytes: int | None = Field(
-        default=None, ge=1, description="Use only the first files up to this many bytes of text. None: everything."
+        default=None, ge=1, description="Use only the first files, up to this many bytes of text. None: all files."
     )
     transforms: tuple[TransformConfig, ...] | None = Field(
-        default=None, description="Functions for this source instead of data.transforms. None: those."
+        default=None, description="Transforms of this source, instead of data.transforms. None: data.transforms."
     )
     bad_record_fraction: float = Field(
-        default=0.001, ge=0, le=1, description="Unreadable records that are put aside before the build stops."
+        default=0.001,
+        ge=0,
+        le=1,
+        description="Fraction of unreadable records that may be quarantined before the build stops.",
     )
     damaged_files: Literal["stop", "keep_readable"] = Field(
         default="stop",
-        description="A gzip or zstd file that is damaged or ends early: stop the build with its name; or keep the "
-        "records that lie whole before the damage, put the rest of the file aside, and say so.",
+        description="What to do with a gzip or zstd file that is damaged or truncated: stop the build and name the "
+        "file; or keep the complete records before the damage and quarantine the rest, with a message.",
     )
     max_retries_per_unit: int = Field(
         default=60,
         ge=0,
-        description="Failed tries at a store (S3, GCS, hub, web) that one unit of work may have before building "
-        "stops; 60 are some 13 minutes of an outage.",
+        description="Retries of requests to a store (S3, GCS, Azure, Hub, web) per unit before the build stops; 60 "
+        "cover an outage of about 13 minutes.",
     )
     stall_seconds: float = Field(
         default=20.0,
         gt=0,
-        description="Without a byte from a store until a try is given up; the next goes on behind the last byte.",
+        description="Timeout without a byte from a store; the retry continues after the last byte received.",
     )
 
     @property
     def has_tokens(self) -> bool:
-        """Whether its documents are token ids, not text."""
+        """Whether its documents are token ids instead of text."""
         return self.format == "bin" or self.tokens_field is not None
 
 
 class ValidationConfig(Section):
-    """The held-out split. Which text belongs to it never depends on anything but the text's place."""
+    """The validation split. Membership of a text depends only on its position in the source."""
 
     split: Literal["auto", "named", "file", "document", "tail"] = Field(
         default="auto",
-        description="What is held out whole. file, document: a share of them; tail: the end of every file; named: the "
-        "files with val or validation in their names or in those of their folders. auto: the first that fits a source: "
-        "named for token shards and folders with splits, file where there are many files, document where records are, "
-        "else tail; what was chosen is shown.",
+        description="What is held out. file, document: a fraction of the files or documents; tail: the end of every "
+        "file; named: files with val or validation in their name or folder. auto: the first that fits the source: "
+        "named for token shards and folders with splits, file for many files, document for records, else tail; the "
+        "choice is printed.",
     )
     held_out_fraction: float = Field(
         default=0.01,
         ge=0,
         lt=1,
-        description="Share of the files, documents or bytes that is held out; 0 holds out nothing.",
+        description="Fraction of the files, documents or bytes that is held out; 0: no validation split.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(),
-        description="Text to validate on, in place of a held-out share of data.sources; its files are left out of "
-        "training.",
+        description="Sources to validate on, instead of a held-out fraction of data.sources; their files are excluded "
+        "from training.",
     )
 
 
 class CacheConfig(Section):
-    """The packed token cache."""
+    """The token cache: tokenized, packed rows on disk."""
 
     directory: str | None = Field(
-        default=None, description="Root of all caches, shared by runs. None: $VOROX_CACHE, else ~/.cache/vorox."
+        default=None,
+        description="Root directory of all caches, shared by runs. None: $VOROX_CACHE, else ~/.cache/vorox.",
     )
-    codec: Literal["lz4", "lz4hc", "zstd", "raw"] = Field(default="lz4", description="Compression of the rows.")
+    codec: Literal["lz4", "lz4hc", "zstd", "raw"] = Field(default="lz4", description="Compression of the packed rows.")
     unit_bytes: int = Field(
-        default=64 << 20, ge=1, description="Text per unit of work; a unit is built, lost and rebuilt as a whole."
+        default=64 << 20, ge=1, description="Text per unit; a unit is built, leased and rebuilt as a whole."
     )
     chunk_rows: int = Field(default=4096, ge=1, description="Rows per chunk file.")
     block_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Rows compressed together. None: 1 from 1,024 tokens a row on, more for shorter rows.",
+        description="Rows compressed together. None: 1 for rows of 1,024 tokens or more, more for shorter rows.",
     )
     grow: bool = Field(
         default=False,
-        description="Take up files that are new into the cache that was begun with the others, instead of building "
-        "another one. Every file that it was built from must still be there unchanged.",
+        description="Add new files to the existing cache instead of building another one. All files that it was built "
+        "from must still exist, unchanged.",
     )
 
 
 class PipelineConfig(Section):
-    """How a cache is built in stages that work at the same time. Nothing here changes a single row."""
+    """The stages of a cache build. Nothing here changes a row."""
 
     staged: bool = Field(
-        default=True, description="Stages in threads of their own; off: one after the other in the building thread."
+        default=True,
+        description="Run the stages concurrently, in threads of their own; off: in sequence, in the build thread.",
     )
-    fetch_threads: int = Field(default=2, ge=1, le=64, description="Units of remote text fetched at once.")
+    fetch_threads: int = Field(default=2, ge=1, le=64, description="Units of remote text fetched concurrently.")
     filter_threads: int = Field(default=1, ge=1, le=64, description="Threads that apply transforms to text.")
     tokenize_threads: int = Field(
-        default=1, ge=1, le=64, description="Batches tokenised at once; the library has threads of its own inside one."
+        default=1,
+        ge=1,
+        le=64,
+        description="Batches tokenized concurrently; the library uses threads of its own within a batch.",
     )
     augment_threads: int = Field(default=1, ge=1, le=64, description="Threads that apply transforms to tokens.")
-    pack_threads: int = Field(default=1, ge=1, le=64, description="Units packed and compressed at once.")
-    queue_bytes: int = Field(default=64 << 20, ge=1, description="Bytes that may wait between two stages.")
+    pack_threads: int = Field(default=1, ge=1, le=64, description="Units packed and compressed concurrently.")
+    queue_bytes: int = Field(default=64 << 20, ge=1, description="Maximum number of bytes queued between two stages.")
 
 
 class LoaderConfig(Section):
-    """How batches are read ahead. Nothing here changes a single batch."""
+    """Prefetching of batches. Nothing here changes a batch."""
 
-    num_threads: int = Field(default=1, ge=0, le=64, description="Reader threads; 0 reads in the training thread.")
-    prefetch_batches: int = Field(default=4, ge=1, description="Batches kept ready when there are reader threads.")
+    num_threads: int = Field(default=1, ge=0, le=64, description="Reader threads; 0: read in the training thread.")
+    prefetch_batches: int = Field(default=4, ge=1, description="Batches prefetched by the reader threads.")
 
 
 class StreamingConfig(Section):
-    """How much of a streamed corpus is kept. Nothing here changes a single row of training."""
+    """Disk budget and prefetching of a streamed corpus. Nothing here changes a training row."""
 
     retention_bytes: int = Field(
         default=8 << 30,
         ge=1,
-        description="What the chunk files of all streamed sources may take on disk. It must hold the segments that are "
-        "read at the same time: the current and the next one of every source.",
+        description="Disk budget of the chunk files of all streamed sources. It must hold the segments that are read "
+        "concurrently: the current and the next one of every source.",
     )
-    prefetch_segments: int = Field(
-        default=1, ge=0, le=64, description="Segments built ahead of the one that is being read."
-    )
+    prefetch_segments: int = Field(default=1, ge=0, le=64, description="Segments built ahead of the current one.")
     validation_bytes: int = Field(
         default=64 << 20,
         ge=1,
-        description="Text of each source, from its beginning, in which held-out records are looked for; more of it "
-        "only if there are none. It is read whole before the first step.",
+        description="Leading bytes of each source that are searched for held-out records, more only if they contain "
+        "none. They are read before the first step.",
     )
 
 
 class GrowthConfig(Section):
-    """Training while the caches are still being built."""
+    """Training while the caches are being built."""
 
     mode: Literal["complete", "strict", "elastic"] = Field(
         default="complete",
-        description="complete: caches are finished before step 1. strict: segments of units are fixed in advance and "
-        "waited for, so the order does not depend on the builder's speed. elastic: whatever is there is taken up when "
-        "it is needed, and recorded.",
+        description="complete: build the caches before step 1. strict: train on segments of units that are fixed in "
+        "advance and waited for, so the order does not depend on build speed. elastic: train on the rows that are "
+        "ready, and record which.",
     )
-    first_segment_units: int = Field(default=1, ge=1, description="strict: units of a source's first segment.")
+    first_segment_units: int = Field(default=1, ge=1, description="strict: units in the first segment of a source.")
     max_segment_units: int = Field(
-        default=64, ge=1, description="strict: each segment doubles the one before, up to this many units."
+        default=64, ge=1, description="strict: each segment has twice the units of the previous one, up to this many."
     )
     later_passes: Literal["whole", "segments"] = Field(
         default="whole",
-        description="strict: permute all of a source together in its later passes, or in segments like the first, "
-        "which data.mode=streaming needs.",
+        description="strict: order of epochs after the first: a permutation of the whole source, or of segments as in "
+        "the first epoch, which data.mode=streaming requires.",
     )
     horizon_steps: int = Field(
-        default=64, ge=1, description="Steps ahead for which rows are taken up, as far as they are there."
+        default=64, ge=1, description="Number of steps for which rows are scheduled ahead, as far as they are ready."
     )
     on_starve: Literal["wait", "repeat", "stop"] = Field(
         default="wait",
-        description="When the next rows are not built yet: wait for them; repeat what is there (elastic only); or "
-        "stop: save and leave, to be resumed.",
+        description="When the next rows are not ready: wait for them; repeat: train on the ready rows again (elastic "
+        "only); stop: save a checkpoint and exit, to be resumed.",
     )
     build: bool = Field(
-        default=True, description="Build the caches in the background of the run; off: another process builds them."
+        default=True, description="Build the caches in the background of the run; off: a separate process builds them."
     )
 
 
 class StageConfig(Section):
     """One stage of a curriculum."""
 
-    start_tokens: int = Field(ge=0, description="Tokens trained on before it begins, rounded up to whole steps.")
+    start_tokens: int = Field(
+        ge=0, description="Tokens trained on before this stage starts, rounded up to whole steps."
+    )
     weights: Mapping[str, float | str] = Field(
         default_factory=dict,
-        description="Share of each source, or part of one as NAME.PART, by name, exact; sources that are not named "
-        "rest. Empty: the weights of the sources.",
+        description="Weight of each source, or of a difficulty bucket as NAME.BUCKET, exact; sources that are not "
+        "listed are not sampled. Empty: the weights of the sources.",
     )
     sequence_length_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Cut rows into pieces of this length, a divisor of data.sequence_length_tokens; a batch keeps its "
-        "tokens and gets more rows. None: the whole length.",
+        description="Split rows into sequences of this length, a divisor of data.sequence_length_tokens; a batch has "
+        "the same number of tokens in more rows. None: the full length.",
     )
 
 
 class DataConfig(Section):
-    sources: tuple[SourceConfig, ...] = Field(description="The corpora, mixed by weight.", min_length=1)
+    sources: tuple[SourceConfig, ...] = Field(description="Sources of text, mixed by weight.", min_length=1)
     mode: Literal["cached", "streaming"] = Field(
         default="cached",
-        description="cached: chunks stay on disk; streaming: they are made while training runs, removed when they were "
-        "read and made again when they are needed again. The rows and their order are those of a growing cache.",
+        description="cached: chunks stay on disk. streaming: chunks are built while the run trains, evicted after use "
+        "and rebuilt when needed again. Rows and order are those of a growing cache (data.growth.mode=strict).",
     )
-    sequence_length_tokens: int = Field(default=256, ge=2, description="Positions of a training row.")
+    sequence_length_tokens: int = Field(default=256, ge=2, description="Tokens per packed row.")
     packing: Literal["best_fit", "concat"] = Field(
         default="best_fit",
-        description="best_fit keeps documents whole where they fit; concat cuts the stream of documents.",
+        description="best_fit keeps documents whole where they fit; concat splits the concatenated documents.",
     )
     document_mask: bool = Field(
-        default=True, description="Documents of one row do not attend to each other and positions restart at each."
+        default=True, description="Restrict attention to the document and restart positions at every document of a row."
     )
-    shuffle: bool = Field(default=True, description="Keyed permutation of all rows in every epoch; off: stored order.")
-    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="The held-out split.")
+    shuffle: bool = Field(
+        default=True, description="Permute all rows in every epoch, keyed by the seed; off: stored order."
+    )
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="The validation split.")
     transforms: tuple[TransformConfig, ...] = Field(
-        default=(), description="Functions that filter, deduplicate or change documents before they are packed."
+        default=(), description="Transforms that filter, deduplicate or change documents before packing."
     )
     transform_seed: int = Field(
         default=0,
         ge=0,
-        description="Seed of the transforms' draws; not the run's, so that runs with other seeds share a cache.",
+        description="Seed of the transforms, separate from run.seed, so that runs with other seeds share a cache.",
     )
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Building in stages.")
-    cache: CacheConfig = Field(default_factory=CacheConfig, description="The packed token cache.")
-    streaming: StreamingConfig = Field(default_factory=StreamingConfig, description="Bounded retention.")
-    loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Reading ahead.")
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Stages of a cache build.")
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="The token cache.")
+    streaming: StreamingConfig = Field(
+        default_factory=StreamingConfig, description="Disk budget and prefetching of data.mode=streaming."
+    )
+    loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Prefetching of batches.")
     stages: tuple[StageConfig, ...] = Field(
-        default=(), description="Mixtures and row lengths by tokens; before the first, the weights of the sources."
+        default=(),
+        description="Curriculum: mixtures and row lengths by tokens; before the first stage, the weights of the "
+        "sources apply.",
     )
-    growth: GrowthConfig = Field(default_factory=GrowthConfig, description="Training while caches grow.")
+    growth: GrowthConfig = Field(default_factory=GrowthConfig, description="Training while caches are being built.")
 
 
 class TokenizerConfig(Section):
     kind: Literal["bpe", "byte", "char", "file", "huggingface", "tiktoken", "none"] | ImportPath = Field(
         default="bpe",
-        description="bpe: byte-level BPE trained on the sources; byte: 256 bytes; char: the characters that occur; "
-        "file: a tokenizer.json; huggingface: a directory or repository with the tokenizer of a model; tiktoken: an "
-        "encoding by name, or a file of ranks; none: token shards whose tokenizer nobody has. Or a function of your "
-        "own: f(path) returns a tokenizers.Tokenizer.",
+        description="bpe: byte-level BPE trained on the sources; byte: 256 bytes; char: the characters of the text; "
+        "file: a tokenizer.json; huggingface: the tokenizer of a model, from a directory or repository; tiktoken: an "
+        "encoding by name, or a file of ranks; none: token shards without a known tokenizer. Or a user function: "
+        "f(path) returns a tokenizers.Tokenizer.",
     )
     vocab_size: int = Field(
         default=4096,
         ge=1,
-        description="Vocabulary of a trained bpe, with its special tokens, smaller where the text has fewer pairs "
-        "of tokens; or the number of ids of kind none.",
+        description="Vocabulary size of a trained BPE including special tokens, smaller if the text has fewer pairs; "
+        "or the number of ids of kind none.",
     )
     train_bytes: int = Field(
-        default=8 << 20, ge=1, description="Text that a bpe is trained on: evenly spread documents."
+        default=8 << 20, ge=1, description="Bytes of text that a BPE is trained on, from evenly spread documents."
     )
     path: str | None = Field(
         default=None,
-        description="For kind file: the tokenizer.json. For huggingface: a directory, or OWNER/NAME on the hub. For "
-        "tiktoken: an encoding such as gpt2 or cl100k_base, a .tiktoken file or a vocab.bpe. For a "
-        "function of your own: its argument.",
+        description="file: the tokenizer.json. huggingface: a directory, or OWNER/NAME on the Hub. tiktoken: an "
+        "encoding such as gpt2 or cl100k_base, a .tiktoken file or a vocab.bpe. User function: its argument.",
     )
     revision: str | None = Field(
-        default=None, description="Commit, tag or branch of a repository of the hub. None: the newest."
+        default=None, description="Commit, tag or branch of a Hub repository. None: the newest commit."
     )
     pattern: str | None = Field(
-        default=None, description="Regular expression that cuts words, for a .tiktoken file. None: that of GPT-2."
+        default=None,
+        description="Regular expression that splits text into words, for a .tiktoken file. None: that of GPT-2.",
     )
     end_of_text: str | None = Field(
         default=None,
-        description="Token after every document; added if it is not there. None: what a Hugging Face tokenizer calls "
-        "the end of a sequence, else <|endoftext|>.",
+        description="Token appended to every document; added to the vocabulary if it is missing. None: the eos_token "
+        "of a Hugging Face tokenizer, else <|endoftext|>.",
     )
     end_of_text_id: int | None = Field(
         default=None,
         ge=0,
-        description="For kind none: the id that ends a document. None: a further one behind the vocabulary.",
+        description="Kind none: the end-of-text id. None: one id after the vocabulary.",
     )
     special_tokens: tuple[str, ...] = Field(
         default=(),
-        description="Further special tokens, such as the sentinels of fill_in_the_middle; added behind all others "
-        "where they are not there. Text that spells them stays text.",
+        description="Further special tokens, such as the sentinels of fill_in_the_middle; added at the end of the "
+        "vocabulary if they are missing. The same characters in text stay text.",
     )
     fast_path: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: look words up where that gives equal ids, which is tested; off: always ask the library. "
-        "The ids are the same.",
+        description="auto: encode words by table lookup where a test shows that the ids are equal; off: always use "
+        "the library. The ids are the same.",
     )

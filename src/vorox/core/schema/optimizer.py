@@ -12,48 +12,62 @@ from vorox.core.schema.section import ImportPath, Section
 class OptimizerConfig(Section):
     name: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="muon orthogonalises the updates of hidden matrices and uses adamw for everything else.",
+        description="muon orthogonalises the updates of hidden matrices and uses AdamW for all other parameters.",
     )
     lr: float = Field(default=6e-4, gt=0, description="Peak learning rate.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW: decay of the second moment.")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW: added to the root of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW: epsilon added to the root of the second moment.")
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled decay per unit of learning rate.")
     decay_embeddings: bool = Field(
-        default=True, description="Decay embeddings too; norms and biases are never decayed."
+        default=True, description="Apply weight decay to embeddings too; norms and biases are never decayed."
     )
-    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm. None: no clipping.")
-    muon_lr: float = Field(default=0.02, gt=0, description="Peak learning rate of the matrices under muon.")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Clip the global gradient norm to this value. None: no clipping."
+    )
+    muon_lr: float = Field(default=0.02, gt=0, description="Peak learning rate of the matrices that muon updates.")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum of muon.")
 
 
 class ScheduleConfig(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] | ImportPath = Field(
         default="cosine",
-        description="Shape after the warm-up; wsd is warm-up, stable, decay. Or a function of your own: "
-        "f(step, total_steps, warmup_steps) returns the share of the peak, for steps from 0.",
+        description="Learning-rate schedule after the warm-up; wsd is warmup-stable-decay. Or a user function: "
+        "f(step, total_steps, warmup_steps) returns a fraction of the peak; steps count from 0.",
     )
-    warmup_steps: int | None = Field(default=None, ge=0, description="Warm-up in steps. Give at most one of the three.")
-    warmup_tokens: int | None = Field(default=None, ge=0, description="Warm-up in tokens.")
+    warmup_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Length of the warm-up in steps. Set at most one of warmup_steps, warmup_tokens and "
+        "warmup_fraction.",
+    )
+    warmup_tokens: int | None = Field(default=None, ge=0, description="Length of the warm-up in tokens.")
     warmup_fraction: float | None = Field(
-        default=None, ge=0, le=1, description="Warm-up as a share of one pass over the full dataset (estimated)."
+        default=None,
+        ge=0,
+        le=1,
+        description="Length of the warm-up as a fraction of one epoch of the full dataset (estimated).",
     )
-    min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="Final learning rate relative to the peak.")
-    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="wsd: share of all steps in the final decay.")
+    min_lr_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="Final learning rate as a fraction of the peak."
+    )
+    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="wsd: fraction of all steps in the final decay.")
     weight_decay: Literal["constant", "linear", "cosine"] | ImportPath = Field(
         default="constant",
-        description="Shape of the weight decay over the run, or a function of your own like that of name.",
+        description="Schedule of the weight decay, or a user function with the signature described at name.",
     )
     final_weight_decay_fraction: float = Field(
-        default=0.0, ge=0, description="linear and cosine: final weight decay relative to the first."
+        default=0.0, ge=0, description="linear and cosine: final weight decay as a fraction of the initial one."
     )
 
 
 class LossConfig(Section):
     chunk_tokens: int = Field(
-        default=1024, ge=1, description="Positions whose logits exist at once; the full logits never stand."
+        default=1024, ge=1, description="Positions whose logits are materialised together; the full logits never are."
     )
-    z_loss_weight: float = Field(default=0.0, ge=0, description="Weight of the squared log-partition penalty.")
+    z_loss_weight: float = Field(
+        default=0.0, ge=0, description="Weight of the z-loss, the squared log of the softmax normaliser."
+    )
     label_smoothing_fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="Probability spread over the vocabulary."
+        default=0.0, ge=0, lt=1, description="Probability mass spread evenly over the vocabulary."
     )

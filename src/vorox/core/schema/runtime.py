@@ -1,4 +1,4 @@
-"""``precision``, ``runtime``, ``parallel`` and ``run``: on what machine, in which numbers, under which name."""
+"""``precision``, ``runtime``, ``parallel`` and ``run``: number formats, device, parallelism, name and seed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**32
 
 class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="Arithmetic of the forward and backward pass; parameters stay fp32."
+        default="fp32", description="Number format of the forward and backward pass; parameters stay fp32."
     )
     matmul: Literal["ieee", "tf32"] = Field(
-        default="ieee", description="fp32 products on GPUs that have TensorFloat-32."
+        default="ieee", description="Precision of fp32 matrix products on NVIDIA GPUs."
     )
     initial_loss_scale: float = Field(
         default=65536.0,
         ge=SMALLEST_LOSS_SCALE,
         le=LARGEST_LOSS_SCALE,
-        description="fp16: first loss scale; it adapts from there, within the same bounds.",
+        description="fp16: initial loss scale; it then adapts within the same bounds.",
     )
 
 
 class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps", "tpu"] = Field(
-        default="auto", description="auto takes the first that exists."
+        default="auto", description="Device to train on. auto: the first one available."
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="Arithmetic threads on the CPU. None: the physical cores. Part of bit-equality."
+        default=None,
+        ge=1,
+        description="Compute threads on the CPU; another number changes bits. None: the number of physical cores.",
     )
-    compile: bool = Field(default=False, description="Compile the model before step 1; takes up to a minute.")
+    compile: bool = Field(default=False, description="Compile the model before step 1, which takes up to a minute.")
     scan_layers: bool = Field(
         default=False,
-        description="jax: compile one block and scan over all, which compiles deep models faster; a block keeps its "
-        "matrix products for the backward pass and computes the rest again.",
+        description="jax: compile one block and scan over all of them, so deep models compile faster. A block saves "
+        "its matrix products for the backward pass and recomputes the rest.",
     )
     determinism: Literal["auto", "none", "data", "bitwise"] = Field(
         default="auto",
@@ -47,17 +49,21 @@ class RuntimeConfig(Section):
 
 
 class ParallelConfig(Section):
-    data_parallel_size: int = Field(default=1, ge=1, description="Whole copies of the model that share each batch.")
+    data_parallel_size: int = Field(
+        default=1, ge=1, description="Replicas of the whole model; each trains on a part of the batch."
+    )
     fsdp_size: int = Field(
-        default=1, ge=1, description="Copies that share each batch and keep a part of the parameters each."
+        default=1,
+        ge=1,
+        description="Replicas that each train on a part of the batch and hold a shard of the parameters (FSDP).",
     )
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="Devices that every matrix product of the model is split over."
+        default=1, ge=1, description="Devices that every matrix product of the model is sharded over."
     )
 
     @property
     def num_row_parts(self) -> int:
-        """Parts that the rows of a batch are cut into."""
+        """Parts that the rows of a batch are divided into."""
         return self.data_parallel_size * self.fsdp_size
 
     @property
@@ -67,7 +73,9 @@ class ParallelConfig(Section):
 
 class RunSection(Section):
     name: str | None = Field(
-        default=None, description="Readable part of the run id. None: from model, data and length."
+        default=None, description="Readable part of the run id. None: derived from the configuration and the model."
     )
-    directory: str = Field(default="runs", description="Where run directories are made.")
-    seed: int = Field(default=1234, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout.")
+    directory: str = Field(default="runs", description="Parent directory of run directories.")
+    seed: int = Field(
+        default=1234, ge=0, lt=2**63, description="Seed of the initial weights, the data order and dropout."
+    )

@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common."""
+"""Base class of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\s]+:[A-Za-z_]\w*$")]
-"""A function of the user: ``package.module:function`` or ``path/to/file.py:function`` (``core/extensions.py``)."""
+"""A user function: ``package.module:function`` or ``path/to/file.py:function`` (``core/extensions.py``)."""
 
 
 class Section(BaseModel):
-    """Frozen, without unknown keys, every field described. Derived values are functions, never fields."""
+    """A section: frozen, no unknown keys, every field described. Derived values are methods, never fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)

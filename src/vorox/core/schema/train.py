@@ -1,4 +1,4 @@
-"""``train``, ``eval``, ``checkpoint`` and ``log``: how long, how large, and what is written when."""
+"""``train``, ``eval``, ``checkpoint`` and ``log``: length, batch size, validation, checkpoints, metrics."""
 
 from __future__ import annotations
 
@@ -11,145 +11,153 @@ from vorox.core.schema.section import ImportPath, Section
 
 class TrainConfig(Section):
     num_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps. Give exactly one of the three lengths."
+        default=None,
+        ge=1,
+        description="Length in optimizer steps. Set exactly one of num_steps, num_tokens and num_epochs.",
     )
-    num_tokens: int | None = Field(default=None, ge=1, description="Tokens to train on, rounded up to whole steps.")
+    num_tokens: int | None = Field(default=None, ge=1, description="Length in tokens, rounded up to whole steps.")
     num_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the training rows, rounded up to steps. Also called target_epochs.",
+        description="Length in epochs over the training rows, rounded up to whole steps.",
     )
     epoch_dataset_fraction: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Share of the training rows that num_epochs counts as one epoch. Rows that an epoch leaves out "
-        "come first in the next; nothing repeats before everything was read.",
+        description="Fraction of the training rows that num_epochs counts as one epoch. Rows that one epoch skips "
+        "come first in the next; no row repeats before all have been read.",
     )
     follow_growth: bool = Field(
         default=False,
-        description="With num_epochs: when caches have grown at a resume, extend the run by a recorded event. Off: the "
-        "new number of steps is said, and the run keeps its length.",
+        description="With num_epochs: extend the run, as an event of its plan, if its caches have more rows when it "
+        "resumes. Off: report the new number of steps and keep the length.",
     )
-    global_batch_sequences: int = Field(default=16, ge=1, description="Rows per step over all processes.")
-    micro_batch_sequences: int = Field(default=16, ge=1, description="Rows per forward pass; divides the global batch.")
+    global_batch_sequences: int = Field(default=16, ge=1, description="Rows per step, over all ranks.")
+    micro_batch_sequences: int = Field(
+        default=16, ge=1, description="Rows per forward pass and device; must divide the global batch."
+    )
     activation_checkpointing: Literal["none", "block", "dots"] = Field(
         default="none",
-        description="block: keep only block inputs and recompute the rest in the backward pass; "
-        "dots (jax): keep the matrix products as well.",
+        description="block: save only block inputs and recompute the rest in the backward pass; dots (jax): save the "
+        "matrix products as well.",
     )
     from_weights: str | None = Field(
         default=None,
-        description="Start from these weights instead of random ones: a run, a checkpoint (of either engine) or a "
-        "directory of transformers, here or under gs:// or s3://, or hf://OWNER/NAME@REVISION. The optimizer starts "
-        "afresh.",
+        description="Initialise from these weights: a run, a checkpoint of either backend or a transformers "
+        "directory, local or under gs:// or s3://; or hf://OWNER/NAME@REVISION. The optimizer state starts at zero.",
     )
     from_optimizer: bool = Field(
-        default=False, description="Take over the optimizer's state of that checkpoint as well."
+        default=False, description="Initialise the optimizer state from that checkpoint as well."
     )
     max_nonfinite_steps: int = Field(
         default=3,
         ge=0,
-        description="Steps in a row with a non-finite loss or gradient that are skipped before stopping.",
+        description="Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.",
     )
 
 
 class EvalConfig(Section):
     every_steps: int | None = Field(
-        default=None, ge=1, description="Validate every so many steps. None: only at the end."
+        default=None, ge=1, description="Validation interval in steps. None: only at the end."
     )
     num_sequences: int | None = Field(
-        default=256, ge=1, description="Validation rows, always the same ones. None: the whole held-out split."
+        default=256,
+        ge=1,
+        description="Number of validation rows, the same ones every time. None: the whole validation split.",
     )
-    at_end: bool = Field(default=True, description="Validate the last step on the whole set asked for.")
+    at_end: bool = Field(default=True, description="Validate after the last step.")
     functions: tuple[ImportPath, ...] = Field(
         default=(),
-        description="Evaluations of your own at every validation: f(model) returns a number or a mapping of them, as "
-        "my_package.my_module:function or path/to/file.py:function.",
+        description="User functions called at every validation: f(model) returns a number or a mapping of numbers. "
+        "Written as my_package.my_module:function or path/to/file.py:function.",
     )
     prompts: tuple[str, ...] = Field(
-        default=(), description="Texts to complete, always the same way, at every validation."
+        default=(), description="Prompts completed at every validation, with the same random numbers every time."
     )
-    sample_tokens: int = Field(default=48, ge=1, description="Tokens of each completion.")
-    sample_temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token.")
+    sample_tokens: int = Field(default=48, ge=1, description="Maximum number of tokens per completion.")
+    sample_temperature: float = Field(default=0.8, ge=0, description="Sampling temperature; 0 is greedy decoding.")
     sample_top_k: int | None = Field(
-        default=50, ge=1, description="Draw only from the likeliest tokens. None: from all."
+        default=50, ge=1, description="Sample from the k most likely tokens. None: from all."
     )
 
 
 CheckpointFormat = Literal["safetensors", "orbax"]
-"""How the arrays of a checkpoint are stored."""
+"""Array formats of checkpoints."""
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(default=None, ge=1, description="Save every so many steps. None: only at the end.")
+    every_steps: int | None = Field(
+        default=None, ge=1, description="Checkpoint interval in steps. None: only at the end."
+    )
     every_seconds: float | None = Field(
-        default=None, gt=0, description="Also save when this long has passed since the last."
+        default=None, gt=0, description="Checkpoint interval in seconds, in addition to steps."
     )
     keep_last: int = Field(
-        default=2, ge=1, description="Newest checkpoints that are kept; two guard against a corrupt one."
+        default=2, ge=1, description="Number of newest checkpoints to keep; two guard against a corrupt one."
     )
     keep_best: int = Field(
-        default=0, ge=0, description="Checkpoints with the lowest validation loss that are kept as well."
+        default=0, ge=0, description="Number of checkpoints with the lowest validation loss to keep as well."
     )
     keep_every_steps: int | None = Field(
-        default=None, ge=1, description="Keep checkpoints at multiples of this for ever."
+        default=None, ge=1, description="Keep checkpoints at multiples of this number of steps indefinitely."
     )
-    at_end: bool = Field(default=True, description="Save after the last step.")
+    at_end: bool = Field(default=True, description="Save a checkpoint after the last step.")
     mirror: str | None = Field(
         default=None,
-        description="Folder in a store (gs://BUCKET/FOLDER, s3://BUCKET/FOLDER) that gets a copy of every checkpoint "
-        "and of the run's record, in the background. A run that is not on this machine, or further there, is brought "
-        "back from it.",
+        description="Folder in an object store (gs://BUCKET/FOLDER, s3://BUCKET/FOLDER) to which every checkpoint and "
+        "the run's records are copied in the background. A run that is not on this machine, or is ahead in the store, "
+        "is restored from it.",
     )
     mirror_wait_seconds: float = Field(
-        default=300.0, ge=0, description="How long the end of a run waits for its last checkpoint to be in the mirror."
+        default=300.0, ge=0, description="Timeout at the end of a run for copying its last checkpoint to the mirror."
     )
     asynchronous: bool = Field(
         default=True,
-        description="Copy the state into host memory and write it in the background while training goes on. Off: "
-        "training stands still until the checkpoint is committed, and nothing is copied.",
+        description="Copy the state into host memory and write it in the background while training continues. Off: "
+        "training waits until the checkpoint is committed, and nothing is copied.",
     )
     format: CheckpointFormat = Field(
         default="safetensors",
-        description="safetensors: whole arrays in the files of Hugging Face. orbax (jax): the parts that the devices "
-        "hold, each written by its process; any mesh restores them. Either is read whatever is set here.",
+        description="Array format. safetensors: whole arrays in Hugging Face files. orbax (jax): the shards of each "
+        "device, written by their ranks and restored on any mesh. Both are read regardless of this setting.",
     )
 
 
 class LogConfig(Section):
-    every_steps: int = Field(default=10, ge=1, description="Write metrics and progress every so many steps.")
+    every_steps: int = Field(default=10, ge=1, description="Interval of metrics and progress in steps.")
     metrics: tuple[ImportPath, ...] = Field(
         default=(),
-        description="Metrics of your own for every logged step: f(step, values) returns a number or a mapping of them.",
+        description="User metrics for every logged step: f(step, values) returns a number or a mapping of numbers.",
     )
     sinks: tuple[ImportPath, ...] = Field(
         default=(),
-        description="Sinks of your own: f(run_directory, resume_step, settings) returns an object with name, write, "
-        "flush and close.",
+        description="User sinks: f(run_directory, resume_step, settings) returns an object with name, write, flush "
+        "and close.",
     )
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files into the run directory.")
     wandb: bool = Field(
         default=False,
-        description="Also send metrics to Weights & Biases; offline into the run directory without a key.",
+        description="Also send metrics to Weights & Biases; without an API key, offline into the run directory.",
     )
-    wandb_project: str = Field(default="vorox", description="Project of the run there.", min_length=1)
+    wandb_project: str = Field(default="vorox", description="Weights & Biases project.", min_length=1)
     metadata: Literal["off", "sqlite", "postgres"] = Field(
         default="sqlite",
-        description="Database that records, in the background, which data was consumed. sqlite: metadata.sqlite in "
-        "the run directory; postgres: a server that any number of runs share.",
+        description="Database that records in the background which data was consumed. sqlite: metadata.sqlite in the "
+        "run directory; postgres: a server shared by any number of runs.",
     )
     metadata_dsn_variable: str = Field(
         default="VOROX_METADATA_DSN",
-        description="Environment variable that holds the connection string of the PostgreSQL server.",
+        description="Environment variable with the connection string of the PostgreSQL server.",
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
     )
     matmul_peak: bool = Field(
         default=True,
-        description="Measure the matrix products of this model before step 1 and show the speed as a share of them.",
+        description="Measure the matmul rate of this model's shapes before step 1 and report the training speed as a "
+        "fraction of it.",
     )
-    accuracy: bool = Field(default=False, description="Share of training targets that had the highest logit.")
-    parameter_norms: bool = Field(default=False, description="L2 norm of all parameters.")
+    accuracy: bool = Field(default=False, description="Log the accuracy on training targets.")
+    parameter_norms: bool = Field(default=False, description="Log the L2 norm of all parameters.")
     activation_statistics: bool = Field(
-        default=False, description="Mean, standard deviation and largest magnitude at every tap of every block."
+        default=False, description="Log mean, standard deviation and maximum magnitude at every tap of every block."
     )
