@@ -73,7 +73,7 @@ class BuildDisplay:
             self._write(self._last, "" if self._live else "\n")
 
     def _eta_seconds(self, done: int, total: int, now: float) -> float | None:
-        """Return the remaining seconds at this phase's average rate; ``None`` before the first progress and at the end."""
+        """Return the seconds left at this phase's average rate; ``None`` before the first progress and at the end."""
         made = done - (self._done_at_first or 0)
         if made <= 0 or done >= total:
             return None

@@ -56,7 +56,7 @@ def export(
     found = done.comparison
     if found is not None:
         typer.echo(
-            f"Checked with transformers: {found.num_texts} texts tokenize equally; over {found.num_tokens:,} positions, "
+            f"Checked with transformers: {found.num_texts} texts have equal ids; over {found.num_tokens:,} positions, "
             f"logits differ by at most {found.max_difference:.1e} (tolerance {found.tolerance:.1e})"
         )
         if found.rounding_difference:

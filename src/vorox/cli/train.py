@@ -73,7 +73,7 @@ def train(
 
         raise typer.Exit(launch(nproc, command[1:]))
     if limit is not None and resume_from == "auto":
-        config, resume_from, limit = _unfinished_run_of_same_command(config, limit)
+        config, resume_from, limit = _unfinished_run(config, limit)
     _run(config, resume_from, limit, command, _named_keys(sorted_words, config))
 
 
@@ -206,9 +206,7 @@ def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[
     return find_run(root or "runs", resume)
 
 
-def _unfinished_run_of_same_command(
-    config: RunConfig, minutes: float
-) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
+def _unfinished_run(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
     """Return the unfinished run of the same ``--minutes`` command, whose length was measured when it started."""
     from vorox.core.config import differences, in_digest
     from vorox.core.errors import ConfigError

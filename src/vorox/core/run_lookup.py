@@ -92,7 +92,7 @@ def refuse_links(run_directory: Path) -> None:
     for path in sorted(run_directory.iterdir()) if run_directory.is_dir() else ():
         if path.is_symlink() and not (path.is_dir() and path.resolve().is_relative_to(home)):
             raise ConfigError(
-                f"{path.name} in the run directory is a symbolic link to {path.readlink()}; runs do not write through links",
+                f"{path.name} in the run directory is a symbolic link to {path.readlink()}; runs write through none",
                 where=str(path),
                 hint="replace the link by its target; to keep runs on another disk, set run.directory",
                 saved="nothing was written",
