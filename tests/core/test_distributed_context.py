@@ -114,6 +114,6 @@ def test_who_one_is_comes_from_the_environment() -> None:
 )  # fmt: skip
 def test_half_an_environment_is_refused(change: dict[str, str]) -> None:
     place = {"VOROX_COORDINATOR": "node7:1234", "VOROX_PROCESS_COUNT": "4", "VOROX_PROCESS_INDEX": "3"}
-    with pytest.raises(ConfigError, match="describes no process") as refused:
+    with pytest.raises(ConfigError, match="give no valid rank") as refused:
         membership({**place, **change})
     assert refused.value.exit_code == 2

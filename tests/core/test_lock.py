@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_with_the_holder_named(tmp_path: Path) -> No
         with pytest.raises(ConfigError) as caught:
             FileLock(path, blocking=False, purpose="the run x").acquire()
         assert caught.value.exit_code == 2
-        assert caught.value.what == f"Run x is in use by process {process.pid} on {socket.gethostname()}"
+        assert caught.value.what == f"The run x is in use by process {process.pid} on {socket.gethostname()}"
         assert caught.value.where == str(path)
 
 

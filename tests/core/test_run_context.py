@@ -401,7 +401,7 @@ def test_runs_are_found_by_id_beginning_hash_path_and_latest(tmp_path: Path) -> 
     assert name("quick") == name("0a1b2c3d") == "quick-llama-6x384-0a1b2c3d"
     assert name("latest") == "alpha-99998888"
     assert find_run("elsewhere", str(tmp_path / "alpha-99998888")) == tmp_path / "alpha-99998888"
-    with pytest.raises(ConfigError, match="beginning of 2 runs: demo-gpt2-11112222, demo-gpt2-11112222-2"):
+    with pytest.raises(ConfigError, match="it matches 2 runs, demo-gpt2-11112222, demo-gpt2-11112222-2"):
         name("demo")
     with pytest.raises(ConfigError, match="did you mean alpha-99998888"):
         name("alpha-99998880")
