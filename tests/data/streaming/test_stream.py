@@ -62,12 +62,10 @@ class Opened:
         self.reader = StreamReader(self.stream)
 
     def grown_to(self, units: int) -> StreamReader:
-        """What the plan's grower does: ask until the units are there."""
-        end = time.monotonic() + 10
+        """Poll until the units exist, as a growing plan does. The time limit of tests ends a stream that stalls."""
         while len(self.reader.manifest.missing_units(0, units)) or (
             self.reader.manifest.planned_units < units and not self.reader.units_final
         ):
-            assert time.monotonic() < end, "the stream does not grow"
             self.reader = self.reader.refreshed(awaited_units=units)
             time.sleep(0.005)
         return self.reader
