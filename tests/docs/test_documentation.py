@@ -269,7 +269,9 @@ def run_with_functions_of_the_page(place: Path) -> None:
     texts = [block.text for block in blocks if block.language == "python"]
     second = next(number for number, text in enumerate(texts) if text.startswith("# shards.py"))
     (place / "mine.py").write_text("\n".join(texts[:second]), encoding="utf-8")
-    (place / "shards.py").write_text("\n".join(texts[second:]), encoding="utf-8")
+    third = next(number for number, text in enumerate(texts) if text.startswith("# lake.py"))
+    (place / "shards.py").write_text("\n".join(texts[second:third]), encoding="utf-8")
+    (place / "lake.py").write_text("\n".join(texts[third:]), encoding="utf-8")
     (place / "urls.txt").write_text("2025-12.notes\n2026-01.notes\n", encoding="utf-8")
     (place / "2026-01.notes").write_text("\n---\n".join(f"note {number} of the month" * 9 for number in range(60)))
     settings = yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))
@@ -289,6 +291,12 @@ def run_with_functions_of_the_page(place: Path) -> None:
     assert [line.split(",")[0] for line in lines if not line.endswith(",")] == [str(step) for step in range(1, 161)]
     assert run.where(7)[0].documents[0].uri.endswith("2026-01.notes")
     assert vorox.load_model(run).tokenizer.vocab_size == 96
+    (place / "depot" / "books").mkdir(parents=True)
+    (place / "depot" / "books" / "one.notes").write_text("\n---\n".join(f"book {number}" * 40 for number in range(60)))
+    settings["data"] = {"sources": [settings["data"]["sources"][-1] | {"paths": ["lake.py:depot://books/*.notes"]}]}
+    settings["data"] |= {"sequence_length_tokens": 128}
+    stored = vorox.train(settings, {"run.name": "stored", "train.num_steps": 3, "data.validation.split": "document"})
+    assert vorox.open_run(stored.run_directory).where(2)[0].documents[0].uri == "lake.py:depot://books/one.notes"
 
 
 @pytest.mark.parametrize(

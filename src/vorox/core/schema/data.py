@@ -44,8 +44,8 @@ class SourceConfig(Section):
     paths: tuple[str, ...] = Field(
         default=(),
         description="Files, folders (searched recursively), globs, URLs of object stores, or hf://OWNER/NAME for a "
-        "dataset of the Hugging Face Hub; or a user function, package.module:function, that returns a list of them. "
-        "Files are read in sorted order.",
+        "dataset of the Hugging Face Hub; or a user function, package.module:function, that returns a list of them; or "
+        "package.module:store://... for a store of your own. Files are read in sorted order.",
     )
     fallback: tuple[str, ...] = Field(
         default=(),

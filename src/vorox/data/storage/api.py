@@ -13,6 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from vorox.core.extensions import is_extension
 from vorox.data.storage import local, writing
 from vorox.data.storage.failures import split_bucket
 from vorox.data.storage.locations import StoredFile, scheme_of
@@ -32,6 +33,10 @@ def _store(scheme: str) -> Store:
         from vorox.data.storage.hub import HubStore
 
         return HubStore()
+    if is_extension(scheme):
+        from vorox.data.storage.user_store import UserStore
+
+        return UserStore(scheme)
     from vorox.data.storage.web import WebStore
 
     return WebStore()

@@ -24,6 +24,7 @@ STANDARD_LIBRARY = "stdlib:"
 REMOTE_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_USER_SCHEME = re.compile(r"([^:\s]+:[A-Za-z_]\w*)://")
 _SECRET_VARIABLES = (
     "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY",
     "AZURE_CLIENT_SECRET",
@@ -73,19 +74,23 @@ class StoredFile:
 
 
 def scheme_of(location: str) -> str | None:
-    """Return ``s3``, ``gs``, ``az``, ``hf``, ``http`` or ``https``; ``None`` for paths and the standard library.
+    """Return ``s3``, ``gs``, ``az``, ``hf``, ``http``, ``https`` or the import path of a user's store.
+
+    Paths and the standard library have none: ``None``.
 
     Raises:
         ConfigError: The scheme is unknown, or the uri contains credentials.
     """
-    match = _SCHEME.match(location)
+    user_scheme = _USER_SCHEME.match(location)
+    match = user_scheme or _SCHEME.match(location)
     if match is None:
         return None
-    scheme = match[1].lower()
-    if scheme not in REMOTE_SCHEMES:
+    scheme = match[1] if user_scheme else match[1].lower()
+    if not user_scheme and scheme not in REMOTE_SCHEMES:
         raise ConfigError(
             f"Scheme {scheme}:// is not supported", where=redact(location),
-            hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)} or a local path",
+            hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)}, a local path, or a store of your own: "
+            "mine.py:my_store://...",
         )  # fmt: skip
     if _has_credentials(scheme, location):
         raise ConfigError(
