@@ -22,7 +22,7 @@ from vorox.data.corpus import prepare
 from vorox.data.inspection import peek, stats, verify
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.shard_format import write_shard
-from vorox.data.transfer.token_export import export
+from vorox.data.transfer.token_export import export_tokens
 from vorox.training.replay import replay
 
 
@@ -54,7 +54,7 @@ def test_all_of_the_named_text_validates_and_all_of_the_sources_trains(tmp_path:
         assert {(entry.source, entry.split) for entry in stats(corpus)} == {("text", "train"), ("other", "validation")}
         assert {row.source for row in peek(corpus, split="validation")} == {"other"}
         verify(corpus)
-        report = export(corpus, "bin", tmp_path / "out")
+        report = export_tokens(corpus, "bin", tmp_path / "out")
         assert report.documents == 80
 
 

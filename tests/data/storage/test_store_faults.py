@@ -115,7 +115,7 @@ def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> 
         assert result == [BODY]
         assert proxy.faults == {"stall": 1}
         proxy.stopping.set()
-    assert "no answer for 0.1 s" in seen[0].reason or "no byte for 0.4 s" in seen[0].reason
+    assert "no response for 0.1 s" in seen[0].reason or "no byte for 0.4 s" in seen[0].reason
     assert seen[0].uri.endswith("a.txt")
 
 

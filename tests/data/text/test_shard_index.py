@@ -22,7 +22,7 @@ from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.holdout_selection import select_holdout
 from vorox.data.text.sources import Source, list_source, read_unit
 from vorox.data.text.unit_splitter import split_into_units
-from vorox.data.transfer.token_export import export
+from vorox.data.transfer.token_export import export_tokens
 
 TEXTS = [f"sample {n} é {'word ' * (n % 11)}" for n in range(130)]
 SAMPLES = [{"id": n, "text": text, "note": f"n{n}"} for n, text in enumerate(TEXTS)]
@@ -266,7 +266,7 @@ def test_an_exported_corpus_comes_back_as_the_same_tokens(tmp_path: Path) -> Non
     common = [f"data.cache.directory={tmp_path}/cache", "tokenizer.kind=byte", "data.sequence_length_tokens=64"]
     first = f"data.sources=[{{name: a, format: jsonl, paths: [{tmp_path}/a.jsonl]}}]"
     corpus = prepare(load_config("quickstart", [*common, first, "data.validation.held_out_fraction=0"]))
-    export(corpus, "mds", tmp_path / "out", splits=["train"])
+    export_tokens(corpus, "mds", tmp_path / "out", splits=["train"])
     again = f"data.sources=[{{name: a, format: mds, paths: [{tmp_path}/out], tokens_field: tokens, tokenizer: byte}}]"
     copy = prepare(load_config("quickstart", [*common, again, "data.validation.held_out_fraction=0"]))
     numbers = [{(report.documents, report.tokens) for report in one.reports.values()} for one in (corpus, copy)]

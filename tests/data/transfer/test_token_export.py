@@ -21,7 +21,7 @@ from vorox.core.staged_directory import verify_directory
 from vorox.data.corpus import Corpus, prepare
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.loading import load
-from vorox.data.transfer.token_export import export
+from vorox.data.transfer.token_export import export_tokens
 
 LINES = 120
 
@@ -120,7 +120,7 @@ def cut(tokens: np.ndarray, end: int) -> list[list[int]]:
 def test_bin_shards_hold_every_document_whole_and_in_order(
     corpus: Corpus, tmp_path: Path, shard_tokens: int | None
 ) -> None:
-    report = export(corpus, "bin", tmp_path / "out", shard_tokens=shard_tokens)
+    report = export_tokens(corpus, "bin", tmp_path / "out", shard_tokens=shard_tokens)
     total = 0
     for source, name in enumerate(("wrap", "tokens")):
         for split, part in (("train", "train"), ("validation", "val")):
@@ -139,7 +139,7 @@ def test_bin_shards_hold_every_document_whole_and_in_order(
 
 @pytest.mark.parametrize("shard_tokens", [None, 700])
 def test_mds_gives_every_document_as_a_sample(corpus: Corpus, tmp_path: Path, shard_tokens: int | None) -> None:
-    export(corpus, "mds", tmp_path / "out", shard_tokens=shard_tokens)
+    export_tokens(corpus, "mds", tmp_path / "out", shard_tokens=shard_tokens)
     for source, name in enumerate(("wrap", "tokens")):
         for split, part in (("train", "train"), ("validation", "val")):
             found = [values.tolist() for values in read_mds(tmp_path / "out" / name / part)]
@@ -149,7 +149,7 @@ def test_mds_gives_every_document_as_a_sample(corpus: Corpus, tmp_path: Path, sh
 
 
 def test_numpy_gives_all_tokens_and_where_documents_begin(corpus: Corpus, tmp_path: Path) -> None:
-    export(corpus, "npy", tmp_path / "out", splits=("train",))
+    export_tokens(corpus, "npy", tmp_path / "out", splits=("train",))
     for source, name in enumerate(("wrap", "tokens")):
         tokens = np.load(tmp_path / "out" / f"{name}_train.npy", mmap_mode="r", allow_pickle=False)
         offsets = np.load(tmp_path / "out" / f"{name}_train.offsets.npy", allow_pickle=False)
@@ -163,8 +163,8 @@ def test_numpy_gives_all_tokens_and_where_documents_begin(corpus: Corpus, tmp_pa
 
 @pytest.mark.parametrize("form", ["bin", "mds", "npy"])
 def test_the_same_cache_gives_the_same_bytes_and_a_true_manifest(corpus: Corpus, tmp_path: Path, form: Any) -> None:
-    first = export(corpus, form, tmp_path / "a")
-    export(corpus, form, tmp_path / "b")
+    first = export_tokens(corpus, form, tmp_path / "a")
+    export_tokens(corpus, form, tmp_path / "b")
     names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -192,7 +192,7 @@ def test_wide_ids_have_the_other_magic(tmp_path: Path, monkeypatch: pytest.Monke
     config = write_corpus(tmp_path)
     tokenizer = config.tokenizer.model_copy(update={"kind": "file", "path": str(tmp_path / "wide.json")})
     corpus = prepare(config.model_copy(update={"tokenizer": tokenizer}))
-    export(corpus, "bin", tmp_path / "out")
+    export_tokens(corpus, "bin", tmp_path / "out")
     data = (tmp_path / "out" / "wrap_train_000000.bin").read_bytes()
     magic, version, count = struct.unpack("<3i", data[:12])
     assert (magic, version, len(data)) == (20240801, 7, 1024 + 4 * count)
@@ -201,7 +201,7 @@ def test_wide_ids_have_the_other_magic(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_exported_shards_are_a_source_with_the_same_documents(corpus: Corpus, tmp_path: Path) -> None:
-    export(corpus, "bin", tmp_path / "out", splits=("train",), shard_tokens=2000)
+    export_tokens(corpus, "bin", tmp_path / "out", splits=("train",), shard_tokens=2000)
     tokenizer = tmp_path / "out" / "tokenizer" / "tokenizer.json"
     source = {
         "name": "again", "format": "bin", "paths": [str(tmp_path / "out" / "wrap_train_*.bin")],
@@ -215,7 +215,7 @@ def test_exported_shards_are_a_source_with_the_same_documents(corpus: Corpus, tm
         "tokenizer": {"kind": "file", "path": str(tokenizer)}, "train": {"num_steps": 1},
     })  # fmt: skip
     again = prepare(config)
-    export(again, "npy", tmp_path / "numpy")
+    export_tokens(again, "npy", tmp_path / "numpy")
     tokens = np.load(tmp_path / "numpy" / "again_train.npy", allow_pickle=False)
     # An end of text alone is an empty document, which a source of shards does not count as one.
     assert cut(tokens, again.tokenizer.end_of_text_id) == [d for d in expected(corpus, 0, "train") if len(d) > 1]
@@ -223,20 +223,22 @@ def test_exported_shards_are_a_source_with_the_same_documents(corpus: Corpus, tm
 
 class TestRefusals:
     def test_a_directory_that_exists(self, corpus: Corpus, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="is there already"):
-            export(corpus, "bin", tmp_path)
+        with pytest.raises(ConfigError, match="exists already"):
+            export_tokens(corpus, "bin", tmp_path)
 
     def test_shards_of_what_has_none(self, corpus: Corpus, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no shards"):
-            export(corpus, "npy", tmp_path / "out", shard_tokens=5)
+            export_tokens(corpus, "npy", tmp_path / "out", shard_tokens=5)
 
     def test_no_validation(self, tmp_path: Path) -> None:
         config = write_corpus(tmp_path)
         data = config.data.model_copy(
             update={"validation": config.data.validation.model_copy(update={"held_out_fraction": 0.0})}
         )
-        with pytest.raises(DataError, match="nothing is held out"):
-            export(prepare(config.model_copy(update={"data": data})), "bin", tmp_path / "out", splits=("validation",))
+        with pytest.raises(DataError, match="No validation text is held out"):
+            export_tokens(
+                prepare(config.model_copy(update={"data": data})), "bin", tmp_path / "out", splits=("validation",)
+            )
 
     @pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
     def test_a_disk_that_is_full_leaves_nothing(self, corpus: Corpus, tmp_path: Path, kind: str) -> None:
@@ -248,7 +250,7 @@ class TestRefusals:
                 raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
 
         with observe(fail), pytest.raises(DataError, match="No space left") as caught:
-            export(corpus, "bin", tmp_path / "out", shard_tokens=300)
+            export_tokens(corpus, "bin", tmp_path / "out", shard_tokens=300)
         assert "make room" in caught.value.hint
         assert list(tmp_path.iterdir()) == []
 
@@ -261,6 +263,6 @@ class TestRefusals:
         data[400] ^= 1
         chunk.write_bytes(data)
         with pytest.raises(DataError) as caught:
-            export(corpus, "bin", tmp_path / "out")
+            export_tokens(corpus, "bin", tmp_path / "out")
         assert str(chunk) in caught.value.where
         assert not (tmp_path / "out").exists()

@@ -24,15 +24,13 @@ def export(
 ) -> None:
     """Write the tokens of complete caches for another trainer, documents whole, with a manifest."""
     from vorox.data.corpus import prepare
-    from vorox.data.transfer import token_export
+    from vorox.data.transfer.token_export import export_tokens
 
     config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
     with showing() as display:
         corpus = prepare(config, on_progress=display, build=False)
-        report = token_export.export(
-            corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step
-        )
+        report = export_tokens(corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step)
     if as_json:
         print_json({**asdict(report), "directory": str(report.directory)})
         return
@@ -61,10 +59,10 @@ def download(
     as_json: AsJson = False,
 ) -> None:
     """Fetch token shards or other files of the Hugging Face Hub; an interrupted download goes on where it was."""
-    from vorox.data.transfer import download as downloading
+    from vorox.data.transfer.download import download as download_files
 
     with showing() as display:
-        report = downloading.download(name, output, shards=shards, on_progress=display.step)
+        report = download_files(name, output, shards=shards, on_progress=display.step)
     if as_json:
         print_json({**asdict(report), "directory": str(report.directory)})
         return

@@ -99,7 +99,7 @@ def open_seekable(file: StoredFile) -> BinaryIO:
 
 
 def list_objects(folder: str) -> list[StoredFile]:
-    """List every object below a folder of a store, hidden ones included, sorted by uri; empty if there is no folder.
+    """List every object below a folder of a store, hidden ones included, sorted by uri; empty for a missing folder.
 
     Raises:
         DataError: The bucket does not exist or cannot be read.

@@ -194,7 +194,7 @@ class Stall:
 
 @contextmanager
 def track_stall(uri: str) -> Generator[Stall]:
-    """Open a stall that is cleared when the block ends, in whatever way."""
+    """Open a stall that is cleared when the block ends."""
     stall = Stall(uri)
     try:
         yield stall

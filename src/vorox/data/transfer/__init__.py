@@ -1,1 +1,1 @@
-"""Token data in the forms of other trainers: written from caches, fetched from the hub."""
+"""Token data in the formats of other trainers: exported from caches, downloaded from the hub."""

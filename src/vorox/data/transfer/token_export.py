@@ -1,31 +1,36 @@
-"""The token data of a corpus for other trainers, with a manifest, all at once or not at all.
+"""Export of a corpus's tokens for other trainers, with a manifest, complete or not at all.
 
-A prepared corpus goes in; a directory with the files of the form asked for comes out, with the tokenizer beside them
-and ``MANIFEST.json``, which names every file with its hash and says what it was made of. Tokens are read through the
-cache reader, so every block is verified. Invariants: documents stay whole and in the order of their source, their
-number and that of their tokens are those of the cache, and the same cache gives the same bytes.
+A prepared corpus goes in; a directory comes out with files of the requested form, the tokenizer, and ``MANIFEST.json``,
+which lists every file with its hash and the caches it was made from. Packing had split and scattered the documents;
+the segments of the rows map each piece to its document. Tokens are read through the cache reader, so every block is
+verified. Invariants: documents are whole and in the order of their source, their counts equal those of the cache, and
+the same cache gives the same bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
 
 from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus
+from vorox.data.documents import DocumentSpan
 from vorox.data.rows import TokenArray
 from vorox.data.text.holdout import SPLITS, Split
-from vorox.data.transfer.token_formats import SHARD_TOKENS, WRITERS, Destination, Form, WrittenFile
-from vorox.data.transfer.whole_documents import whole_documents
+from vorox.data.transfer.token_formats import DEFAULT_SHARD_TOKENS, WRITERS, Destination, ExportedFile, TokenFormat
 
 ExportProgress = Callable[[str, int, int], None]
-"""Called with (what is written, tokens done, tokens)."""
+"""Called with (file group, tokens done, total tokens)."""
 
-_PARTS: dict[Split, str] = {"train": "train", "validation": "val"}
+_SPLIT_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
+_BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,91 +38,91 @@ class ExportReport:
     """What was exported.
 
     Attributes:
-        directory: Where it is.
-        files: All files with tokens, in the order of the sources.
-        documents: Documents in them.
-        tokens: Tokens in them, ends of text included.
+        directory: The exported directory.
+        files: All token files, in the order of the sources.
+        documents: Number of documents.
+        tokens: Number of tokens, end-of-text tokens included.
     """
 
     directory: Path
-    files: tuple[WrittenFile, ...]
+    files: tuple[ExportedFile, ...]
     documents: int
     tokens: int
 
 
-def export(
+def export_tokens(
     corpus: Corpus,
-    to: Form,
+    to: TokenFormat,
     output: Path,
     *,
     splits: Sequence[Split] = SPLITS,
     shard_tokens: int | None = None,
     on_progress: ExportProgress | None = None,
 ) -> ExportReport:
-    """Write the tokens of a corpus in the form of another trainer.
+    """Write the tokens of a corpus in the format of another trainer.
 
     Args:
-        corpus: Its caches are complete.
+        corpus: A corpus with complete caches.
         to: ``bin``, ``mds`` or ``npy``.
         output: A directory that does not exist yet.
-        splits: Which parts.
-        shard_tokens: The most tokens of a shard; None for what is usual. ``npy`` has no shards.
-        on_progress: Told while tokens are written.
+        splits: The exported splits.
+        shard_tokens: Maximum tokens per shard; ``None`` uses the format's default. ``npy`` has no shards.
+        on_progress: Called while tokens are written.
 
     Raises:
-        ConfigError: The directory exists, or the form has no shards.
-        DataError: A cache is damaged, nothing is held out, or the disk does not take the files.
+        ConfigError: The directory exists, or the format has no shards.
+        DataError: A cache is damaged, no validation text is held out, or the files cannot be written.
     """
     if to == "npy" and shard_tokens is not None:
-        raise ConfigError("npy has no shards", where="--shard-tokens", hint="leave it out, or export to bin or mds")
+        raise ConfigError("npy has no shards", where="--shard-tokens", hint="omit it, or export to bin or mds")
     output = output.expanduser().absolute()
     if output.exists():
         raise ConfigError(
-            "the directory is there already", where=str(output), hint="name one that is not, or remove it"
+            "The output directory exists already", where=str(output), hint="choose another one, or remove it"
         )
     caches = list(_caches(corpus, splits))
     if not caches:
-        raise DataError("nothing is held out, so there is no validation text to export", where="data.validation")
+        raise DataError("No validation text is held out, so there is none to export", where="data.validation")
     try:
         make_directory(output.parent)
         with StagedDirectory(output) as directory:
-            digests = [reader.digest for _, _, reader in caches]  # refuses what is not complete, before all work
-            parts = [
-                _export_cache(directory, to, shard_tokens, *cache, digest, on_progress or _silent)
+            digests = [reader.digest for _, _, reader in caches]  # refuses incomplete caches before any work
+            exported = [
+                _export_cache(directory, to, shard_tokens, *cache, digest, on_progress or _ignore)
                 for cache, digest in zip(caches, digests, strict=True)
             ]
             for file_name, content in corpus.tokenizer.files().items():
                 directory.write(f"tokenizer/{file_name}", content)
-            directory.commit(_manifest(corpus, to, [content for _, content in parts]))
+            directory.commit(_manifest(corpus, to, [content for _, content in exported]))
     except OSError as error:
         raise DataError(
-            f"the export cannot be written: {error.strerror or error}", where=str(error.filename or output),
-            hint="make room and give write permission, then run it again", saved="nothing was left behind",
+            f"The export cannot be written: {error.strerror or error}", where=str(error.filename or output),
+            hint="make room and grant write permission, then run it again", saved="no partial export remains",
         ) from error  # fmt: skip
-    files = tuple(file for written, _ in parts for file in written)
+    files = tuple(file for cache_files, _ in exported for file in cache_files)
     return ExportReport(output, files, sum(file.documents for file in files), sum(file.tokens for file in files))
 
 
 def _export_cache(
-    directory: StagedDirectory, to: Form, shard_tokens: int | None, name: str, split: Split, reader: CacheReader,
-    digest: str, on_progress: ExportProgress,
-) -> tuple[list[WrittenFile], dict[str, object]]:  # fmt: skip
-    """The files of one cache, and what the manifest says of them."""
+    directory: StagedDirectory, to: TokenFormat, shard_tokens: int | None, name: str, split: Split,
+    reader: CacheReader, digest: str, on_progress: ExportProgress,
+) -> tuple[list[ExportedFile], dict[str, object]]:  # fmt: skip
+    """Export one cache; return its files and its entry in the manifest."""
     destination = _destination(directory, name, split, reader, to, shard_tokens)
-    written = WRITERS[to](_tokens(reader, destination, on_progress), destination)
-    _check_complete(written, destination, reader)
+    files = WRITERS[to](_tokens(reader, destination, on_progress), destination)
+    _check_complete(files, destination, reader)
     content: dict[str, object] = {
         "source": name,
         "split": split,
         "cache": digest,
         "documents": destination.num_documents,
         "tokens": destination.num_tokens,
-        "files": [asdict(file) for file in written],
+        "files": [asdict(file) for file in files],
     }
-    return written, content
+    return files, content
 
 
-def _manifest(corpus: Corpus, to: Form, contents: list[dict[str, object]]) -> dict[str, object]:
+def _manifest(corpus: Corpus, to: TokenFormat, contents: list[dict[str, object]]) -> dict[str, object]:
     return {
         "kind": "vorox-export/1",
         "form": to,
@@ -129,7 +134,7 @@ def _manifest(corpus: Corpus, to: Form, contents: list[dict[str, object]]) -> di
     }
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def _ignore(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
@@ -140,33 +145,96 @@ def _caches(corpus: Corpus, splits: Sequence[Split]) -> Iterator[tuple[str, Spli
 
 
 def _destination(
-    directory: StagedDirectory, name: str, split: Split, reader: CacheReader, to: Form, shard_tokens: int | None
+    directory: StagedDirectory, name: str, split: Split, reader: CacheReader, to: TokenFormat, shard_tokens: int | None
 ) -> Destination:
     units = reader.manifest.units
     return Destination(
         directory=directory,
         source=name,
-        part=_PARTS[split],
+        split=_SPLIT_NAMES[split],
         dtype=f"uint{8 * reader.token_bytes}",
         num_tokens=int(units["tokens"].sum(dtype="int64")),
         num_documents=int(units["documents"].sum(dtype="int64")),
-        shard_tokens=shard_tokens or SHARD_TOKENS.get(to, 1),
+        shard_tokens=shard_tokens or DEFAULT_SHARD_TOKENS.get(to, 1),
     )
 
 
-def _tokens(reader: CacheReader, to: Destination, report: ExportProgress) -> Iterator[TokenArray]:
+def _tokens(reader: CacheReader, destination: Destination, report: ExportProgress) -> Iterator[TokenArray]:
     done = 0
     for document in whole_documents(reader):
         yield document.tokens
         done += len(document.tokens)
-        report(f"export {to.source} {to.part}", done, to.num_tokens)
+        report(f"export {destination.source} {destination.split}", done, destination.num_tokens)
 
 
-def _check_complete(written: Sequence[WrittenFile], to: Destination, reader: CacheReader) -> None:
-    found = (sum(file.documents for file in written), sum(file.tokens for file in written))
-    if found != (to.num_documents, to.num_tokens):
+def _check_complete(files: Sequence[ExportedFile], destination: Destination, reader: CacheReader) -> None:
+    found = (sum(file.documents for file in files), sum(file.tokens for file in files))
+    if found != (destination.num_documents, destination.num_tokens):
         raise DataError(
-            f"the rows hold {found[0]:,} documents of {found[1]:,} tokens, the manifest says {to.num_documents:,} of "
-            f"{to.num_tokens:,}",
+            f"The rows contain {found[0]:,} documents with {found[1]:,} tokens, but the manifest lists "
+            f"{destination.num_documents:,} with {destination.num_tokens:,}",
             where=str(reader.directory), hint="run `vorox data verify` on the same configuration",
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class WholeDocument:
+    """A document of a cache, reassembled from its pieces.
+
+    Attributes:
+        uri: The file it comes from.
+        ordinal: Number of the record within the file.
+        tokens: All its tokens, the end-of-text token included.
+    """
+
+    uri: str
+    ordinal: int
+    tokens: TokenArray
+    _pieces: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def add(self, span: DocumentSpan, tokens: TokenArray) -> None:
+        cast(Any, self.tokens)[span.document_token_offset : span.document_token_offset + span.length] = tokens
+        self._pieces.append((span.document_token_offset, span.document_token_offset + span.length))
+
+    def is_whole(self) -> bool:
+        covered = 0
+        for start, end in sorted(self._pieces):
+            if start > covered:
+                return False
+            covered = max(covered, end)
+        return covered == len(self.tokens)
+
+
+def whole_documents(reader: CacheReader) -> Iterator[WholeDocument]:
+    """Yield every document of a complete cache once, in the order of the source; one unit is in memory at a time.
+
+    Raises:
+        DataError: A chunk is missing or damaged, or a document lacks tokens.
+    """
+    starts = reader.unit_row_starts
+    for unit in range(len(starts) - 1):
+        yield from _documents_of_unit(reader, int(starts[unit]), int(starts[unit + 1]))
+
+
+def _documents_of_unit(reader: CacheReader, first_row: int, end_row: int) -> list[WholeDocument]:
+    documents: dict[tuple[int, int], WholeDocument] = {}
+    for first in range(first_row, end_row, _BLOCK_ROWS):
+        rows = np.arange(first, min(first + _BLOCK_ROWS, end_row), dtype=np.int64)
+        block = reader.read_rows(rows)
+        for index, row in enumerate(rows.tolist()):
+            begin = 0
+            for span in reader.documents_of(row):
+                key = (span.file_index, span.ordinal)
+                if key not in documents:
+                    tokens = cast(TokenArray, np.empty(span.document_tokens, block.tokens_NC.dtype))
+                    documents[key] = WholeDocument(span.uri, span.ordinal, tokens)
+                documents[key].add(span, block.tokens_NC[index, begin : begin + span.length])
+                begin += span.length
+    ordered = [documents[key] for key in sorted(documents)]
+    for document in ordered:
+        if not document.is_whole():
+            raise DataError(
+                f"Record {document.ordinal + 1} of {document.uri} is incomplete in the cache",
+                where=str(reader.directory), hint="run `vorox data verify`, then `vorox data build` with --repair",
+            )  # fmt: skip
+    return ordered
