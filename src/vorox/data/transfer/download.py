@@ -164,8 +164,8 @@ def _check_disk_space(output: Path, files: Sequence[StoredFile], paths: Sequence
     free = shutil.disk_usage(output).free
     if missing and missing + _RESERVED_BYTES > free:
         raise DoesNotFitError(
-            f"The disk has too little space: the download needs {missing:,} more bytes and {_RESERVED_BYTES:,} in reserve, "
-            f"but {free:,} are free",
+            f"The disk has too little space: {missing:,} more bytes are needed and {_RESERVED_BYTES:,} in reserve, but "
+            f"{free:,} are free",
             where=str(output),
             hint="make room, choose another --output, or fewer --shards",
         )  # fmt: skip
