@@ -3,7 +3,7 @@
     python tests/structure.py [--no-paths]
 
 A call path is measured: a tiny run with the numpy engine executes it once to warm up (lazy imports, caches), and once
-more under a profile hook that notes, in every thread, which module of ``src/vorox`` each called function stands in.
+more under a profile hook that notes, in every thread, the module of ``src/vorox`` that defines each called function.
 Backends are not part of any path, because the engine is numpy's. ``make structure`` runs this.
 """
 
@@ -26,9 +26,10 @@ import pytest
 
 from numpy_engine import NumpyEngine
 from servers.web import http_server
-from tiny_runs import NumpyBackend, configuration, run, use_numpy_engine, write_text
+from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.corpus import prepare
+from vorox.training import resume as resume_module
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
@@ -122,6 +123,15 @@ class ModuleTrace:
         self.modules.clear()
         self._is_recording = True
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside the block, in addition to what is recorded already."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
     def stop(self) -> None:
         self._is_recording = False
 
@@ -188,7 +198,11 @@ def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
 
 
 def resume(directory: Path, trace: ModuleTrace) -> None:
-    """From a newly created engine to the restored state and the first step after it, without the data rooms."""
+    """From opening the checkpoint of an interrupted run to its restored engine, plan, data cursor and replay chain.
+
+    Recorded in the two functions that do this. Comparing the configurations, which happens between them, opening the
+    data and starting the loop belong to the start of every run and are left out, as are the data rooms.
+    """
     config = configuration(directory)
 
     class Stop(Exception):
@@ -200,17 +214,20 @@ def resume(directory: Path, trace: ModuleTrace) -> None:
 
     with pytest.raises(Stop), around_steps(fail, lambda step: None):
         run(config)
-    create = NumpyBackend.create
 
-    def traced(*arguments: Any) -> Any:
-        engine = create(*arguments)
-        trace.start()
-        return engine
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with trace.recording():
+                return function(*arguments)
 
-    with around_steps(lambda step: trace.stop(), lambda step: None), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NumpyBackend, "create", traced)
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        trace.modules.clear()
+        for name in ("choose", "restore"):
+            patch.setattr(resume_module, name, recorded(getattr(resume_module, name)))
         run(config)
-    keep_rooms(trace, "core", "models", "training", "run.py")
+    keep_rooms(trace, "core", "models", "training")
 
 
 def keep_rooms(trace: ModuleTrace, *rooms: str) -> None:

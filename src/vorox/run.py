@@ -33,17 +33,16 @@ from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.models.memory_estimate import check_host_memory
 from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
-from vorox.training import budget, loop
+from vorox.training import loop, time_budget
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import Display, NoDisplay
 from vorox.training.mirror import open_mirror
 from vorox.training.session import open_log, open_session
-from vorox.training.setup import Workload
 from vorox.training.startup import attach, initialize_or_resume
 from vorox.training.stop import StopRequest
-from vorox.training.taps import attach_to_run
-from vorox.training.user_functions import report_changed_functions
+from vorox.training.user_functions import attach_to_run, report_changed_functions
 from vorox.training.weights_source import check_weights
+from vorox.training.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def train(
         if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
         if minutes is not None:
-            config = _fit(config, budget.check_minutes(minutes), display, on_progress)
+            config = _fit(config, time_budget.check_minutes(minutes), display, on_progress)
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
@@ -224,9 +223,9 @@ def _check_for_several(config: RunConfig, minutes: float | None) -> None:
 def _fit(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
     """The configuration with the number of steps that a throwaway engine says fit into some seconds from now."""
     began, log = time.perf_counter(), RunLog(None, echo=display.message)
-    short = budget.with_num_steps(config, 1)
+    short = time_budget.with_num_steps(config, 1)
     with contextlib.closing(make_workload(short, DistributedContext(), log, on_progress)) as workload:
-        costs = budget.measure_run(workload.config, workload.corpus, workload.engine)
-    num_steps = budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
+        costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine)
+    num_steps = time_budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
     log.info(f"{pluralize(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
-    return budget.with_num_steps(config, num_steps)
+    return time_budget.with_num_steps(config, num_steps)

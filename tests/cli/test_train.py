@@ -168,7 +168,7 @@ def test_a_run_may_stand_for_its_configuration(vorox: Run) -> None:
 
 
 def test_minutes_set_the_length_once(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 5)
+    monkeypatch.setattr("vorox.training.time_budget.steps_within", lambda *_: 5)
     code, _, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
     assert code == 0, err
     (directory,) = runs()
@@ -176,7 +176,7 @@ def test_minutes_set_the_length_once(vorox: Run, monkeypatch: pytest.MonkeyPatch
     record = json.loads((directory / "run.json").read_text())
     record["attempts"][-1]["outcome"] = "killed"
     (directory / "run.json").write_text(json.dumps(record))
-    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 6)
+    monkeypatch.setattr("vorox.training.time_budget.steps_within", lambda *_: 6)
     code, out, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
     assert code == 0, err
     assert f"Resuming {directory.name} (--minutes 0.5, 5 steps)" in out
@@ -188,7 +188,7 @@ def test_minutes_set_the_length_once(vorox: Run, monkeypatch: pytest.MonkeyPatch
 def test_other_settings_are_never_taken_for_the_run_that_minutes_began(
     vorox: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vorox.training.budget.steps_within", lambda *_: 5)
+    monkeypatch.setattr("vorox.training.time_budget.steps_within", lambda *_: 5)
     assert vorox("train", "tiny.yaml", "--minutes", "0.5")[0] == 0
     (directory,) = runs()
     record = json.loads((directory / "run.json").read_text())

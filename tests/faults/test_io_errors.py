@@ -22,8 +22,7 @@ from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.artifacts import list_checkpoints
-from vorox.training.checkpoint_store import latest_valid, quarantine, step_directories
-from vorox.training.restoration import restore_set_aside
+from vorox.training.checkpoint_store import latest_valid, quarantine_corrupt, restore_quarantined, step_directories
 
 
 @pytest.fixture(autouse=True)
@@ -155,20 +154,20 @@ class _Log:
 
 
 def damage_all(directory: Path) -> dict[Path, bytes]:
-    """Every checkpoint is damaged and set aside as corrupt; what its file held before."""
+    """Every checkpoint is damaged and quarantined as corrupt; what its file held before."""
     whole: dict[Path, bytes] = {}
     for path in step_directories(directory).values():
         whole[path] = (path / "state.bin").read_bytes()
         (path / "state.bin").write_bytes(b"")
     with pytest.raises(CheckpointError) as refused:
-        latest_valid(directory, on_corrupt=quarantine(_Log()))  # type: ignore[arg-type]
+        latest_valid(directory, on_corrupt=quarantine_corrupt(_Log()))  # type: ignore[arg-type]
     assert "vorox checkpoints verify" in refused.value.hint
     assert "--restore" in refused.value.hint
     assert step_directories(directory) == {}
     return whole
 
 
-def test_what_was_set_aside_is_taken_back(finished: Path) -> None:
+def test_a_quarantined_checkpoint_is_restored(finished: Path) -> None:
     kept = sorted(step_directories(finished))
     for path, content in damage_all(finished).items():
         (path.with_name(f"{path.name}.corrupt-1") / "state.bin").write_bytes(content)
@@ -195,10 +194,10 @@ def test_a_state_that_the_run_left_is_not_taken_back(tmp_path: Path, monkeypatch
             run(recorded_config(directory, ["optimizer.lr=0.001", "checkpoint.every_steps=3"]), resume_from=directory)
     aside = path.with_name(f"{path.name}.corrupt-1")
     (aside / "state.bin").write_bytes(whole)
-    assert [(entry.step, entry.problem != "") for entry in restore_set_aside(directory)] == [(12, True)]
+    assert [(entry.step, entry.problem != "") for entry in restore_quarantined(directory)] == [(12, True)]
     assert aside.is_dir()
     with FileLock(directory / "LOCK"), pytest.raises(Exception, match="in use"):
-        restore_set_aside(directory)
+        restore_quarantined(directory)
 
 
 class _Killed(BaseException):

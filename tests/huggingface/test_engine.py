@@ -24,7 +24,7 @@ from vorox.models.huggingface_config import huggingface_files, spec_from_hugging
 from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
-from vorox.training.export import export
+from vorox.training.checkpoint_export import export
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.jax)])

@@ -31,7 +31,7 @@ from vorox.training.chain import read_chain
 from vorox.training.mirror import list_mirror
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 from vorox.training.replay import replay
-from vorox.training.setup import Workload
+from vorox.training.workload import Workload
 
 pytestmark = pytest.mark.jax
 END = 256

@@ -23,7 +23,7 @@ from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.models.spec import model_spec
-from vorox.training.parity import QUANTITIES, Tolerances, compare
+from vorox.training.engine_parity import QUANTITIES, Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 NUM_STEPS = 50

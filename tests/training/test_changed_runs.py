@@ -29,7 +29,7 @@ from vorox.training import resume, session
 from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setup import Workload
+from vorox.training.workload import Workload
 
 KEEP = "checkpoint.keep_last=20"
 

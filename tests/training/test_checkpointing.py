@@ -32,9 +32,9 @@ from vorox.training.chain import ReplayChain
 from vorox.training.checkpoint_store import (
     latest_valid,
     quarantine,
+    quarantine_corrupt,
     read_state,
     request_save,
-    set_aside,
     step_directories,
     steps_to_keep,
     verify,
@@ -139,9 +139,9 @@ def test_none_is_not_an_error_but_none_valid_is(tmp_path: Path) -> None:
     path = run.save(10)
     assert latest_valid(tmp_path, at_or_before=9) is None
     (path / "state.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
-        latest_valid(tmp_path, on_corrupt=quarantine(run))
-    with pytest.raises(CheckpointError, match="all were put aside"):
+    with pytest.raises(CheckpointError, match="No checkpoint of this run is valid"):
+        latest_valid(tmp_path, on_corrupt=quarantine_corrupt(run))
+    with pytest.raises(CheckpointError, match="all are quarantined"):
         latest_valid(tmp_path)  # the next start must not begin from nothing in silence
 
 
@@ -284,7 +284,7 @@ def test_corrupt_ones_are_renamed_with_a_reason(tmp_path: Path) -> None:
     run.save(10)
     for attempt in (1, 2):
         (run.save(20) / "state.bin").write_bytes(b"")
-        found = latest_valid(tmp_path, on_corrupt=quarantine(run))
+        found = latest_valid(tmp_path, on_corrupt=quarantine_corrupt(run))
         assert found is not None
         assert found.step == 10
         aside = tmp_path / "checkpoints" / f"step-00000020.corrupt-{attempt}"
@@ -347,7 +347,7 @@ def test_crash_enumeration_of_the_first_save_and_of_putting_aside(tmp_path: Path
         assert found is None or found.step == 10, name
     shutil.rmtree(tmp_path / "before")
     shutil.copytree(run.directory, tmp_path / "before")
-    operations = record(lambda: set_aside(RunLayout(run.directory).checkpoint(10), "corrupt", "why"))
+    operations = record(lambda: quarantine(RunLayout(run.directory).checkpoint(10), "corrupt", "why"))
     for name, directory in crash_states(tmp_path / "before", run.directory, operations, tmp_path):
         if RunLayout(directory).checkpoint(10).exists():
             assert latest_valid(directory) is not None, name

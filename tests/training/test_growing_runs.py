@@ -29,7 +29,7 @@ from vorox.data.plan import Plan
 from vorox.run import Outcome
 from vorox.training.chain import read_chain
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setup import Workload
+from vorox.training.workload import Workload
 
 STRICT = ["data.growth.mode=strict", "data.growth.horizon_steps=2", "train.num_steps=30"]
 ELASTIC = ["data.growth.mode=elastic", "data.growth.horizon_steps=2", "train.num_steps=30"]

@@ -11,8 +11,8 @@ from tiny_runs import configuration
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
 from vorox.run import train
-from vorox.training.export import export
-from vorox.training.history import read_history
+from vorox.training.checkpoint_export import export
+from vorox.training.step_history import read_history
 
 BOTH = [pytest.mark.torch, pytest.mark.jax]
 

@@ -38,7 +38,7 @@ from vorox.data.plan import Plan
 from vorox.training.chain import bits, link
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.setup import Workload
+from vorox.training.workload import Workload
 
 STEPS = 12
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
@@ -125,7 +125,7 @@ def test_every_checkpoint_gone_but_the_first_weights_are_known(directory: Path) 
 
 def test_a_corrupt_checkpoint_is_passed_over(directory: Path) -> None:
     (RunLayout(directory).checkpoint(8) / "state.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
+    with pytest.raises(CheckpointError, match="No checkpoint of this run is valid"):
         again(directory, 9)
     (RunLayout(directory).checkpoint(8) / MANIFEST_NAME).unlink()
     assert again(directory, 0).num_states == 1

@@ -69,7 +69,7 @@ def test_no_valid_checkpoint_is_an_error(tmp_path: Path) -> None:
     for path in step_directories(directory).values():
         (path / "state.bin").write_bytes(b"")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="no checkpoint of this run is valid") as refused:
+        with pytest.raises(CheckpointError, match="No checkpoint of this run is valid") as refused:
             run(config)
         assert refused.value.exit_code == 5
 

@@ -22,7 +22,7 @@ from vorox.models.flops import flops_per_token
 from vorox.models.spec import model_spec
 from vorox.training.checkpoint_store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
-from vorox.training.history import read_history
+from vorox.training.step_history import read_history
 
 STEPS = 12
 
@@ -250,7 +250,7 @@ def test_samples_and_prompts(tmp_path: Path) -> None:
 
 def test_minutes_become_steps_of_the_recorded_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(tmp_path, ["train.num_steps=100000", "log.every_steps=1000"])
-    monkeypatch.setattr("vorox.training.budget.steps_within", lambda seconds, costs, config: 7)
+    monkeypatch.setattr("vorox.training.time_budget.steps_within", lambda seconds, costs, config: 7)
     outcome = run(config, minutes=0.05)
     assert outcome.progress.step == 7
     assert recorded_config(outcome.run_directory).train.num_steps == 7

@@ -137,9 +137,9 @@ def verify(
 
 
 def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
-    from vorox.training.restoration import restore_set_aside
+    from vorox.training.checkpoint_store import restore_quarantined
 
-    found = restore_set_aside(directory)
+    found = restore_quarantined(directory)
     for entry in found:
         text = (
             f"Restored step {entry.step:,}."

@@ -31,11 +31,11 @@ def disk_lines(
     """
     from vorox.core.errors import DoesNotFitError
     from vorox.training.checkpoint_store import step_directories
-    from vorox.training.disk_room import checkpoint_room, free_bytes, too_little_room
+    from vorox.training.disk_space import checkpoint_space, free_bytes, too_little_space
 
     steps = step_directories(directory)
     done_steps = min(total_steps, max(steps, default=0))
-    room = checkpoint_room(config, spec, total_steps, done_steps=done_steps, present=len(steps))
+    room = checkpoint_space(config, spec, total_steps, done_steps=done_steps, present=len(steps))
     cache_bytes = round(new_tokens * (2 if spec.vocab_size <= 1 << 16 else 4))
     free, cache_free = free_bytes(directory), free_bytes(cache_root)
     is_shared = _device(directory) == _device(cache_root)
@@ -47,7 +47,7 @@ def disk_lines(
         elsewhere = "" if is_shared else f"; {humanize.size(cache_free)} free"
         yield f"               caches: about {humanize.size(cache_bytes)} needed in {cache_root}{elsewhere}"
     if free < room.needed_bytes:
-        raise too_little_room(room, free, directory)
+        raise too_little_space(room, free, directory)
     needed = cache_bytes + (room.needed_bytes if is_shared else 0)
     if cache_free < needed:
         raise DoesNotFitError(

@@ -37,7 +37,7 @@ def export(
     from vorox.core.run_context import recorded_config
     from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run
-    from vorox.training.export import export as write
+    from vorox.training.checkpoint_export import export as write
 
     directory = find_run(root, run)
     checkpoint = find_checkpoint(directory, step, on_corrupt=report_skipped)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vorox.core.engine import Engine
     from vorox.core.schema import RunConfig
     from vorox.data.corpus import Corpus
-    from vorox.training.parity import StepParity, Tolerances
+    from vorox.training.engine_parity import StepParity, Tolerances
 
 FIRST, SECOND = "torch", "jax"
 
@@ -38,8 +38,8 @@ def parity(
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.data.size_estimate import estimate
-    from vorox.training.parity import Tolerances, compare
-    from vorox.training.preview_batches import preview_batches
+    from vorox.training.dataloading import preview_batches
+    from vorox.training.engine_parity import Tolerances, compare
     from vorox.training.schedule import Schedule, horizon
 
     sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)

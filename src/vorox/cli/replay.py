@@ -14,7 +14,7 @@ from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
-    from vorox.training.setup import Workload
+    from vorox.training.workload import Workload
 
 
 def replay(

@@ -212,7 +212,7 @@ def _unfinished_run(config: RunConfig, minutes: float) -> tuple[RunConfig, Liter
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import run_attempts, run_directories
-    from vorox.training.budget import with_num_steps
+    from vorox.training.time_budget import with_num_steps
 
     for directory in reversed(run_directories(Path(config.run.directory))):
         attempts = run_attempts(directory)

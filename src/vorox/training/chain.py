@@ -24,7 +24,7 @@ from vorox.core.disk_errors import disk_error
 from vorox.core.engine import StepValues
 from vorox.core.errors import CheckpointError, DataError
 from vorox.core.run_layout import RunLayout
-from vorox.training.history import StepHistory, read_history
+from vorox.training.step_history import StepHistory, read_history
 
 _NOT_A_NUMBER = "7ff8000000000000"
 _HEX = re.compile("[0-9a-f]+")

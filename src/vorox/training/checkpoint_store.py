@@ -1,11 +1,11 @@
-"""Checkpoints on disk: reading, verifying and choosing them, and setting corrupt ones aside.
+"""Checkpoints on disk: read, verify, choose and quarantine them.
 
-``checkpoints/step-00001000`` holds what the engine wrote, ``state.json`` (progress, horizon) and, where transformers
-knows the architecture, what makes the directory a Hugging Face model. ``checkpoint_writer`` writes it: whole or
-not at all, with a hash of every byte. "Latest" is the highest step that verifies, never a clock or a pointer file. A
-corrupt one is renamed, never deleted, and the one before it is taken, loudly. A disk that does not deliver a file says
-nothing about it: that ends the command, and nothing is renamed. A checkpoint that is a symbolic link is read, but
-nothing is ever written or removed behind the link.
+``checkpoints/step-00001000`` holds the engine's files, ``state.json`` (progress, horizon) and, where transformers knows
+the architecture, the files of a Hugging Face model. ``checkpoint_writer`` commits it atomically, with a hash of every
+byte. The latest checkpoint is the one of the highest step that verifies; neither clocks nor pointer files decide. A
+corrupt checkpoint is renamed, never deleted, and the next older one is used, with a warning. An I/O error is no
+evidence of corruption: it ends the command, and nothing is renamed. A checkpoint may be a symbolic link; it is read,
+but nothing behind the link is written or removed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vorox.core import atomic, staged_directory
 from vorox.core.batch import Progress
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
-from vorox.core.run_layout import RunLayout, parse_checkpoint_name
+from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links
 from vorox.core.schema import CheckpointConfig
 from vorox.training.schedule import Horizon
+from vorox.training.step_history import read_history
 
 STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
 REASON_NAME = "REASON.txt"
-_SAVED = "saved"
 
 
 class Checkpoint(NamedTuple):
@@ -51,8 +51,8 @@ class RunState:
 
     Attributes:
         progress: How far the run is.
-        horizon: The length of the run as fixed at its start.
-        nonfinite_in_a_row: Steps up to this one whose loss or gradient was not finite.
+        horizon: The length of the run, fixed at its start.
+        nonfinite_in_a_row: Consecutive steps up to this one whose loss or gradient was not finite.
     """
 
     progress: Progress
@@ -74,12 +74,8 @@ class RunState:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Generator[None]:
-    """While inside, a disk that does not deliver is an error that is no verdict about the checkpoint.
-
-    Raises:
-        UnreadableCheckpointError: In place of an ``OSError``.
-    """
+def translate_read_errors(path: Path) -> Generator[None]:
+    """Raise ``UnreadableCheckpointError`` instead of ``OSError``: an I/O error does not make a checkpoint corrupt."""
     try:
         yield
     except OSError as error:
@@ -87,36 +83,36 @@ def reading(path: Path) -> Generator[None]:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The state of a verified checkpoint.
+    """Return the state of a verified checkpoint.
 
     Raises:
-        CheckpointError: It was written by another version of Vorox, or cannot be read.
+        CheckpointError: It has another version's format, or cannot be read.
     """
     path = checkpoint / STATE_NAME
-    with reading(path):
+    with translate_read_errors(path):
         value = json.loads(path.read_bytes())
     if value.get("format") != STATE_FORMAT:
-        raise CheckpointError(f"the state has format {value.get('format')}, not {STATE_FORMAT}", where=str(path))
+        raise CheckpointError(f"State has format {value.get('format')}, expected {STATE_FORMAT}", where=str(path))
     return RunState.from_json(value)
 
 
 def step_directories(run_directory: Path) -> dict[int, Path]:
-    """Every directory that has a checkpoint's name, by step, whatever state it is in.
+    """Return every directory with a checkpoint's name, by step, valid or not.
 
     Raises:
-        UnreadableCheckpointError: The directory of the checkpoints cannot be listed.
+        UnreadableCheckpointError: The directory cannot be listed.
     """
     found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
     return dict(sorted((name.step, path) for name, path in found if name and not name.status))
 
 
 def _listed(run_directory: Path) -> list[Path]:
-    """The directories among the checkpoints, links to one included, by name."""
+    """List the subdirectories of ``checkpoints/``, including links to directories, by name."""
     parent = RunLayout(run_directory).checkpoints
-    with reading(parent):
+    with translate_read_errors(parent):
         try:
             names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
-        except FileNotFoundError:  # no other error means that there is none
+        except FileNotFoundError:  # any other error leaves open whether there are checkpoints
             names = []
     return [parent / name for name in sorted(names)]
 
@@ -125,14 +121,16 @@ def verify(path: Path) -> Checkpoint:
     """Check every byte of a checkpoint.
 
     Raises:
-        CheckpointError: Anything is missing or changed, or it lies under another step's name.
-        UnreadableCheckpointError: The disk did not deliver a file.
+        CheckpointError: A file is missing or changed, or the directory has another step's name.
+        UnreadableCheckpointError: A file cannot be read.
     """
-    with reading(path):
+    with translate_read_errors(path):
         checkpoint = Checkpoint(path, staged_directory.verify_directory(path))
     name = parse_checkpoint_name(path.name)
     if name and not name.status and checkpoint.metadata.get("step") != name.step:
-        raise CheckpointError(f"this is the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path))
+        raise CheckpointError(
+            f"Directory holds the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path)
+        )
     return checkpoint
 
 
@@ -142,16 +140,17 @@ def latest_valid(
     at_or_before: int | None = None,
     on_corrupt: Callable[[Path, CheckpointError], None] | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint of the highest step that verifies; ``None`` if the run never made one.
+    """Return the checkpoint of the highest step that verifies; ``None`` if the run has none yet.
 
     Args:
         run_directory: The run.
         at_or_before: Consider only steps up to this one.
-        on_corrupt: Told of every corrupt one that is passed over. Whoever owns the run puts it aside (``quarantine``).
+        on_corrupt: Called with every corrupt checkpoint that is skipped. The owner of the run quarantines it
+            (``quarantine_corrupt``).
 
     Raises:
         CheckpointError: There are checkpoints but none is valid.
-        UnreadableCheckpointError: The disk did not deliver one. An older one is no answer to that.
+        UnreadableCheckpointError: A checkpoint cannot be read. An older one is not used in its place.
     """
     directories = step_directories(run_directory)
     failures: list[CheckpointError] = []
@@ -166,55 +165,108 @@ def latest_valid(
             failures.append(error)
             if on_corrupt is not None:
                 on_corrupt(directories[step], error)
-    if failures or (at_or_before is None and _corrupt_before(run_directory)):
+    if failures or (at_or_before is None and corrupt_checkpoints(run_directory)):
         raise CheckpointError(
-            "no checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all were put aside"),
+            "No checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all are quarantined"),
             where=str(RunLayout(run_directory).checkpoints),
-            hint=f"`vorox checkpoints verify {run_directory.name} --restore` takes back what reads whole; else restore "
-            "one from a copy, or start again with --resume never",
+            hint=f"run `vorox checkpoints verify {run_directory.name} --restore` to restore those that verify; "
+            "otherwise restore one from a copy, or start over with --resume never",
         )
     return None
 
 
-def _corrupt_before(run_directory: Path) -> bool:
-    return bool(set_aside_as_corrupt(run_directory))
-
-
-def set_aside_as_corrupt(run_directory: Path) -> list[tuple[int, Path]]:
-    """The checkpoints that were set aside as corrupt, with their steps."""
+def corrupt_checkpoints(run_directory: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints quarantined as corrupt, with their steps."""
     found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
     return [(name.step, path) for name, path in found if name and name.status == "corrupt"]
 
 
-def set_aside(path: Path, why: str, note: str) -> Path:
-    """Rename a checkpoint so that nobody takes it, and leave a note in it; ``why`` is ``corrupt`` or ``replaced``.
+def quarantine(path: Path, status: Literal["corrupt", "replaced"], reason: str) -> Path:
+    """Rename a checkpoint so that no run resumes from it, and write the reason into it; return its new path.
 
-    Of a symbolic link, the link is renamed, and nothing is written behind it.
+    Of a symbolic link, only the link is renamed; nothing is written behind it.
     """
     number = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.{why}-{number}")):
+    while os.path.lexists(target := path.with_name(f"{path.name}.{status}-{number}")):
         number += 1
     atomic.rename(path, target)
     if not target.is_symlink():
-        with contextlib.suppress(OSError):  # the note is a courtesy; the disk may be the reason
-            atomic.write_file(target / REASON_NAME, (note + "\n").encode())
+        with contextlib.suppress(OSError):  # optional, and the disk may be the reason
+            atomic.write_file(target / REASON_NAME, (reason + "\n").encode())
     return target
 
 
-def quarantine(log: RunLog) -> Callable[[Path, CheckpointError], None]:
-    """For ``latest_valid``: put corrupt checkpoints aside and say so."""
+def quarantine_corrupt(log: RunLog) -> Callable[[Path, CheckpointError], None]:
+    """Return an ``on_corrupt`` for ``latest_valid`` that quarantines and logs."""
 
-    def put_aside(path: Path, error: CheckpointError) -> None:
-        target = set_aside(path, "corrupt", str(error))
+    def on_corrupt(path: Path, error: CheckpointError) -> None:
+        target = quarantine(path, "corrupt", str(error))
         log.event(
             "checkpoint_corrupt",
-            f"checkpoint {path.name} is corrupt, renamed to {target.name} ({error}); falling back to the one before",
+            f"Checkpoint {path.name} is corrupt, renamed to {target.name} ({error}); falling back to the previous one",
             level="warning",
             renamed_to=str(target),
             reason=str(error),
         )
 
-    return put_aside
+    return on_corrupt
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """The outcome of restoring one quarantined checkpoint.
+
+    Attributes:
+        name: Its directory's name.
+        step: Finished steps.
+        problem: Why it stays in quarantine; empty if it is restored.
+    """
+
+    name: str
+    step: int
+    problem: str
+
+
+def restore_quarantined(run_directory: Path) -> list[RestoreResult]:
+    """Restore checkpoints that were quarantined as corrupt but verify.
+
+    A checkpoint is restored only if every byte matches its manifest, its name is free, and the replay chain records
+    exactly its state at that step.
+
+    Raises:
+        ConfigError: A process is training the run, or the directory is a link.
+        UnreadableCheckpointError: A checkpoint still cannot be read.
+    """
+    refuse_links(run_directory)
+    with lock_run(run_directory):
+        heads = {step: record.get("chain") for step, record in read_history(RunLayout(run_directory).chain).items()}
+        found: list[RestoreResult] = []
+        for step, path in corrupt_checkpoints(run_directory):
+            problem = _check_restorable(path, step, RunLayout(run_directory).checkpoint(step), heads)
+            if not problem:
+                atomic.rename(path, RunLayout(run_directory).checkpoint(step))
+            found.append(RestoreResult(path.name, step, problem))
+        return found
+
+
+def _check_restorable(path: Path, step: int, target: Path, heads: dict[int, str | None]) -> str:
+    """Return why a checkpoint cannot be restored; if it can, remove its reason file and return an empty string."""
+    if path.is_symlink():
+        return "it is a symbolic link"
+    if target.exists() or target.is_symlink():
+        return f"{target.name} was saved again since"
+    try:
+        metadata = staged_directory.verify_directory(path, beside=frozenset({REASON_NAME}))
+    except UnreadableCheckpointError:
+        raise
+    except CheckpointError as error:
+        return str(error)
+    if metadata.get("step") != step:
+        return f"it holds step {metadata.get('step')}"
+    if heads and heads.get(step) != metadata.get("chain"):
+        return "the run continued without it, from an earlier step"
+    atomic.remove_file(path / REASON_NAME)
+    return ""
 
 
 def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
@@ -228,7 +280,7 @@ def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mappi
 
 
 def request_save(run_directory: Path) -> None:
-    """Ask the process that trains this run for a checkpoint after its current step."""
+    """Request a checkpoint after the current step from the process that trains this run."""
     refuse_links(run_directory)
     path = RunLayout(run_directory).save_request
     atomic.make_directory(path.parent)

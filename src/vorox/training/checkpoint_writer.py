@@ -37,8 +37,8 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.training.checkpoint_store import (
     STATE_NAME,
     RunState,
+    quarantine,
     read_state,
-    set_aside,
     step_directories,
     steps_to_keep,
     verify,
@@ -313,8 +313,10 @@ class CheckpointWriter:
 
     def _commit(self, moment: _Moment, path: Path) -> None:
         if os.path.lexists(path):
-            aside = set_aside(path, "replaced", "the run resumed from an earlier step and came by again")
-            self._log.event("checkpoint_replaced", f"an older {path.name} was renamed to {aside.name}", level="warning")
+            renamed = quarantine(path, "replaced", "the run resumed from an earlier step and reached this one again")
+            self._log.event(
+                "checkpoint_replaced", f"an older {path.name} was renamed to {renamed.name}", level="warning"
+            )
         with StagedDirectory(path) as directory:
             if self._distributed.process_count == 1:
                 moment.snapshot.write(directory)

@@ -6,13 +6,19 @@ their batches here, so what is replayed is what was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from vorox.core.batch import Batch, DataCursor, DataShard
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import Corpus
+from vorox.data.corpus import Corpus, plan_start
+from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
-from vorox.data.loader import BatchStream, open_batches, validation_batches
+from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.training.run_plan import plan_readers
 
@@ -67,6 +73,21 @@ def training_batches(
         grower=grower,
         stop=stop,
     )
+
+
+@contextlib.contextmanager
+def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_steps: int) -> Generator[BatchStream]:
+    """Open the batches of the first ``num_steps`` steps, whatever number of epochs the sources allow."""
+    start = plan_start(config, corpus)
+    endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
+    readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
+    with tempfile.TemporaryDirectory(prefix="vorox-preview-") as directory:
+        plan = Plan.create(RunLayout(Path(directory)).plan, endless, readers)
+        if endless.growth is None:
+            plan.extend_to(num_steps * config.train.global_batch_sequences, readers)
+        cursor = first_cursor(plan, config.run.seed)
+        with training_batches(config, corpus, plan, shard, cursor, total_steps=num_steps) as batches:
+            yield batches
 
 
 def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[Batch]] | None:

@@ -22,7 +22,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
-from vorox.training.history import StepHistory, read_history
+from vorox.training.step_history import StepHistory, read_history
 from vorox.training.stop import Stop
 
 

@@ -1,61 +1,59 @@
-"""The training loop: next batch, step, save, validate, until the end or until asked to stop.
+"""The training loop: next batch, step, save, validate, until the end of the schedule or a stop request.
 
-In: a run and its progress. Out: where it ended. The loop waits for the device only to save and to validate; the numbers
-of a step are settled while the next one runs, and handed on by ``between_steps``. A checkpoint is taken before the
-validation of the same step. Between two steps nothing changes the state of the engine, so after a failure there (a
-validation, a sample, the reading of a batch) the state is saved, and no copy is held for it.
+In: a session and the progress to start from. Out: the progress at the end. The loop waits for the device only to save
+and to validate: the numbers of a step settle while the next one runs. A checkpoint is taken before the validation of
+the same step. If something between two steps fails (a validation, a sample, reading a batch), the state is saved first.
 """
 
 from __future__ import annotations
 
 from vorox.core.batch import Progress
 from vorox.data.growth import DataNotReady
-from vorox.training.between_steps import record, save, saved_on_failure, settle, stopped, wait_for_save
 from vorox.training.pending_steps import InFlightStep
-from vorox.training.run import Run
+from vorox.training.session import Session
 
 
-def train(run: Run, progress: Progress) -> Progress:
+def train(session: Session, progress: Progress) -> Progress:
     """Train from ``progress`` to the end of the schedule.
 
     Raises:
-        Preempted: A signal asked to stop, or the rows of the next step are not built yet; the state is saved.
+        Preempted: A signal requested a stop, or the rows of the next step are not built yet; the state is saved.
         NumericalError: Too many steps in a row were not finite.
-        CheckpointError: A checkpoint could not be written; older ones are as they were.
-        DataError: The next batch could not be read.
+        CheckpointError: A checkpoint cannot be written; earlier checkpoints are unchanged.
+        DataError: The next batch cannot be read.
     """
-    engine, schedule, stop = run.engine, run.schedule, run.sync.stop
-    if run.evaluations.due(progress):  # a kill fell between a checkpoint and its validation
-        progress = _validate(run, progress)
+    engine, schedule, stop = session.engine, session.schedule, session.sync.stop
+    if session.evaluations.due(progress):  # the process was killed between a checkpoint and its validation
+        progress = _validate(session, progress)
     while progress.step < schedule.total_steps and not stop.requested:
         try:
-            with saved_on_failure(run, progress):
-                batch = next(run.batches)
-        except DataNotReady as reason:
-            raise stopped(run, progress, why=reason.what, where=reason.where, hint=reason.hint) from reason
+            with session.saving_on_failure(progress):
+                batch = next(session.batches)
+        except DataNotReady as error:
+            raise session.save_and_preempt(progress, reason=error.what, where=error.where, hint=error.hint) from error
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.after(batch, engine.data_shard)
-        decision = run.sync.after(progress, batch)
-        run.provenance.started(progress)
-        run.observer.started(progress, batch.row_tokens, run.batches.wait_seconds)
+        decision = session.sync.after(progress, batch)
+        session.provenance.started(progress)
+        session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds)
         step = InFlightStep(progress, decision.batch_digest, result, lr, weight_decay, batch.row_tokens, batch)
-        record(run, run.pending.submit(step))
+        session.record(session.pending.submit(step))
         if decision.save:
-            progress = save(run, progress)
-        if run.evaluations.due(progress) and not stop.requested:
-            progress = _validate(run, progress)
-    progress = settle(run, progress)
-    if stop.requested and (progress.step < schedule.total_steps or run.evaluations.due(progress)):
-        raise stopped(run, progress, hint="run the same command again to go on")
-    wait_for_save(run)
+            progress = session.save(progress)
+        if session.evaluations.due(progress) and not stop.requested:
+            progress = _validate(session, progress)
+    progress = session.settle(progress)
+    if stop.requested and (progress.step < schedule.total_steps or session.evaluations.due(progress)):
+        raise session.save_and_preempt(progress, hint="run the same command again to go on")
+    session.wait_for_save()
     return progress
 
 
-def _validate(run: Run, progress: Progress) -> Progress:
-    progress = settle(run, progress)
-    with saved_on_failure(run, progress), run.observer.validating(progress) as report:
-        found = run.evaluations.run(run.engine, progress, run.sync.stop)
+def _validate(session: Session, progress: Progress) -> Progress:
+    progress = session.settle(progress)
+    with session.saving_on_failure(progress), session.observer.validating(progress) as report:
+        found = session.evaluations.run(session.engine, progress, session.sync.stop)
         if found is not None:
-            report(found, run.sampler.complete(run.engine))
-    return run.evaluations.best(progress)
+            report(found, session.sampler.complete(session.engine))
+    return session.evaluations.best(progress)

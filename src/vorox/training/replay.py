@@ -33,10 +33,9 @@ from vorox.training.dataloading import training_batches
 from vorox.training.init_from import init_from_weights
 from vorox.training.run_plan import plan_readers
 from vorox.training.schedule import Horizon, Schedule, horizon
-from vorox.training.setup import Workload
 from vorox.training.step_sync import batch_digest
-from vorox.training.taps import recorded_taps
-from vorox.training.user_functions import changed_functions
+from vorox.training.user_functions import changed_functions, recorded_taps
+from vorox.training.workload import Workload
 
 OnStep = Callable[[int, int], None]
 """Called with the steps that were compared so far, and all that will be."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from vorox.core import atomic
-from vorox.core.batch import DataCursor
+from vorox.core.batch import DataCursor, Progress
 from vorox.core.config import (
     Difference,
     config_digest,
@@ -37,16 +38,18 @@ from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
+from vorox.training.chain import check_chain
 from vorox.training.checkpoint_store import (
     Checkpoint,
     RunState,
     latest_valid,
     quarantine,
+    quarantine_corrupt,
     read_state,
-    set_aside,
     step_directories,
     verify,
 )
+from vorox.training.workload import Workload
 
 REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
 """Sections and keys that decide the architecture, the data or its order."""
@@ -195,39 +198,70 @@ def choose(run_directory: Path, log: RunLog, checkpoint: Path | None) -> Checkpo
     Raises:
         CheckpointError: It is not valid, or there are some and none is.
     """
-    return latest_valid(run_directory, on_corrupt=quarantine(log)) if checkpoint is None else verify(checkpoint)
+    return latest_valid(run_directory, on_corrupt=quarantine_corrupt(log)) if checkpoint is None else verify(checkpoint)
 
 
-def restore(engine: Engine, found: Checkpoint, *, spec: Mapping[str, Any], log: RunLog) -> RunState:
-    """Put the engine into the state of a checkpoint.
+@dataclass(frozen=True, slots=True)
+class RestoredRun:
+    """A run as its checkpoint and records hold it, with the engine in that state.
 
-    Args:
-        engine: Freshly made.
-        found: Verified.
-        spec: The model, as manifests record it.
-        log: Told about a changed environment.
+    Attributes:
+        state: Progress and length.
+        plan: The data plan, which continues the one that the checkpoint was made under.
+        last_recorded_step: The last step in the replay chain, which may be beyond the checkpoint.
+    """
+
+    state: RunState
+    plan: Plan
+    last_recorded_step: int
+
+
+def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> RestoredRun:
+    """Restore engine, plan, cursor and replay chain from a verified checkpoint; nothing is written.
 
     Raises:
-        CheckpointError: It belongs to another model.
+        CheckpointError: It is of another model or another data plan.
+        DataError: The plan is damaged, or the replay chain is of another history than the checkpoint.
     """
-    load(engine, found, spec)
-    changed = environment_differences(found.metadata["environment"], environment(engine))
+    plan = Plan.find(RunLayout(run_directory).plan)
+    load(workload.engine, found, workload.spec.to_json())
+    changed = environment_differences(found.metadata["environment"], environment(workload.engine))
     if changed:
-        log.event(
+        workload.log.event(
             "environment_changed",
             f"bit-exactness is void from step {found.step:,} on, the environment changed: " + "; ".join(changed),
             level="warning",
             changes=changed,
         )
-    return read_state(found.path)
+    state = read_state(found.path)
+    plan = check_plan(plan, RunLayout(run_directory).plan, state.progress.cursor)
+    return RestoredRun(state, plan, _check_chain(run_directory, state.progress, workload.log))
+
+
+def _check_chain(run_directory: Path, progress: Progress, log: RunLog) -> int:
+    """Return the last step in the replay chain; report steps up to the checkpoint whose record is lost.
+
+    Raises:
+        DataError: The chain is of another history than the checkpoint.
+    """
+    chain = check_chain(run_directory, progress)
+    damage = chain.damage(progress.step)
+    if damage:
+        log.event(
+            "chain_damaged",
+            f"{chain.path.name} is damaged: {damage}. The run goes on; a replay cannot verify these steps any more "
+            "unless the file is restored from a copy",
+            level="warning",
+        )
+    return chain.last_step
 
 
 def abandon_after(run_directory: Path, step: int, log: RunLog) -> None:
     """Put the checkpoints of later steps aside: the run goes on from this step, and comes by there again."""
     for later, path in step_directories(run_directory).items():
         if later > step:
-            aside = set_aside(path, "replaced", f"the run was resumed from step {step}")
-            message = f"{path.name} is of an abandoned attempt and was renamed to {aside.name}"
+            renamed = quarantine(path, "replaced", f"the run was resumed from step {step}")
+            message = f"{path.name} is of an abandoned attempt and was renamed to {renamed.name}"
             log.event("checkpoint_replaced", message, level="warning")
 
 
@@ -270,13 +304,16 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
     ]
 
 
-def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> None:
+def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> Plan:
     """Check that the plan on disk begins with the very events that a checkpoint was made under.
 
     Args:
         plan: The plan; ``None`` if there is none.
         path: Its file.
         cursor: The checkpoint's.
+
+    Returns:
+        The plan.
 
     Raises:
         CheckpointError: The plan was changed, cut, replaced or removed.
@@ -288,6 +325,7 @@ def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> None:
             where=str(path),
             hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
         )
+    return plan
 
 
 def record_config_change(run_directory: Path, recorded: RunConfig, current: RunConfig, step: int) -> None:

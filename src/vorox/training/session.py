@@ -1,52 +1,171 @@
-"""Everything that the loop needs, opened for one process and closed after it.
+"""The parts of the training loop, opened for one process, and the work between two steps.
 
-In: what the run is made of. Out: the parts of the loop. The main rank writes; the others take the same steps.
+In: a ``TrainingSetup``. Out: a ``Session``: what the loop calls to record settled steps, save and stop. Only the main
+rank writes records; every rank takes the same steps. Only a step changes the engine's state, so the state can be saved
+after a failure between two steps without keeping a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vorox.core.batch import Progress
 from vorox.core.config import config_digest, flat_values
 from vorox.core.disk_errors import explained_machine_errors
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.errors import VoroxError
+from vorox.core.engine import Engine
+from vorox.core.errors import CheckpointError, Preempted, VoroxError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
+from vorox.core.schema import RunConfig
+from vorox.data.growth import DataNotReady
+from vorox.data.loader import BatchStream
 from vorox.data.storage.waiting import observe_stalls
 from vorox.experiments.tracking import Tracker
 from vorox.models.huggingface_config import huggingface_files
 from vorox.training import resume, user_functions
-from vorox.training.between_steps import validations_without_save
 from vorox.training.chain import ReplayChain
-from vorox.training.checkpoint_writer import CheckpointWriter
+from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.dataloading import training_batches, validation_set
-from vorox.training.disk_room import check_checkpoint_room
+from vorox.training.disk_space import check_disk_space
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
-from vorox.training.forensics import Forensics
-from vorox.training.observer import Observer
-from vorox.training.pending_steps import PendingSteps
-from vorox.training.provenance_recorder import open_provenance
-from vorox.training.run import Run
+from vorox.training.nonfinite_recorder import NonfiniteRecorder
+from vorox.training.observer import Observer, SpeedMeter
+from vorox.training.pending_steps import PendingSteps, SettledStep
+from vorox.training.provenance_recorder import ProvenanceRecorder, open_provenance
 from vorox.training.run_plan import plan_readers
 from vorox.training.sampling import PromptSampler
 from vorox.training.schedule import Schedule
-from vorox.training.setup import TrainingSetup, Workload
-from vorox.training.speed import SpeedMeter
-from vorox.training.startup import plan_reporter
+from vorox.training.startup import TrainingSetup, plan_reporter
 from vorox.training.step_sync import StepSync
 from vorox.training.stop import StopRequest
+from vorox.training.workload import Workload
 
 DETERMINISM = {
     "none": "nothing is promised",
     "data": "the same batches, not the same bits",
     "bitwise": "the same bits on this machine",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The parts of the training loop of one process, and the work between two steps."""
+
+    setup: TrainingSetup
+    engine: Engine
+    batches: BatchStream
+    schedule: Schedule
+    sync: StepSync
+    pending: PendingSteps
+    checkpoints: CheckpointWriter
+    evaluations: Evaluations
+    sampler: PromptSampler
+    observer: Observer
+    provenance: ProvenanceRecorder
+    nonfinite: NonfiniteRecorder
+
+    def record(self, settled: SettledStep | None) -> None:
+        """Pass a settled step to everything that records steps.
+
+        Raises:
+            NumericalError: More consecutive steps were not finite than ``train.max_nonfinite_steps`` allows.
+        """
+        if settled is None:
+            return
+        self.observer.settled(settled)
+        if not settled.values.finite:
+            self.provenance.skipped(settled.step.progress, "nonfinite_step", settled.skipped)
+        if self.observer.is_logged(settled.number):
+            self.observer.log(settled, self._status())
+        path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
+        if settled.ends_run:
+            raise settled.error(path)
+
+    def _status(self) -> dict[str, float]:
+        """Return the current metrics of loader, device, checkpoints and mirror."""
+        streams, age = self.setup.workload.corpus.streams, self.checkpoints.seconds_since_save()
+        return {
+            "queue_depth": float(self.batches.queue_depth),
+            **({} if age is None else {"seconds_since_save": age}),
+            **self.engine.device_stats(),
+            **({} if streams is None else streams.metrics()),
+            **self.setup.mirror.metrics(),
+        }
+
+    def settle(self, progress: Progress) -> Progress:
+        """Wait for the step in flight; return the progress with the head of the replay chain.
+
+        Raises:
+            NumericalError: Too many steps in a row were not finite.
+        """
+        self.record(self.pending.drain())
+        return replace(progress, chain=self.pending.head)
+
+    def save(self, progress: Progress, *, is_last: bool = False) -> Progress:
+        """Settle the step in flight and take a checkpoint, if there is anything new to save."""
+        progress = self.settle(progress)
+        with self.observer.saving():
+            self.checkpoints.save(self.engine, progress, self.pending, self._publish, is_last=is_last)
+        return progress
+
+    def _publish(self, saved: SavedCheckpoint) -> None:
+        """Pass a committed checkpoint to mirror, metadata and observer, in the thread that wrote it."""
+        self.setup.mirror.committed(saved.path)
+        for path in saved.removed:
+            self.setup.mirror.removed(path)
+        self.provenance.saved(saved.progress)
+        self.observer.saved(saved.path, saved.progress, saved.seconds)
+
+    def wait_for_save(self) -> None:
+        """Wait until the checkpoint that is being written is committed."""
+        if self.checkpoints.is_writing:
+            with self.observer.waiting_for_save():
+                self.checkpoints.wait()
+
+    def save_and_preempt(self, progress: Progress, *, reason: str = "", where: str = "", hint: str) -> Preempted:
+        """Save the current state; return the error that ends the run and names the checkpoint."""
+        self.save(progress, is_last=True)
+        self.wait_for_save()
+        signal, because = self.sync.stop.requested, f": {reason}" if reason else ""
+        what = f"stopped after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
+        return Preempted(f"{signal}: {what}" if signal else what, where=where, saved=self.checkpoints.safe(), hint=hint)
+
+    @contextlib.contextmanager
+    def saving_on_failure(self, progress: Progress) -> Generator[None]:
+        """Save the state of the last step if the block, which runs between two steps, fails.
+
+        With several ranks this is impossible, because the others may wait for this one inside a collective. The log
+        then reports which steps are lost.
+        """
+        try:
+            yield
+        except DataNotReady:
+            raise
+        except (Exception, KeyboardInterrupt):
+            if self.checkpoints.is_unsaved(progress) and not self.checkpoints.saves_alone:
+                self.checkpoints.log_failure(_state_lost(progress))
+            elif self.checkpoints.is_unsaved(progress):
+                try:
+                    self.save(progress, is_last=True)
+                    self.wait_for_save()
+                except Exception as failure:  # the first failure is what ended the run
+                    self.checkpoints.log_failure(failure)
+            raise
+
+
+def _state_lost(progress: Progress) -> CheckpointError:
+    return CheckpointError(
+        f"the state after step {progress.step:,} is lost: when one process of several fails, the others cannot save",
+        where=f"step {progress.step:,}",
+        hint="run the same command again to resume from the last checkpoint",
+    )
 
 
 @contextlib.contextmanager
@@ -67,13 +186,13 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
 
 
 @contextlib.contextmanager
-def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> Generator[Run]:
+def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> Generator[Session]:
     """Open the parts of the loop; the loop starts from ``setup.state``."""
     workload, run, plan, state = setup.workload, setup.run, setup.plan, setup.state
     config, corpus, engine, log = workload.config, workload.corpus, workload.engine, workload.log
     progress, total_steps, is_main = state.progress, state.horizon.total_steps, workload.distributed.is_main
     if is_main:
-        check_checkpoint_room(run.directory, config, workload.spec, total_steps, progress.step)
+        check_disk_space(run.directory, config, workload.spec, total_steps, progress.step)
     validation = validation_set(config, corpus)
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation,
@@ -106,18 +225,18 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row
         )
         alone = engine if workload.distributed.process_count == 1 else None
-        parts = Run(
+        session = Session(
             setup, engine, batches,
             Schedule.of(config.schedule, config.optimizer, state.horizon),
             StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain),
             pending, checkpoints, evaluations, sampler,
             Observer(setup, tracker, display, SpeedMeter(workload)),
             provenance,
-            Forensics(run.directory, alone, log, writes=is_main),
+            NonfiniteRecorder(run.directory, alone, log, writes=is_main),
         )  # fmt: skip
         try:
             with explained_machine_errors(run.directory), checkpoints:
-                yield parts
+                yield session
         except VoroxError as error:
             error.saved = error.saved or checkpoints.safe()
             raise
@@ -164,3 +283,14 @@ def _description(workload: Workload) -> dict[str, Any]:
         "environment": resume.environment(workload.engine),
         user_functions.MANIFEST_KEY: user_functions.identities(workload.config),
     }
+
+
+def validations_without_save(config: RunConfig) -> str:
+    """Say that a run of several processes loses steps if one of its validations fails; empty if none can be lost."""
+    saves, validations = config.checkpoint.every_steps, config.eval.every_steps
+    if validations is None or (saves is not None and validations % saves == 0):
+        return ""
+    return (
+        "A validation that fails loses the steps since the last checkpoint, because a run of several processes saves "
+        "on schedule only; checkpoint.every_steps that divides eval.every_steps saves before every validation"
+    )

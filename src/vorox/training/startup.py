@@ -8,7 +8,7 @@ main rank decides and writes (``initialize_or_resume``); the others follow it (`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vorox.core.batch import Progress
@@ -24,19 +24,38 @@ from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanEvent
 from vorox.training import resume, run_plan
-from vorox.training.chain import abandon_steps, check_chain, examine_chain
+from vorox.training.chain import abandon_steps, examine_chain
 from vorox.training.checkpoint_store import Checkpoint, RunState, step_directories
 from vorox.training.init_from import init_from_weights
 from vorox.training.mirror import Mirror
 from vorox.training.schedule import Horizon, horizon
-from vorox.training.setup import TrainingSetup, Workload
 from vorox.training.weights_source import check_tokenizer
+from vorox.training.workload import Workload
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
 """Topics that the main rank broadcasts."""
 _LENGTH_KEYS = (
     "train.num_steps", "train.num_tokens", "train.num_epochs", "train.epoch_dataset_fraction", "schedule.warmup"
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """Everything that a run is made of when its loop starts.
+
+    Attributes:
+        workload: Configuration, corpus, model and engine; the engine holds ``state``.
+        run: The open run directory.
+        mirror: The copy of the run in a store, if it has one.
+        plan: The data plan.
+        state: Progress and length at which the loop starts.
+    """
+
+    workload: Workload
+    run: RunContext
+    mirror: Mirror
+    plan: Plan
+    state: RunState
 
 
 def initialize_or_resume(
@@ -63,18 +82,19 @@ def initialize_or_resume(
         recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
     changes = resume.check_config(recorded, config)
     workload.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
-    plan = Plan.find(run.layout.plan)
-    state, length = None, _length(workload)
-    if found is not None:
-        state = resume.restore(workload.engine, found, spec=workload.spec.to_json(), log=log)
-        resume.check_plan(plan, run.layout.plan, state.progress.cursor)
+    length = _length(workload)
+    if found is None:
+        state, plan, last_step = None, Plan.find(run.layout.plan), examine_chain(directory).last_step
+    else:
+        restored = resume.restore(workload, directory, found)
+        state, plan, last_step = restored.state, restored.plan, restored.last_recorded_step
         if not _has_other_length(directory, config, state.progress.step):
             length = _as_begun(workload, state.horizon, length)  # fixed then, whatever the caches hold by now
         _check_length(directory, length.total_steps, state.progress.step)
     plan, events = run_plan.update_plan(
         plan, run.layout.plan, config, workload.corpus, length,
         position=0 if state is None else state.progress.cursor.position,
-        reached=_last_recorded_step(directory, state, log) * config.train.global_batch_sequences,
+        reached=last_step * config.train.global_batch_sequences,
         report=plan_reporter(log),
     )  # fmt: skip
     if state is None:
@@ -244,26 +264,6 @@ def _check_length(directory: Path, total_steps: int, step: int) -> None:
 def _is_finished(state: RunState, length: Horizon) -> bool:
     """Whether the run has done all its steps, and is asked for no others."""
     return state.progress.step >= length.total_steps == state.horizon.total_steps
-
-
-def _last_recorded_step(directory: Path, state: RunState | None, log: RunLog) -> int:
-    """Return the last step that is recorded; report steps up to the checkpoint whose record is lost.
-
-    Raises:
-        DataError: The chain is of another history than the checkpoint.
-    """
-    if state is None:
-        return examine_chain(directory).last_step
-    chain = check_chain(directory, state.progress)
-    damage = chain.damage(state.progress.step)
-    if damage:
-        log.event(
-            "chain_damaged",
-            f"{chain.path.name} is damaged: {damage}. The run goes on; a replay cannot verify these steps any more "
-            "unless the file is restored from a copy",
-            level="warning",
-        )
-    return chain.last_step
 
 
 def plan_reporter(log: RunLog) -> Callable[[str, str], None]:

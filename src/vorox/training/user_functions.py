@@ -8,15 +8,19 @@ Functions of the data are part of the caches' recipes instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from vorox.core.engine import Engine
+from vorox.core.engine import Engine, Tap, attach_taps
 from vorox.core.errors import CheckpointError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.log import RunLog
+from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_attempts
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -25,6 +29,7 @@ from vorox.models.spec import ModelSpec
 from vorox.training.language_model import LanguageModel
 
 MANIFEST_KEY = "functions"
+_TAPS_NOTE = "taps"
 
 
 def identities(config: RunConfig) -> dict[str, str]:
@@ -87,3 +92,42 @@ def open_evaluations(
         config.eval.functions, kind="evaluation", key="eval.functions", prefix="eval/custom/", log=log
     )
     return lambda step: functions(LanguageModel(engine, tokenizer, config, spec, step))
+
+
+def attach_to_run(taps: Sequence[Tap], engine: Engine, run: RunContext, log: RunLog) -> None:
+    """Attach taps, note them in the run's record, and report a change since the previous attempt.
+
+    Raises:
+        ConfigError: The engine has no taps, or the model has no such point or layer.
+    """
+    attach_taps(engine, taps)
+    now = [describe(tap) for tap in taps]
+    before = (recorded_taps(run.directory) or [[]])[-1]
+    if run.attempt > 1 and before != now:
+        text = f"Taps have changed since the previous attempt: {_listed(before)} -> {_listed(now)}"
+        log.event("taps_changed", text, level="warning", before=before, now=now)
+    elif now:
+        log.event("taps", f"Taps attached: {_listed(now)}", taps=now)
+    run.note(taps=now)
+
+
+def recorded_taps(run_directory: Path) -> list[list[str]]:
+    """Return the taps of every attempt that noted any list of them, oldest first."""
+    notes = [cast("dict[str, list[str]]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
+    return [note[_TAPS_NOTE] for note in notes if _TAPS_NOTE in note]
+
+
+def describe(tap: Tap) -> str:
+    """Return where a tap is, its function, and the beginning of its source's SHA-256 where there is a source."""
+    function = tap.function
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    text = f"{tap.point} of layer {tap.layer}: {getattr(function, '__module__', '?')}.{name}"
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):  # typed into an interpreter, or an object that is called
+        return text
+    return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
+
+def _listed(taps: Sequence[str]) -> str:
+    return "; ".join(taps) or "none"

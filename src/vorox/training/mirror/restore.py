@@ -22,8 +22,7 @@ from vorox.core.log import Echo
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import is_run, refuse_links
 from vorox.data.storage import StoredFile, list_objects, open_range
-from vorox.training.checkpoint_store import Checkpoint, latest_valid, set_aside, verify
-from vorox.training.history import last_record
+from vorox.training.checkpoint_store import Checkpoint, latest_valid, quarantine, verify
 from vorox.training.mirror.contents import (
     RECORD_NAME,
     Contents,
@@ -32,6 +31,7 @@ from vorox.training.mirror.contents import (
     read_object,
     read_record,
 )
+from vorox.training.step_history import last_record
 
 _PIECE_BYTES = 8 << 20
 
@@ -138,7 +138,7 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, here: Checkpoint | No
                 atomic.make_directory((directory / name).parent)
                 atomic.rename(record / name, directory / name)
             if os.path.lexists(target):
-                set_aside(target, "corrupt", "it did not verify when the mirror was asked")
+                quarantine(target, "corrupt", "it did not verify when the mirror was asked")
             atomic.rename(staged, target)
         finally:
             shutil.rmtree(staged, ignore_errors=True)

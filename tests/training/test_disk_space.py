@@ -17,17 +17,17 @@ from vorox.core.errors import DoesNotFitError
 from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.spec import model_spec
-from vorox.training import disk_room
+from vorox.training import disk_space
 from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
-from vorox.training.disk_room import checkpoint_room
+from vorox.training.disk_space import checkpoint_space
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 1 << 30
 
 
 def leave_free(patch: pytest.MonkeyPatch, free: int) -> None:
-    patch.setattr(disk_room.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+    patch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(free, 0, free))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_how_many_lie_there_at_once(
 ) -> None:
     config = configuration(tmp_path, settings)
     spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
-    room = checkpoint_room(config, spec, total, done_steps=done, present=present)
+    room = checkpoint_space(config, spec, total, done_steps=done, present=present)
     assert room.most == most
     assert room.needed_bytes == (most - present) * room.checkpoint_bytes
 
@@ -75,7 +75,7 @@ def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str]
         engine.snapshot(detached=False).write(directory)
         directory.commit({})
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*") if path.is_file())
-    assert checkpoint_room(config, spec, 12).checkpoint_bytes == pytest.approx(written, rel=0.05)
+    assert checkpoint_space(config, spec, 12).checkpoint_bytes == pytest.approx(written, rel=0.05)
 
 
 def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = configuration(tmp_path)
     spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
-    needed = checkpoint_room(config, spec, 12).needed_bytes
+    needed = checkpoint_space(config, spec, 12).needed_bytes
     with monkeypatch.context() as patch:
         leave_free(patch, needed - 1)
         with pytest.raises(DoesNotFitError) as refused:
@@ -101,7 +101,7 @@ def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypa
         run(config)  # nothing is left to save
     (directory,) = run_directories(tmp_path / "runs")
     assert len(read_chain(directory)) == 12
-    assert len(step_directories(directory)) <= checkpoint_room(config, spec, 12).most
+    assert len(step_directories(directory)) <= checkpoint_space(config, spec, 12).most
 
 
 @pytest.mark.torch
@@ -121,7 +121,7 @@ def test_a_dry_run_shows_it_and_refuses(
     assert main(command) == 3
     assert "checkpoint.keep_last" in capsys.readouterr().err
     spec = model_spec(load_config("tiny.yaml").model, tokenizer_vocab_size=257, sequence_length_tokens=16)
-    leave_free(monkeypatch, checkpoint_room(load_config("tiny.yaml"), spec, 12).needed_bytes + 1000)
+    leave_free(monkeypatch, checkpoint_space(load_config("tiny.yaml"), spec, 12).needed_bytes + 1000)
     assert main(command) == 3
     assert "data.cache.directory" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -32,7 +32,7 @@ from vorox.models.huggingface_config import huggingface_config, huggingface_file
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
-from vorox.training.export import export
+from vorox.training.checkpoint_export import export
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
 LLAMA = SIZES | {"num_kv_heads": 2, "tie_embeddings": False}
@@ -182,7 +182,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = RunLayout(run).checkpoint(10) / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="no checkpoint of this run is valid"):
+    with pytest.raises(CheckpointError, match="No checkpoint of this run is valid"):
         export(run, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="does not match the hash"):
         export(RunLayout(run).checkpoint(10), tmp_path / "hf")

@@ -23,7 +23,7 @@ _BYTES_PER_ARRAY = 256
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRoom:
+class CheckpointSpace:
     """What the checkpoints of a run take.
 
     Attributes:
@@ -47,9 +47,9 @@ class CheckpointRoom:
         return max(0, self.most - self.present) * self.checkpoint_bytes
 
 
-def checkpoint_room(
+def checkpoint_space(
     config: RunConfig, spec: ModelSpec, total_steps: int, *, done_steps: int = 0, present: int = 0
-) -> CheckpointRoom:
+) -> CheckpointSpace:
     """What the checkpoints of a run take.
 
     Args:
@@ -71,25 +71,23 @@ def checkpoint_room(
         every = rules.every_steps
         saves = 0 if every is None else total_steps // every - done_steps // every
         saves += int(rules.at_end and done_steps < total_steps and (every is None or total_steps % every > 0))
-    return CheckpointRoom(size_bytes, max(present, min(present + saves, kept + 1)), present)
+    return CheckpointSpace(size_bytes, max(present, min(present + saves, kept + 1)), present)
 
 
-def check_checkpoint_room(
-    directory: Path, config: RunConfig, spec: ModelSpec, total_steps: int, done_steps: int
-) -> None:
+def check_disk_space(directory: Path, config: RunConfig, spec: ModelSpec, total_steps: int, done_steps: int) -> None:
     """Refuse a run whose checkpoints have no room where it lies.
 
     Raises:
         DoesNotFitError: Less is free than they need.
     """
     present = len(step_directories(directory))
-    room = checkpoint_room(config, spec, total_steps, done_steps=done_steps, present=present)
+    room = checkpoint_space(config, spec, total_steps, done_steps=done_steps, present=present)
     free = free_bytes(directory)
     if free < room.needed_bytes:
-        raise too_little_room(room, free, directory)
+        raise too_little_space(room, free, directory)
 
 
-def too_little_room(room: CheckpointRoom, free: int, directory: Path) -> DoesNotFitError:
+def too_little_space(room: CheckpointSpace, free: int, directory: Path) -> DoesNotFitError:
     """What to say when less is free than the checkpoints of a run need."""
     return DoesNotFitError(
         f"no room for the checkpoints: up to {room.most:,} at once of {room.checkpoint_bytes:,} bytes each need "

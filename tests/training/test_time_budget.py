@@ -11,8 +11,8 @@ import pytest
 from numpy_engine import NumpyEngine
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.errors import ConfigError
-from vorox.training import budget
-from vorox.training.budget import Costs, check_minutes, measure, steps_within, with_num_steps
+from vorox.training import time_budget
+from vorox.training.time_budget import Costs, check_minutes, measure, steps_within, with_num_steps
 
 
 class Clockwork:
@@ -83,7 +83,7 @@ def test_impossible_times_are_refused(minutes: float) -> None:
 
 def test_a_real_measurement_leaves_the_engine_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_numpy_engine(monkeypatch)
-    monkeypatch.setattr(budget, "steps_within", lambda seconds, costs, config: 12)
+    monkeypatch.setattr(time_budget, "steps_within", lambda seconds, costs, config: 12)
     made: list[NumpyEngine] = []
     original = NumpyEngine.__init__
     monkeypatch.setattr(NumpyEngine, "__init__", lambda self, *a, **k: (made.append(self), original(self, *a, **k))[1])
@@ -95,6 +95,6 @@ def test_a_real_measurement_leaves_the_engine_of_the_run_alone(tmp_path: Path, m
 
 def test_one_pass_is_enough_even_where_more_are_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_numpy_engine(monkeypatch)
-    monkeypatch.setattr(budget, "steps_within", lambda seconds, costs, config: 3)
+    monkeypatch.setattr(time_budget, "steps_within", lambda seconds, costs, config: 3)
     config = configuration(tmp_path, ["data.sources.0.max_epochs=1", "train.global_batch_sequences=64"])
     assert run(config, minutes=1.0).progress.step == 3

@@ -26,7 +26,7 @@ _FORMAT = "vorox-nonfinite/1"
 _MAX_RECORDS = 32
 
 
-class Forensics:
+class NonfiniteRecorder:
     """Writes the records of one running process.
 
     Args:

@@ -17,8 +17,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus
-from vorox.training.dataloading import num_validation_rows, validation_set
-from vorox.training.preview_batches import preview_batches
+from vorox.training.dataloading import num_validation_rows, preview_batches, validation_set
 
 WARMUP_SECONDS = 0.5
 MIN_TIMED_STEPS = 2

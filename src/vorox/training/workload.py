@@ -1,0 +1,28 @@
+"""The workload of a run: configuration, corpus, model and engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Engine
+from vorox.core.log import RunLog
+from vorox.core.schema import RunConfig
+from vorox.data.dataset import Corpus
+from vorox.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What every step is computed from, besides its batch: the same for training and for replay, on every rank."""
+
+    config: RunConfig
+    corpus: Corpus
+    spec: ModelSpec
+    engine: Engine
+    log: RunLog
+    distributed: DistributedContext
+
+    def close(self) -> None:
+        """Stop building caches in the background."""
+        self.corpus.close()
