@@ -8,7 +8,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
-from vorox.data.dataset import Corpus
+from vorox.data.corpus import Corpus
 from vorox.models.spec import ModelSpec
 
 
