@@ -1,14 +1,13 @@
-"""Write the checkpoints of one running process: when one is due, how it is committed, which ones go.
+"""Write the checkpoints of one running process: when to save, how to commit, which ones to keep.
 
-The loop stands still while the engine copies its state (``Engine.snapshot``). One background thread then writes,
-hashes and commits it (``core.staged_directory``), reads it back, and lets old ones go, while training goes on; with
-``checkpoint.asynchronous`` off the loop waits for that as well, and nothing is copied.
+The loop waits while the engine copies its state (``Engine.snapshot``). A background thread then writes, hashes and
+commits it (``core.staged_directory``), verifies it and applies retention. With ``checkpoint.asynchronous`` off, the
+loop waits for that too, and nothing is copied.
 
-Invariant: what a checkpoint says (steps, chain, validation losses) is of one moment, and durable before it appears. At
-most one write is under way: a next save, the end of the run, and every error wait for it. A write that failed is
-raised at the next boundary of a step, once, as the ``CheckpointError`` that a waiting save would have raised. A state
-that holds a number which is not finite is never written, and while steps are skipped because they are not finite, a
-checkpoint that is due waits for the next step that counts.
+Invariants: everything in a checkpoint (steps, chain, validation losses) is of one moment, and durable before the
+checkpoint appears. At most one write is in flight: the next save, the end of the run and every error wait for it. A
+failed write is raised once, after the next step. A state with non-finite numbers is never written; while non-finite
+steps are skipped, a due checkpoint waits for the next finite step.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ class CheckpointWriter:
         postpones = skipped > 0 and (not is_last or done <= skipped)
         if postpones and not self._is_postponed:
             text = (
-                f"No checkpoint at step {progress.step:,}: {pluralize(min(skipped, done), 'step')} in a row not finite"
+                f"No checkpoint at step {progress.step:,}: {pluralize(min(skipped, done), 'non-finite step')} in a row"
             )
             self._log.event("checkpoint_postponed", text, step=progress.step, level="warning")
         self._is_postponed = postpones
@@ -314,9 +313,8 @@ class CheckpointWriter:
     def _commit(self, moment: _Moment, path: Path) -> None:
         if os.path.lexists(path):
             renamed = quarantine(path, "replaced", "the run resumed from an earlier step and reached this one again")
-            self._log.event(
-                "checkpoint_replaced", f"an older {path.name} was renamed to {renamed.name}", level="warning"
-            )
+            text = f"Renamed the older {path.name} to {renamed.name}"
+            self._log.event("checkpoint_replaced", text, level="warning")
         with StagedDirectory(path) as directory:
             if self._distributed.process_count == 1:
                 moment.snapshot.write(directory)
