@@ -86,7 +86,7 @@ def test_what_stops_a_build_in_its_middle(
         ("s3://nowhere/x", ["Bucket 'nowhere' does not exist"]),
         ("gs://nowhere/x", ["Bucket 'nowhere' does not exist"]),
         ("s3://corpora/crawl/*.csv", ["matches no object"]),
-        ("hf://someone/nothing/data", ["no repository 'someone/nothing'"]),
+        ("hf://acme/nothing/data", ["no repository 'acme/nothing'"]),
     ],
 )
 def test_what_is_not_there(

@@ -1,4 +1,4 @@
-"""Azure Blob Storage by Azurite, the emulator of its makers, from npm."""
+"""Azure Blob Storage: Azurite, Microsoft's emulator, from npm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from servers.environment import pointed_at
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The account key that Azurite is known to have."""
+"""The public account key of Azurite."""
 
 _INSTALLED = Path(__file__).parents[2] / ".azurite" / "node_modules" / ".bin" / "azurite-blob"
 _numbers = itertools.count()
@@ -49,7 +49,7 @@ class AzureServer:
         }  # fmt: skip
 
     def container(self) -> str:
-        """Create a container of a name that is new."""
+        """Create a container with a new name."""
         name = f"corpora{next(_numbers)}"
         self._send(f"/{ACCOUNT}/{name}?restype=container", b"", {})
         return name
@@ -77,7 +77,7 @@ class AzureServer:
 
 @contextmanager
 def azure_server() -> Iterator[AzureServer]:
-    """Point this process at the Azurite that all tests of a process share; where there is none, skip, but not in CI."""
+    """Point this process at the Azurite that all its tests share; without Azurite skip, but fail in CI."""
     program = shutil.which("azurite-blob") or (str(_INSTALLED) if _INSTALLED.exists() else None)
     if program is None or shutil.which("node") is None:
         reason = "Azurite is not installed: npm install --prefix .azurite azurite@3.35.0"

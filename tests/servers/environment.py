@@ -11,7 +11,7 @@ from vorox.data.storage import close_connections
 
 @contextmanager
 def pointed_at(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment inside of the block."""
+    """Set environment variables inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     close_connections()
     os.environ.update(variables)

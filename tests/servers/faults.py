@@ -1,4 +1,4 @@
-"""A proxy that makes faults: errors, bodies cut short, stalls, resets; by chance, or exactly as told."""
+"""A fault-injecting proxy: errors, truncated bodies, stalls, resets; by seed or scripted."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one request.
+    """The fault of one request.
 
     Attributes:
         kind: ``answer`` (status, headers and body given here), ``truncate`` (a part of the body, then the end),
             ``stall`` (a part of the body, nothing for so many seconds, then the rest), ``reset``, or ``none``.
-        sent_fraction: Share of the body that gets through before it breaks or stalls.
+        sent_fraction: Share of the body that is sent before the fault.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class FaultProxy:
 
     Attributes:
         log: Every request, with the fault that met it and the bytes that got through.
-        only: Which requests may meet a fault.
+        only: Whether a request may have a fault.
     """
 
     upstream: str
@@ -60,18 +60,18 @@ class FaultProxy:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def script(self, *faults: Fault) -> None:
-        """What the next requests meet, before chance goes on."""
+        """Faults of the next requests; the seed decides about those after."""
         with self._lock:
             self.scripted.extend(faults)
 
     @property
     def faults(self) -> Counter[str]:
-        """How many requests met each kind of fault."""
+        """Number of requests with each kind of fault."""
         with self.log.lock:
             return Counter(request.fault for request in self.log.requests if request.fault)
 
     def _draw(self, request: Request) -> Fault:
-        """The fault of a request: a function of seed, request and how often it came, whatever the threads do."""
+        """Return the fault of a request: a function of the seed, the request and its count, not of timing."""
         with self._lock:
             if not self.only(request):
                 return Fault("none")
@@ -140,12 +140,12 @@ def fault_proxy(
     truncated_fraction: float = 0.0,
     stall_once_seconds: float = 0.0,
 ) -> Iterator[FaultProxy]:
-    """Stand in front of a server and make faults.
+    """Start a proxy that injects faults between clients and a server.
 
     Args:
         upstream: Address of the server.
-        seed: Decides which requests meet a fault.
-        error_503_fraction: Share of the requests that get a 503 instead of an answer.
+        seed: Decides which requests have a fault.
+        error_503_fraction: Share of the requests that get a 503.
         truncated_fraction: Share of the bodies that end early.
         stall_once_seconds: The first read of content stops in its middle for so long.
     """

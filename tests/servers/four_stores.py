@@ -1,7 +1,7 @@
-"""One corpus over four places: S3 (jsonl.zst), Google Cloud Storage (parquet), a hub dataset (jsonl), local csv.
+"""One corpus in four stores: S3 (jsonl.zst), Google Cloud Storage (parquet), a hub dataset (jsonl), local csv.
 
-The servers run once; the same uris are then read directly, or through proxies that make faults. Every document is a
-different text that says where it lies, so that a lost, doubled or moved one can be seen.
+The servers run once; the same uris are then read directly, or through fault-injecting proxies. Every document is
+unique and contains its location, so that a lost, duplicated or misplaced one is detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FourStores:
     """The running servers with the corpus in them.
 
     Attributes:
-        sources: What to write under ``data.sources``.
+        sources: Value of ``data.sources``.
         texts: Every text of each source, in the order of its files.
     """
 
@@ -47,7 +47,7 @@ class FourStores:
 
     @contextmanager
     def behind(self, *, seed: int = 0, **faults: float) -> Iterator[dict[str, FaultProxy]]:
-        """Read through a proxy in front of each server; a stall, if asked for, happens once at each."""
+        """Read through one proxy per server; a requested stall happens once at each."""
         with ExitStack() as stack:
             proxies: dict[str, FaultProxy] = {}
             for number, (name, server) in enumerate([("s3", self.s3), ("gcs", self.gcs), ("hub", self.hub)]):
@@ -57,7 +57,7 @@ class FourStores:
 
 
 def texts_of(store: str, documents: int) -> list[str]:
-    """So many different texts of 40 to 400 characters, always the same."""
+    """Return deterministic distinct texts of 40 to 400 characters."""
     chooser = random.Random(f"texts of {store}")
     return [
         f"{store} document {number}: " + " ".join(chooser.choices(_WORDS, k=chooser.randint(5, 60)))
@@ -67,10 +67,10 @@ def texts_of(store: str, documents: int) -> list[str]:
 
 @contextmanager
 def four_stores(folder: Path, *, documents: int = 400, files: int = 2) -> Iterator[FourStores]:
-    """Start the servers, fill them, and point this process at them.
+    """Start and fill the servers, and point this process at them.
 
     Args:
-        folder: Where the local files are put.
+        folder: Directory of the local files.
         documents: Of each source, spread evenly over its files.
         files: Of each source.
     """
@@ -94,11 +94,11 @@ def four_stores(folder: Path, *, documents: int = 400, files: int = 2) -> Iterat
             writer = csv.writer(rows)
             writer.writerows([["text", "number"], *([text, str(row)] for row, text in enumerate(part["local"]))])
             (folder / f"{number:02}.csv").write_text(rows.getvalue(), encoding="utf-8", newline="")
-        hub.commit("someone/corpora", repository)
+        hub.commit("acme/corpora", repository)
         sources = [
             {"name": "crawl", "format": "jsonl", "paths": ["s3://corpora/crawl/*.jsonl.zst"], "weight": "4/10"},
             {"name": "books", "format": "parquet", "paths": ["gs://corpora/books"], "weight": "3/10"},
-            {"name": "edu", "format": "jsonl", "paths": ["hf://someone/corpora/data"], "weight": "2/10"},
+            {"name": "edu", "format": "jsonl", "paths": ["hf://acme/corpora/data"], "weight": "2/10"},
             {"name": "notes", "format": "csv", "paths": [str(folder)], "weight": "1/10"},
         ]
         yield FourStores(s3, gcs, hub, sources, texts)

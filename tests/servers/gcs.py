@@ -1,4 +1,4 @@
-"""Google Cloud Storage by its XML interface: generations, conditions, pages, uploads in parts."""
+"""Google Cloud Storage with its XML API: generations, conditions, pages, multipart uploads."""
 
 from __future__ import annotations
 

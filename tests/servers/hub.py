@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as far as reading goes: commits, trees, small files, large ones by a signed redirect."""
+"""The read API of the Hugging Face Hub: commits, trees, small files, large files behind a signed redirect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from servers.environment import pointed_at
 from servers.recorded import Handler, Log, Request, serving
 
 SIGNATURE = "c2lnbmVkLWJ5LXRoZS1jZG4"
-"""Part of the address that large files are redirected to: it must never be seen in a message."""
+"""Part of the url that large files are redirected to; it must not appear in a message."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class HubServer:
     """The running server.
 
     Attributes:
-        token: What requests must carry; ``None`` lets everybody in.
-        large_from_bytes: Files from this size on are stored apart and redirected to.
+        token: Required in requests; ``None`` requires none.
+        large_from_bytes: Files of at least this size are large.
         page_items: Entries in one page of a tree.
     """
 
@@ -96,7 +96,7 @@ class HubServer:
             handler.send(request, 404, {}, b"")
 
     def _reference(self, name: str, rest: str) -> tuple[str, str]:
-        """A revision may hold slashes, so the longest that is known counts."""
+        """Revisions may contain slashes, so the longest known one counts."""
         known = [*self.references[name], *self.commits[name]]
         for candidate in sorted(known, key=len, reverse=True):
             if rest == candidate or rest.startswith(candidate + "/"):
@@ -210,5 +210,5 @@ def model_hub(cache: Path) -> Iterator[HubServer]:
         patch.setenv("HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        hub.url = hub.url.replace("127.0.0.1", "localhost")  # large files lie on another host, as the client expects
+        hub.url = hub.url.replace("127.0.0.1", "localhost")  # large files are on another host, as the client expects
         yield hub

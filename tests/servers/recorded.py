@@ -1,4 +1,4 @@
-"""What all our own servers share: threads, a log of the requests, and answering a range of some bytes."""
+"""A threaded HTTP server that records its requests and answers ranges; the base of the other servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Request:
-    """One request and what was answered."""
+    """One request and its response."""
 
     method: str
     path: str
@@ -25,13 +25,13 @@ class Request:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """``[start, end)`` that was asked for; an open end is 2**63."""
+        """The requested ``[start, end)``; an open end is 2**63."""
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         return None if match is None else (int(match[1]), int(match[2]) + 1 if match[2] else 2**63)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """``[start, end)`` of the object that left the server."""
+        """The ``[start, end)`` of the object that was sent."""
         start = self.range[0] if self.range else 0
         return start, start + self.sent_bytes
 
@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     def send(
         self, request: Request, status: int, headers: Mapping[str, str], body: bytes, *, length: int | None = None
     ) -> None:
-        """Answer; a length beyond that of the body announces what does not come."""
+        """Send a response; a length beyond the body's announces bytes that are never sent."""
         request.status = status
         self.send_response(status)
         for name, value in headers.items():
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_body(request, body)
 
     def send_body(self, request: Request, body: bytes) -> None:
-        """Counted before it leaves: whoever has read the last byte finds it counted."""
+        """Count the bytes before sending them, so that a client that has read them finds them counted."""
         before = request.sent_bytes
         request.sent_bytes += len(body)
         try:
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             raise
 
     def send_part(self, request: Request, content: bytes, headers: Mapping[str, str]) -> None:
-        """Answer with a range of the content if one is asked for, else with all of it."""
+        """Respond with the requested range of the content, by default with all of it."""
         headers = {"Accept-Ranges": "bytes", **headers}
         if request.range is None:
             self.send(request, 200, headers, content)
@@ -124,7 +124,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # connections that break are what some tests are about
+        pass  # some tests break connections on purpose
 
 
 @contextmanager

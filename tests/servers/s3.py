@@ -13,12 +13,12 @@ import pytest
 from servers.environment import pointed_at
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
-"""The secret key that tests sign with: it must never be seen in a message."""
+"""The secret key that tests sign with: it must not appear in a message."""
 
 
 @dataclass
 class S3Server:
-    """The running server, and the client that tests fill it with."""
+    """The running server, and a client to fill it."""
 
     url: str
     client: Any
@@ -52,7 +52,7 @@ def s3_server() -> Iterator[S3Server]:
     for package in ("obstore", "moto"):
         pytest.importorskip(package)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries below, while they load
+        warnings.simplefilter("ignore")  # of libraries, while they are imported
         import botocore.session
         from moto.server import ThreadedMotoServer
 
@@ -72,7 +72,7 @@ def s3_server() -> Iterator[S3Server]:
 
 
 def _reset(url: str) -> None:
-    """moto keeps its buckets per process; a new server begins without any."""
+    """Remove moto's buckets, which it keeps per process."""
     import http.client
     from urllib.parse import urlsplit
 

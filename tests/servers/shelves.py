@@ -17,7 +17,7 @@ from servers.s3 import s3_server
 from servers.web import http_server
 
 WRITABLE = ("s3", "s3-versioned", "gs", "az")
-"""Those that can be written to."""
+"""The writable kinds."""
 
 KINDS = ("s3", "s3-versioned", "gs", "az", "hf", "http")
 """Every kind of store, S3 with and without versions."""
@@ -46,17 +46,17 @@ class Shelf:
 
     @contextmanager
     def behind(self, **faults: float) -> Iterator[tuple[str, FaultProxy]]:
-        """The folder's uri behind a proxy that makes faults, and the proxy."""
+        """Yield the folder's uri behind a fault-injecting proxy, and the proxy."""
         with fault_proxy(self.url, **faults) as proxy, pointed_at(self._environment(proxy.url)):
             yield self._root(proxy.url), proxy
 
 
 @contextmanager
 def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
-    """An empty folder in a new store of a kind.
+    """Start a store of a kind and yield an empty folder in it.
 
     Args:
-        folder: Where a store that needs a disk keeps its files.
+        folder: Directory for a store that needs one.
     """
     with contextlib.ExitStack() as stack:
         if kind in {"s3", "s3-versioned"}:
@@ -82,10 +82,10 @@ def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
             )  # fmt: skip
         elif kind == "hf":
             hub = stack.enter_context(hub_server())
-            hub.commit("someone/corpora", {"README.md": b"# Text"})
+            hub.commit("acme/corpora", {"README.md": b"# Text"})
             yield Shelf(
-                kind, lambda name, data: hub.commit("someone/corpora", {f"text/{name}": data}) and None, hub.url,
-                lambda _: "hf://datasets/someone/corpora/text", hub.environment,
+                kind, lambda name, data: hub.commit("acme/corpora", {f"text/{name}": data}) and None, hub.url,
+                lambda _: "hf://datasets/acme/corpora/text", hub.environment,
             )  # fmt: skip
         else:
             web = stack.enter_context(http_server(folder))

@@ -17,13 +17,13 @@ from servers.recorded import Handler, Log, Request, serving
 
 @dataclass
 class WebServer:
-    """The running server and what it does.
+    """The running server and its settings.
 
     Attributes:
         etags: ``strong``, ``weak`` or ``none``.
-        modified: Whether Last-Modified is told.
-        ranges: Whether parts are given.
-        honours_preconditions: Whether If-Match is looked at.
+        modified: Whether responses have Last-Modified.
+        ranges: Whether ranges are supported.
+        honours_preconditions: Whether If-Match is checked.
     """
 
     root: Path

@@ -1,4 +1,4 @@
-"""Listings are sorted and complete; ranges come from the listed content or not at all."""
+"""Local listings are sorted and complete; ranges come from the listed content or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(location: Path | str, *suffixes: str) -> list[str]:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Root may read everything; give that up for a moment."""
+    """Drop root privileges, with which every file is readable, inside the block."""
     if os.name == "nt":
         pytest.skip("no such permissions")
     user = os.geteuid()
@@ -63,7 +63,7 @@ def test_order_does_not_depend_on_creation(tmp_path: Path) -> None:
     assert names(tmp_path / "one") == names(tmp_path / "two") == ["x.txt", "y.txt", "z.txt"]
 
 
-def test_file_and_glob_are_taken_whatever_their_ending(tmp_path: Path) -> None:
+def test_files_and_globs_ignore_suffixes(tmp_path: Path) -> None:
     for name in ("one.md", "two.md", "sub/three.md", "four.rst"):
         write(tmp_path / name)
     assert names(tmp_path / "one.md") == ["one.md"]
@@ -78,14 +78,14 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("missing", "No such file"), ("*.nothing", "No such file")])
-def test_missing_location_is_named(tmp_path: Path, name: str, what: str) -> None:
+def test_missing_location_is_reported(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
         list_files(str(tmp_path / name), (".txt",))
     assert str(tmp_path / name) in caught.value.where
     assert caught.value.hint
 
 
-def test_folder_with_other_endings_suggests_a_glob(tmp_path: Path) -> None:
+def test_folder_with_other_suffixes_suggests_a_glob(tmp_path: Path) -> None:
     write(tmp_path / "a.md")
     with pytest.raises(DataError, match=r"no \.txt file; it contains \.md") as caught:
         list_files(str(tmp_path), (".txt",))
@@ -100,7 +100,7 @@ def test_dangling_link_is_an_error_with_its_name(tmp_path: Path) -> None:
     assert caught.value.where.endswith("gone.txt")
 
 
-def test_unreadable_file_and_folder_are_named(tmp_path: Path) -> None:
+def test_unreadable_file_and_folder_are_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
@@ -144,7 +144,7 @@ def test_changed_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert caught.value.where == str(path)
 
 
-def test_change_during_the_read_is_noticed_at_its_end(tmp_path: Path) -> None:
+def test_change_during_the_read_is_detected_at_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"0123456789")
     (file,) = list_files(str(path), ())
 
@@ -188,8 +188,8 @@ class TestContentVersions:
         assert changed.size_bytes == file.size_bytes
         assert versions.version(changed) == hashlib.sha256(b"bbbb").hexdigest()
 
-    def test_a_file_of_this_moment_is_not_remembered(self, tmp_path: Path) -> None:
-        """A second change within the same tick of the clock would otherwise go unnoticed."""
+    def test_a_file_modified_just_now_is_not_remembered(self, tmp_path: Path) -> None:
+        """Otherwise a second change within the same clock tick would go undetected."""
         (file,) = list_files(str(write(tmp_path / "a.txt", age_seconds=0)), ())
         versions = ContentVersions(tmp_path / "memory.json")
         versions.version(file)
@@ -197,7 +197,7 @@ class TestContentVersions:
         assert not (tmp_path / "memory.json").exists()
 
     @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"a": 3}', b"\xff\xfe"])
-    def test_damaged_memory_only_costs_time(self, tmp_path: Path, damage: bytes) -> None:
+    def test_damaged_memory_only_costs_hashing(self, tmp_path: Path, damage: bytes) -> None:
         memory = tmp_path / "memory.json"
         memory.write_bytes(damage)
         (file,) = list_files(str(write(tmp_path / "a.txt", "x")), ())
@@ -213,7 +213,7 @@ def test_standard_library_has_portable_names() -> None:
     assert int(elsewhere.stdout) == len(files)
 
 
-def test_root_is_what_names_are_relative_to(tmp_path: Path) -> None:
+def test_names_are_relative_to_the_listing_root(tmp_path: Path) -> None:
     file = write(tmp_path / "sub" / "a.txt")
     assert listing_root(str(tmp_path)) == str(tmp_path)
     assert listing_root(str(file)) == str(tmp_path / "sub")

@@ -1,4 +1,4 @@
-"""Names of places: schemes, canonical forms, patterns; nothing here touches disk or network."""
+"""Locations: schemes, canonical uris, patterns; nothing here accesses disk or network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_schemes(location: str, scheme: str | None) -> None:
 
 
 @pytest.mark.parametrize("location", ["ftp://host/x", "azure://x/y", "file:///etc/passwd"])
-def test_an_unknown_scheme_is_refused_with_those_that_are_known(location: str) -> None:
+def test_an_unknown_scheme_is_refused_with_a_list_of_known_ones(location: str) -> None:
     with pytest.raises(ConfigError, match="is not supported") as caught:
         list_files(location, (".txt",))
     assert "s3://, gs://, az://, hf://" in caught.value.hint
@@ -41,14 +41,14 @@ def test_an_unknown_scheme_is_refused_with_those_that_are_known(location: str) -
         "https://host/x.txt?token=hunter2hunter2", "https://host/x?X-Amz-Signature=hunter2hunter2&a=b",
     ],
 )  # fmt: skip
-def test_credentials_in_a_uri_are_refused_and_not_repeated(location: str) -> None:
+def test_credentials_in_a_uri_are_refused_and_redacted(location: str) -> None:
     with pytest.raises(ConfigError, match="contains credentials") as caught:
         list_files(location, (".txt",))
     assert "hunter2" not in str(caught.value)
     assert "environment" in caught.value.hint
 
 
-def test_a_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     with pytest.raises(ConfigError, match="contains credentials") as caught:
         list_files("hf://a/b/hunter2hunter2.txt", (".txt",))
@@ -62,11 +62,11 @@ def test_a_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch)
         "https://host/x.txt?download=true", "https://host:8080/a@b.txt",
     ],
 )  # fmt: skip
-def test_names_that_look_like_secrets_are_names(location: str) -> None:
+def test_names_that_look_like_secrets_are_accepted(location: str) -> None:
     assert scheme_of(location) is not None
 
 
-def test_one_thing_has_one_name() -> None:
+def test_every_location_has_one_canonical_uri() -> None:
     assert canonical_uri("hf://HuggingFaceFW/fineweb-edu") == "hf://datasets/HuggingFaceFW/fineweb-edu"
     assert canonical_uri("hf://datasets/a/b/") == "hf://datasets/a/b"
     assert canonical_uri("hf://models/a/b") == "hf://models/a/b"
@@ -91,11 +91,11 @@ def test_one_thing_has_one_name() -> None:
         ("https://host/x?raw=1", "https://host/x?raw=1", "x?raw=1"),
     ],
 )
-def test_places_are_relative_to_the_location(location: str, uri: str, place: str | None) -> None:
+def test_names_are_relative_to_the_location(location: str, uri: str, place: str | None) -> None:
     assert relative_name(location, uri) == place
 
 
-def test_the_web_has_no_question_marks_as_wildcards() -> None:
+def test_question_marks_are_no_wildcards_in_http_urls() -> None:
     assert not has_magic("https://host/x?raw=1")
     assert has_magic("https://host/*.txt")
     assert has_magic("s3://b/x?.txt")

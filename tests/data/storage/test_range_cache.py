@@ -30,12 +30,12 @@ class Fetches:
         return self.started[-1]
 
     def times(self) -> list[int]:
-        """How often each byte was fetched."""
+        """Return how often each byte was fetched."""
         return [sum(fetch.start_byte <= byte < fetch.end_byte for fetch in self.started) for byte in range(SIZE)]
 
 
 def read(cache: RangeCache[FakeFetch], fetches: Fetches, start: int, end: int, before: int = 0) -> list[FakeFetch]:
-    """What a reader of ``[start, end)`` does; ``before``: bytes that it also fetches before each position."""
+    """Read ``[start, end)`` as a reader does, fetching ``before`` bytes ahead of each position as well."""
     found: list[FakeFetch] = []
     while start < end:
         fetch = cache.get(FILE, start, max(0, start - before), end, fetches)
@@ -61,7 +61,7 @@ def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
 
 @settings(deadline=None)
 @given(st.lists(ranges, max_size=30), st.integers(20, 100))
-def test_what_is_held_is_bounded(wanted: list[tuple[int, int, int]], limit: int) -> None:
+def test_the_cache_is_bounded(wanted: list[tuple[int, int, int]], limit: int) -> None:
     cache, fetches = RangeCache[FakeFetch](limit, 0), Fetches()
     with cache.registered([FILE]):
         for start, length, before in wanted:
@@ -70,7 +70,7 @@ def test_what_is_held_is_bounded(wanted: list[tuple[int, int, int]], limit: int)
             assert held <= max(limit, last.end_byte - last.start_byte)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_range_is_evicted_first() -> None:
     cache, fetches = RangeCache[FakeFetch](100, 0), Fetches()
     with cache.registered([FILE]):
         for start in (0, 50, 0, 100, 0, 50):
@@ -78,7 +78,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [fetch.start_byte for fetch in fetches.started] == [0, 50, 100, 50]
 
 
-def test_what_failed_is_fetched_again() -> None:
+def test_a_failed_range_is_fetched_again() -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
     with cache.registered([FILE]):
         read(cache, fetches, 0, 100)[0].has_failed = True
@@ -86,12 +86,12 @@ def test_what_failed_is_fetched_again() -> None:
         assert len(fetches.started) == 2
 
 
-def test_files_that_nobody_registered_share_nothing() -> None:
+def test_unregistered_files_share_nothing() -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
     with cache.registered([FILE]):
         with cache.registered([FILE]):
             read(cache, fetches, 0, 100)
-        assert read(cache, fetches, 0, 100) == fetches.started, "the other registration is still there"
+        assert read(cache, fetches, 0, 100) == fetches.started, "the other registration still holds"
     read(cache, fetches, 0, 100)
     assert fetches.times()[0] == 2
 

@@ -1,4 +1,4 @@
-"""What each store refuses, and that no secret is ever part of it."""
+"""What each store refuses, and that no message contains a secret."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def patience() -> Iterator[None]:
 def refused(
     action: Callable[[], object], kind: type[VoroxError] = DataError, *, caplog: pytest.LogCaptureFixture | None = None
 ) -> VoroxError:
-    """The refusal, after a look for secrets in every word of it and of its causes."""
+    """Return the error of an action, after searching it and its causes for secrets."""
     with pytest.raises(kind) as caught:
         action()
     error: BaseException | None = caught.value
@@ -91,7 +91,7 @@ class TestAmazon:
                 error = refused(action, caplog=caplog)
                 assert code in error.what
                 assert "AWS_SESSION_TOKEN" in error.hint
-            assert len(proxy.log.requests) == 2, "credentials that expired do not get better by trying again"
+            assert len(proxy.log.requests) == 2, "a retry does not renew expired credentials"
 
     def test_no_credentials_at_all(self, s3: object) -> None:
         names = [name for name in os.environ if name.startswith("AWS_") and "KEY" in name]
@@ -110,7 +110,7 @@ class TestAmazon:
             assert proxy.faults == {"answer": 1}
 
     @pytest.mark.parametrize("versioned", [False, True])
-    def test_long_listings_come_in_pages(self, s3: object, versioned: bool) -> None:
+    def test_long_listings_have_pages(self, s3: object, versioned: bool) -> None:
         bucket = f"pages-{versioned}".lower()
         s3.bucket(bucket, versioned=versioned)
         for number in range(7):
@@ -130,7 +130,7 @@ class TestAmazon:
         assert [relative_name(f"s3://{bucket}", file.uri) for file in files] == [f"{n}.txt" for n in range(7) if n != 3]
         assert {file.size_bytes for file in files} == {5}
 
-    def test_a_bucket_that_does_not_tell_is_pinned_by_etags(self, s3: object) -> None:
+    def test_a_bucket_without_version_access_is_pinned_by_etags(self, s3: object) -> None:
         denied = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"
         with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
             proxy.only = lambda request: request.method == "HEAD"
@@ -147,10 +147,10 @@ class TestAmazon:
             assert proxy.log.requests
             assert not any("Authorization" in request.headers for request in proxy.log.requests)
 
-    def test_credentials_that_expired_are_read_again_during_a_run(
+    def test_expired_credentials_are_reloaded_during_a_run(
         self, s3: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As a login or a rotation writes new ones; the same ones once more are not tried."""
+        """A login or a rotation writes new ones; the same ones are not tried a second time."""
         path = tmp_path / "credentials"
         body = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code></Error>"
 
@@ -174,7 +174,7 @@ class TestAmazon:
             assert "ExpiredToken" in refused(lambda: read_file(file)).what
             assert len(proxy.scripted) == 7
 
-    def test_a_wrong_clock_is_named(self, s3: object) -> None:
+    def test_a_wrong_clock_is_reported(self, s3: object) -> None:
         body = b"<?xml version='1.0'?><Error><Code>RequestTimeTooSkewed</Code></Error>"
         with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
             (file,) = list_files("s3://corpora/a.txt", ())
@@ -184,7 +184,7 @@ class TestAmazon:
             assert "clock" in error.hint
             assert len(proxy.scripted) == 8
 
-    def test_the_marker_of_a_folder_is_no_file(self, s3: object) -> None:
+    def test_a_folder_marker_is_not_a_file(self, s3: object) -> None:
         s3.bucket("markers")
         s3.client.put_object(Bucket="markers", Key="text/deep/", Body=b"")
         s3.put("markers", "text/deep/a.txt", BODY)
@@ -192,7 +192,7 @@ class TestAmazon:
         files = list_files("s3://markers/text/**", ())
         assert [file.uri for file in files] == ["s3://markers/text/deep/a.txt", "s3://markers/text/empty.txt"]
 
-    def test_a_pattern_lists_from_its_fixed_part_on(self, s3: object) -> None:
+    def test_a_pattern_lists_from_its_fixed_part(self, s3: object) -> None:
         s3.bucket("patterns")
         for name in ("a", "b-0", "b-1", "b", "c"):
             s3.put("patterns", f"text/{name}.txt", BODY)
@@ -201,7 +201,7 @@ class TestAmazon:
             assert [file.uri[-7:] for file in files] == ["b-0.txt", "b-1.txt"]
             assert "start-after=text%2Fb" in proxy.log.requests[0].path
 
-    def test_a_forked_process_is_refused_rather_than_left_to_hang(self, s3: object) -> None:
+    def test_a_forked_process_is_refused_instead_of_hanging(self, s3: object) -> None:
         program = (
             "import os\n"
             "from vorox.core.errors import ConfigError\n"
@@ -222,7 +222,7 @@ class TestAmazon:
         assert "does not allow this name" in refused(lambda: list_files("s3://a b/x", ()), ConfigError).what
         assert "lacks a bucket" in refused(lambda: list_files("s3:///x", ()), ConfigError).what
 
-    def test_a_server_that_is_not_there(self, s3: object) -> None:
+    def test_an_unreachable_server(self, s3: object) -> None:
         with pointed_at({"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}):
             assert "no connection" in refused(lambda: list_files("s3://corpora", (".txt",))).what
 
@@ -242,7 +242,7 @@ class TestGoogle:
             assert "AuthenticationRequired" in error.what
             assert "GOOGLE_APPLICATION_CREDENTIALS" in error.hint
 
-    def test_credentials_are_sent_to_google_and_no_emulator(self) -> None:
+    def test_credentials_are_sent_to_google_but_not_to_an_emulator(self) -> None:
         with gcs_server() as gcs:
             gcs.bucket("corpora")
             gcs.put("corpora", "a.txt", BODY)
@@ -253,64 +253,64 @@ class TestGoogle:
 class TestHub:
     def test_repositories_and_revisions(self) -> None:
         with hub_server() as hub:
-            first = hub.commit("someone/corpora", {"data/a.txt": BODY, "data/sub/b.txt": b"small"})
-            hub.commit("someone/corpora", {"data/a.txt": b"converted"}, reference="refs/convert/parquet")
-            second = hub.commit("someone/corpora", {"data/a.txt": BODY + b"!", "data/sub/b.txt": b"small"})
-            assert resolve_commit("hf://datasets/someone/corpora") == second
-            assert read("hf://someone/corpora/data/a.txt") == BODY + b"!"
-            assert read(f"hf://someone/corpora@{first}/data/a.txt") == BODY
+            first = hub.commit("acme/corpora", {"data/a.txt": BODY, "data/sub/b.txt": b"small"})
+            hub.commit("acme/corpora", {"data/a.txt": b"converted"}, reference="refs/convert/parquet")
+            second = hub.commit("acme/corpora", {"data/a.txt": BODY + b"!", "data/sub/b.txt": b"small"})
+            assert resolve_commit("hf://datasets/acme/corpora") == second
+            assert read("hf://acme/corpora/data/a.txt") == BODY + b"!"
+            assert read(f"hf://acme/corpora@{first}/data/a.txt") == BODY
             for revision in ("refs/convert/parquet", "refs%2Fconvert%2Fparquet"):
-                assert read(f"hf://datasets/someone/corpora@{revision}/data/a.txt") == b"converted"
-            before = list_files(f"hf://someone/corpora@{first}", (".txt",))
-            after = list_files("hf://someone/corpora", (".txt",))
-            assert before[1].version == after[1].version, "a file that a commit did not touch keeps its version"
+                assert read(f"hf://datasets/acme/corpora@{revision}/data/a.txt") == b"converted"
+            before = list_files(f"hf://acme/corpora@{first}", (".txt",))
+            after = list_files("hf://acme/corpora", (".txt",))
+            assert before[1].version == after[1].version, "a file that a commit did not change keeps its version"
             assert before[0].version != after[0].version
             hub.page_items = 1
-            assert len(list_files("hf://someone/corpora", (".txt",))) == 2
+            assert len(list_files("hf://acme/corpora", (".txt",))) == 2
             assert "no repository 'no/such'" in refused(lambda: list_files("hf://no/such", (".txt",))).what
-            error = refused(lambda: list_files("hf://someone/corpora@v9", (".txt",)))
+            error = refused(lambda: list_files("hf://acme/corpora@v9", (".txt",)))
             assert "revision 'v9'" in error.what
             assert "lacks a repository" in refused(lambda: list_files("hf://one", ()), ConfigError).what
 
-    def test_the_token_goes_to_the_hub_and_never_further(self) -> None:
+    def test_the_token_is_sent_to_the_hub_only(self) -> None:
         with hub_server() as hub:
-            hub.commit("someone/corpora", {"a.txt": BODY})
+            hub.commit("acme/corpora", {"a.txt": BODY})
             hub.token = TOKEN
-            assert "HF_TOKEN" in refused(lambda: list_files("hf://someone/corpora", (".txt",))).hint
+            assert "HF_TOKEN" in refused(lambda: list_files("hf://acme/corpora", (".txt",))).hint
             with fault_proxy(hub.url) as cdn, pointed_at(hub.environment()):
                 hub.url, url = cdn.url, hub.url  # large files are now redirected to another origin
                 with pointed_at({"HF_ENDPOINT": url}):
-                    assert read("hf://someone/corpora/a.txt") == BODY
+                    assert read("hf://acme/corpora/a.txt") == BODY
                     assert cdn.log.requests
                     assert not any("Authorization" in request.headers for request in cdn.log.requests)
                     asked = [request for request in hub.log.requests if not request.path.startswith("/cdn/")]
                     assert asked[-1].headers["Authorization"] == f"Bearer {TOKEN}"
                     cdn.script(Fault("answer", 403, {}, f"no {SIGNATURE}".encode()))
-                    assert "refuses access" in refused(lambda: read("hf://someone/corpora/a.txt")).what
+                    assert "refuses access" in refused(lambda: read("hf://acme/corpora/a.txt")).what
                     cdn.error_503_fraction = 1.0
-                    assert "HTTP 503" in refused(lambda: read("hf://someone/corpora/a.txt")).what
+                    assert "HTTP 503" in refused(lambda: read("hf://acme/corpora/a.txt")).what
 
     @pytest.mark.parametrize("large_from_bytes", [1, 1 << 20])
-    def test_content_that_is_not_what_was_listed(self, large_from_bytes: int) -> None:
+    def test_content_that_differs_from_the_listing(self, large_from_bytes: int) -> None:
         with hub_server() as hub:
             hub.large_from_bytes = large_from_bytes
-            sha = hub.commit("someone/corpora", {"a.txt": BODY})
-            (file,) = list_files("hf://someone/corpora", (".txt",))
+            sha = hub.commit("acme/corpora", {"a.txt": BODY})
+            (file,) = list_files("hf://acme/corpora", (".txt",))
             assert read_file(file) == BODY
-            hub.commits["someone/corpora"][sha]["a.txt"] = BODY.replace(b"text", b"TEXT")
+            hub.commits["acme/corpora"][sha]["a.txt"] = BODY.replace(b"text", b"TEXT")
             assert "became blob:" in refused(lambda: read_file(file)).what
-            del hub.commits["someone/corpora"][sha]
+            del hub.commits["acme/corpora"][sha]
             assert "was deleted" in refused(lambda: read_file(file)).what
 
     def test_offline_is_respected(self) -> None:
         with hub_server() as hub, pointed_at({"HF_HUB_OFFLINE": "1"}):
-            hub.commit("someone/corpora", {"a.txt": BODY})
-            assert "HF_HUB_OFFLINE" in refused(lambda: list_files("hf://someone/corpora", ())).what
+            hub.commit("acme/corpora", {"a.txt": BODY})
+            assert "HF_HUB_OFFLINE" in refused(lambda: list_files("hf://acme/corpora", ())).what
             assert hub.log.requests == []
 
 
 class TestWeb:
-    def test_what_pins_a_file(self, tmp_path: Path) -> None:
+    def test_the_headers_that_pin_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "a.txt"
         path.write_bytes(BODY)
         os.utime(path, (1_700_000_000, 1_700_000_000))
@@ -355,11 +355,11 @@ class TestWeb:
             (file,) = list_files(f"{web.url}/a.txt", ())
             assert "does not support range requests" in refused(lambda: read_file(file, 5, 9)).what
 
-    def test_proxies_are_those_of_the_environment_and_netrc_is_not_read(
+    def test_proxies_come_from_the_environment_and_netrc_is_not_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         netrc = tmp_path / "netrc"
-        netrc.write_text(f"machine nowhere.invalid login someone password {SECRET}\n")
+        netrc.write_text(f"machine nowhere.invalid login user password {SECRET}\n")
         monkeypatch.setenv("NETRC", str(netrc))
 
         def respond(handler: Handler, request: Request) -> None:
@@ -378,7 +378,7 @@ class TestWeb:
     def test_a_public_server_cannot_redirect_into_a_private_network(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By its name this machine stands for a public server here, by its number for a private one."""
+        """Here the name of this machine is a public server and its number a private one."""
         (tmp_path / "a.txt").write_bytes(BODY)
 
         async def is_private(host: str) -> bool:
@@ -390,7 +390,7 @@ class TestWeb:
                 handler.send(request, 302, {"Location": f"{private.url}/a.txt"}, b"")
 
             with serving(respond) as (url, _):
-                assert read(f"{url}/a.txt") == BODY, "who names a private address may be led to another one"
+                assert read(f"{url}/a.txt") == BODY, "a private address may redirect to another one"
                 private.log.clear()
                 monkeypatch.setattr(http, "_is_private", is_private)
                 error = refused(lambda: read(f"{url.replace('127.0.0.1', 'localhost')}/a.txt"))
@@ -405,7 +405,7 @@ class TestWeb:
     def test_which_addresses_are_private(self, host: str, private: bool) -> None:
         assert asyncio.run(http._is_private(host)) is private
 
-    def test_an_index_that_leads_elsewhere_is_not_followed(self, tmp_path: Path) -> None:
+    def test_index_links_to_other_folders_are_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         (tmp_path / "in" / "a.txt").write_bytes(BODY)
         (tmp_path / "out.txt").write_bytes(BODY)
@@ -418,7 +418,7 @@ class TestWeb:
     ("module", "location", "extra"),
     [("aiohttp", "https://127.0.0.1:9/x", "http"), ("aiohttp", "hf://a/b", "http")],
 )
-def test_a_missing_extra_is_named(module: str, location: str, extra: str) -> None:
+def test_a_missing_extra_is_reported(module: str, location: str, extra: str) -> None:
     program = (
         f"import sys; sys.modules[{module!r}] = None\n"
         "from vorox.core.errors import ConfigError\n"
@@ -430,7 +430,7 @@ def test_a_missing_extra_is_named(module: str, location: str, extra: str) -> Non
     assert install_command(extra) in done.stdout
 
 
-def test_a_child_process_reads_with_connections_of_its_own(tmp_path: Path) -> None:
+def test_a_child_process_uses_its_own_connections(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(BODY)
     with http_server(tmp_path) as web:
         program = (

@@ -1,4 +1,4 @@
-"""Readers over a store that fails as it is told: whatever is asked and whatever breaks, the bytes are the object's."""
+"""Readers over a store with scripted failures: every read returns the bytes of the object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICY = RetryPolicy(
 
 @dataclass
 class FakeStore:
-    """An object of which every try gives a part, drawn by a seed, before it breaks; and a listing."""
+    """A store with one object, of which every try sends a random part before it fails, and a listing."""
 
     seed: int = 0
     failing_fraction: float = 0.5
@@ -96,7 +96,7 @@ seeks = st.tuples(st.sampled_from([io.SEEK_SET, io.SEEK_END]), positions, st.int
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(seeks, max_size=10), st.integers(0, 99))
-def test_random_access_is_that_of_a_file(operations: list[tuple[int, int, int]], seed: int) -> None:
+def test_random_access_equals_that_of_a_file(operations: list[tuple[int, int, int]], seed: int) -> None:
     expected = io.BytesIO(CONTENT)
     with open_remote_seekable(FakeStore(seed), FILE) as reader:
         for whence, offset, size in operations:
@@ -106,7 +106,7 @@ def test_random_access_is_that_of_a_file(operations: list[tuple[int, int, int]],
             assert reader.tell() == expected.tell()
 
 
-def test_many_readers_at_once_do_not_mix() -> None:
+def test_concurrent_readers_do_not_mix() -> None:
     store = FakeStore(failing_fraction=0.3)
 
     def read(number: int) -> bool:
@@ -118,7 +118,7 @@ def test_many_readers_at_once_do_not_mix() -> None:
         assert all(threads.map(read, range(40)))
 
 
-def test_units_have_budgets_of_their_own_in_one_thread() -> None:
+def test_units_in_one_thread_have_separate_budgets() -> None:
     store = FakeStore(failing_fraction=1.0)
     policy = RetryPolicy(retries_per_unit=3, first_backoff_seconds=1e-5)
 
@@ -132,7 +132,7 @@ def test_units_have_budgets_of_their_own_in_one_thread() -> None:
             list(iterate_in_budget(unit(), policy))
 
 
-def test_a_store_that_sends_a_wrong_length_is_a_fault_of_ours() -> None:
+def test_a_store_that_sends_a_wrong_length_is_a_bug() -> None:
     class Wrong(FakeStore):
         async def stream_range(
             self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
@@ -143,8 +143,8 @@ def test_a_store_that_sends_a_wrong_length_is_a_fault_of_ours() -> None:
         reader.read()
 
 
-def test_a_reader_that_is_left_stops_fetching() -> None:
-    """Of a store that never answers, so that no fetch ends by itself."""
+def test_a_closed_reader_stops_fetching() -> None:
+    """The store never responds, so no fetch ends without being cancelled."""
 
     class Mute(FakeStore):
         async def stream_range(
@@ -167,7 +167,7 @@ NAMES = ["a.txt", "b/a.txt", "b/.h/a.txt", ".a.txt", "b/c/d.md", "b.txt/x.txt"]
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 999))
-def test_a_listing_is_sorted_however_the_store_orders_it(seed: int) -> None:
+def test_a_listing_is_sorted_in_any_order_of_the_store(seed: int) -> None:
     store = FakeStore(seed, uris=[f"s3://bucket/text/{name}" for name in NAMES] + ["s3://bucket/text2/z.txt"])
     listed = [file.uri for file in list_remote(store, "s3://bucket/text/", (".txt",), frozenset())]
     assert listed == [f"s3://bucket/text/{name}" for name in ("a.txt", "b.txt/x.txt", "b/a.txt")]

@@ -1,4 +1,4 @@
-"""What may pass is tried again within a budget; what will not is refused at once; and waiting can be seen."""
+"""Transient failures are retried within a budget, refusals are not, and stalls are observable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICY = RetryPolicy(retries_per_unit=5, first_backoff_seconds=1.0, longest_back
 
 
 class Script:
-    """An attempt that fails as told, and a clock that only counts."""
+    """An attempt with scripted outcomes, and a sleep that only records."""
 
     def __init__(self, *outcomes: Exception | str) -> None:
         self.outcomes = list(outcomes)
@@ -63,13 +63,13 @@ def failures(count: int) -> list[Exception]:
     return [TransientError(f"HTTP 503 number {number}") for number in range(count)]
 
 
-def test_what_passes_is_tried_until_it_did() -> None:
+def test_a_transient_failure_is_retried_until_success() -> None:
     script = Script(*failures(3), "content")
     assert script.run() == "content"
     assert script.tries == 4
 
 
-def test_a_refusal_is_not_tried_again() -> None:
+def test_a_refusal_is_not_retried() -> None:
     script = Script(DataError("no"), "content")
     with pytest.raises(DataError, match="no"):
         script.run()
@@ -77,7 +77,7 @@ def test_a_refusal_is_not_tried_again() -> None:
     assert script.slept_seconds == []
 
 
-def test_the_budget_belongs_to_the_unit_and_not_to_the_file() -> None:
+def test_the_budget_belongs_to_the_unit_not_to_the_file() -> None:
     with retry_budget(POLICY) as budget:
         assert current_budget() is budget
         Script(*failures(3), "a").run(current_budget())
@@ -89,13 +89,13 @@ def test_the_budget_belongs_to_the_unit_and_not_to_the_file() -> None:
     assert current_budget() is not current_budget(), "outside, every reader has its own"
 
 
-def test_a_budget_inside_takes_over_how_patient_the_outer_one_is() -> None:
+def test_an_inner_budget_inherits_the_policy() -> None:
     with retry_budget(POLICY), retry_budget() as inner:
         assert inner.policy is POLICY
         assert inner.left == 5
 
 
-def test_a_generator_has_a_budget_of_its_own_and_sets_none_for_others() -> None:
+def test_the_budget_of_a_generator_is_invisible_to_its_consumer() -> None:
     closed: list[bool] = []
 
     def unit(name: str) -> Iterator[tuple[str, RetryBudget]]:
@@ -118,7 +118,7 @@ def test_a_generator_has_a_budget_of_its_own_and_sets_none_for_others() -> None:
     assert [name for name, _ in second] == ["b"]
 
 
-def test_full_jitter_is_even_between_nothing_and_a_bound_that_doubles() -> None:
+def test_full_jitter_is_uniform_up_to_a_doubling_bound() -> None:
     jitter = random.Random(7)
     for number, bound in [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0), (4_000, 8.0)]:
         delays = [backoff_seconds(POLICY, number, jitter) for _ in range(2_000)]
@@ -127,7 +127,7 @@ def test_full_jitter_is_even_between_nothing_and_a_bound_that_doubles() -> None:
         assert abs(sum(delays) / len(delays) - bound / 2) < 0.03 * bound
 
 
-def test_the_same_source_of_jitter_gives_the_same_delays() -> None:
+def test_delays_are_a_function_of_the_jitter_generator() -> None:
     first, second = (Script(*failures(4), "x") for _ in range(2))
     first.run()
     second.run()
@@ -135,7 +135,7 @@ def test_the_same_source_of_jitter_gives_the_same_delays() -> None:
     assert len(set(first.slept_seconds)) == 4
 
 
-def test_a_try_that_got_further_starts_the_delays_anew() -> None:
+def test_progress_resets_the_delays() -> None:
     received = iter([0, 0, 0, 0, 100])
     script = Script(*failures(4), "x")
     script.run(progress=lambda: next(received))
@@ -144,19 +144,19 @@ def test_a_try_that_got_further_starts_the_delays_anew() -> None:
     assert script.slept_seconds == [expected.random() * bound for bound in (1.0, 2.0, 4.0, 1.0)]
 
 
-def test_retry_after_is_the_least_delay() -> None:
+def test_retry_after_is_a_lower_bound_of_the_delay() -> None:
     script = Script(TransientError("HTTP 429", 17.0), TransientError("HTTP 503", 0.0), "x")
     script.run()
     assert script.slept_seconds[0] == 17.0
     assert script.slept_seconds[1] <= 2.0
 
 
-def test_a_store_that_asks_for_a_day_is_an_error_that_says_so() -> None:
+def test_a_retry_after_of_a_day_is_an_error() -> None:
     with pytest.raises(DataError, match=r"retry after 86,400 s \(HTTP 429\)"):
         Script(TransientError("HTTP 429", 86_400.0), "x").run()
 
 
-def test_retry_after_comes_in_two_forms() -> None:
+def test_retry_after_is_seconds_or_a_date() -> None:
     now = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)
     date = email.utils.format_datetime(now.replace(minute=2), usegmt=True)
     assert retry_after_seconds("120") == 120.0
@@ -181,7 +181,7 @@ def test_every_try_has_a_deadline() -> None:
 
 
 class TestWaiting:
-    def test_it_is_seen_while_it_lasts(self) -> None:
+    def test_a_stall_is_visible_while_it_lasts(self) -> None:
         seen: list[str] = []
 
         async def sleep(_: float) -> None:
@@ -198,9 +198,9 @@ class TestWaiting:
         assert waiting_for_data() is None
         with pytest.raises(DataError):
             run(Script(*failures(9)).attempt)
-        assert waiting_for_data() is None, "giving up ends the wait as well"
+        assert waiting_for_data() is None, "giving up clears the stall as well"
 
-    def test_the_longest_wait_is_told_and_threads_do_not_mix(self) -> None:
+    def test_the_oldest_stall_is_reported_and_threads_do_not_mix(self) -> None:
         first, second = waiting.Stall("first"), waiting.Stall("second")
         first.report("HTTP 503")
         thread = threading.Thread(target=second.report, args=("HTTP 429",))
@@ -218,7 +218,7 @@ class TestWaiting:
         second.clear()
         assert waiting_for_data() is None
 
-    def test_a_moment_is_not_worth_a_line(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_short_stall_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         told: list[str | None] = []
         with waiting.observe_stalls(lambda state: told.append(str(state))):
             wait = waiting.Stall("hf://a/b")
@@ -227,10 +227,10 @@ class TestWaiting:
             wait.clear()
         assert caplog.messages == told == []
 
-    def test_the_log_tells_of_a_wait_in_which_nothing_happens(
+    def test_the_log_reports_a_stall_without_further_failures(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A server that hangs says nothing at all; nobody calls ``because`` again."""
+        """A hanging server sends nothing, so ``report`` is not called again."""
         caplog.set_level(logging.INFO, "vorox.data.storage")
         for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
             monkeypatch.setattr(waiting, name, 0.01)
@@ -255,8 +255,8 @@ class TestWaiting:
         assert first.event_fields["since_unix_seconds"] <= time.time()
         assert last.event_fields["failed_tries"] == 3
 
-    def test_waits_that_follow_each_other_do_not_fill_the_log(self) -> None:
-        """A store that stumbles for 6 s in every 10, all day: by the rule, not by the clock of this machine."""
+    def test_consecutive_stalls_do_not_fill_the_log(self) -> None:
+        """A store that fails for 6 s in every 10, all day, on a simulated clock."""
         times, lines = waiting._LogSchedule(), []
         for begin in range(0, 86_400, 10):
             times.start(begin)
@@ -271,7 +271,7 @@ class TestWaiting:
             assert [now - begin for now in range(begin, begin + 1000) if quiet.is_due(now)] == [5, 65, 185, 425, 905]
             quiet.end(begin + 1000)
 
-    def test_secrets_do_not_get_into_it(self) -> None:
+    def test_stalls_are_redacted(self) -> None:
         wait = waiting.Stall("https://host/x?token=hf_abcdefABCDEF123456")
         wait.report("password=hunter2hunter2")
         told = waiting_for_data()
@@ -280,7 +280,7 @@ class TestWaiting:
         assert "hf_abc" not in str(told)
         assert "hunter2" not in str(told)
 
-    def test_it_is_over_when_the_reader_is_interrupted(self) -> None:
+    def test_an_interrupted_reader_clears_its_stall(self) -> None:
         def fail() -> None:
             with waiting.track_stall("x") as wait:
                 wait.report("late", failed=False)
@@ -294,8 +294,8 @@ class TestWaiting:
 # A store that was never reached
 
 
-def test_a_store_that_was_never_reached_is_given_up_after_a_stated_time() -> None:
-    """A wrong name or no network must not cost the whole budget before a run begins."""
+def test_a_store_that_was_never_reached_fails_after_the_first_connection_limit() -> None:
+    """A wrong name or a missing network must not use up the whole budget before a run starts."""
     policy = RetryPolicy(first_backoff_seconds=0.02, longest_backoff_seconds=0.05, first_connection_seconds=0.3)
     told: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Every store behind a proxy that makes faults: nothing is lost, nothing is read twice, refusals come at once."""
+"""Every store behind a fault-injecting proxy: no byte is lost or read twice, refusals are immediate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def patience() -> Iterator[None]:
 
 
 def is_read(request: Request) -> bool:
-    """Requests for content, behind the hub's redirect; not the web's first byte, which only asks for the length."""
+    """Return the requests for content: behind the hub's redirect, and without the one-byte requests for a length."""
     return request.range not in {None, (0, 1)} and "/resolve/" not in request.path
 
 
@@ -76,12 +76,12 @@ FAULTS = {
     "500": Fault("answer", 500, body=b"<html>oops</html>"),
     "reset": Fault("reset"),
     "cut": Fault("truncate", sent_fraction=0.3),
-    "cut at once": Fault("truncate", sent_fraction=0.0),
+    "truncated at byte 0": Fault("truncate", sent_fraction=0.0),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_reading_goes_on_where_it_broke(store: Shelf, name: str) -> None:
+def test_reading_resumes_at_the_byte(store: Shelf, name: str) -> None:
     with store.behind() as (root, proxy):
         proxy.only = is_read
         proxy.script(FAULTS[name], Fault("none"), FAULTS[name], FAULTS[name])
@@ -91,14 +91,14 @@ def test_reading_goes_on_where_it_broke(store: Shelf, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["503", "reset", "cut"])
-def test_listing_is_tried_again_as_well(store: Shelf, name: str) -> None:
+def test_listing_is_retried_as_well(store: Shelf, name: str) -> None:
     with store.behind() as (root, proxy):
         proxy.script(FAULTS[name], FAULTS[name])
         assert [file.size_bytes for file in list_files(root, (".txt",))] == [len(BODY)]
         assert sum(proxy.faults.values()) >= 1
 
 
-def test_a_stall_is_given_up_after_a_while_and_seen_as_waiting(store: Shelf) -> None:
+def test_a_stall_times_out_and_is_visible(store: Shelf) -> None:
     seen: list[WaitingForData] = []
     with store.behind(stall_once_seconds=86_400) as (root, proxy):
         proxy.only = is_read
@@ -136,7 +136,7 @@ def test_retry_after_is_honoured(store: Shelf) -> None:
         assert time.time() >= least
 
 
-def test_the_budget_ends_it_with_what_happened(store: Shelf) -> None:
+def test_an_exhausted_budget_reports_the_last_failure(store: Shelf) -> None:
     with store.behind() as (root, proxy):
         (file,) = list_files(f"{root}/a.txt", ())
         proxy.log.clear()
@@ -152,7 +152,7 @@ def test_the_budget_ends_it_with_what_happened(store: Shelf) -> None:
         assert len(reads(proxy)) == 5
 
 
-def test_a_lasting_refusal_is_not_tried_again(store: Shelf) -> None:
+def test_a_permanent_refusal_is_not_retried(store: Shelf) -> None:
     with store.behind() as (root, proxy):
         (file,) = list_files(f"{root}/a.txt", ())
         for status, what in [
@@ -195,7 +195,7 @@ def test_many_random_faults_change_nothing(store: Shelf) -> None:
         assert_every_byte_was_sent_once(proxy)
 
 
-def test_a_look_at_a_large_object_fetches_little_of_it(store: Shelf) -> None:
+def test_a_short_read_of_a_large_object_fetches_little(store: Shelf) -> None:
     store.put("large.bin", bytes(4 << 20))
     for start, end, looked_bytes, most_bytes in [(1 << 20, None, 100, 3 << 18), (5, 1_005, 1_000, 1_000)]:
         with store.behind() as (root, proxy), retry_budget(RetryPolicy()):

@@ -1,4 +1,4 @@
-"""Every store, the same questions: listings, patterns, ranges, pins; against real servers on loopback."""
+"""The same tests for every store: listings, patterns, ranges, versions; against real servers on loopback."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_folder_is_searched_recursively_without_hidden_names(store: Shelf) -> 
         (".*.txt", [".hidden.txt"]),
     ],
 )
-def test_patterns_mean_what_they_mean_on_a_disk(store: Shelf, pattern: str, expected: list[str]) -> None:
+def test_patterns_match_as_on_disk(store: Shelf, pattern: str, expected: list[str]) -> None:
     if store.kind == "http" and pattern.startswith("."):
         pytest.skip("index pages are searched without their hidden names")
     assert places(store, list_files(f"{store.root}/{pattern}", ())) == expected
 
 
-def test_a_single_object_is_taken_whatever_its_ending(store: Shelf) -> None:
+def test_a_single_object_ignores_suffixes(store: Shelf) -> None:
     (file,) = list_files(f"{store.root}/note.md", (".txt",))
     assert file.uri == f"{store.root}/note.md"
     assert relative_name(f"{store.root}/note.md", file.uri) == "note.md"
@@ -147,13 +147,13 @@ def test_a_replaced_object_is_an_error_or_still_the_old_one(store: Shelf, openin
         assert reader.read(4) == b"new "
 
 
-def test_copies_are_known_without_reading_them(store: Shelf) -> None:
+def test_copies_are_recognised_without_reading_them(store: Shelf) -> None:
     store.put("copies/one.txt", BODY)
     store.put("copies/two.txt", BODY)
     store.put("copies/other.txt", BODY + b"!")
     one, other, two = sorted(list_files(f"{store.root}/copies", (".txt",)), key=lambda file: file.uri[-7:])
     if store.kind in {"http", "az"}:
-        assert one.content is None  # an ETag of the web or of Azure is no hash
+        assert one.content is None  # an ETag of a web server or of Azure is not a hash
     else:
         contents = {file.uri.rpartition("/")[2]: file.content for file in (one, two, other)}
         assert contents["one.txt"] == contents["two.txt"] != contents["other.txt"]
@@ -167,14 +167,14 @@ def test_copies_are_known_without_reading_them(store: Shelf) -> None:
         ("**/*.csv", "matches no object"),
     ],
 )
-def test_a_missing_location_is_named(store: Shelf, name: str, what: str) -> None:
+def test_a_missing_location_is_reported(store: Shelf, name: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
         list_files(f"{store.root}/{name}", (".txt",))
     assert caught.value.where == f"{store.root}/{name}"
     assert caught.value.hint
 
 
-def test_a_folder_of_other_endings_suggests_a_glob(store: Shelf) -> None:
+def test_a_folder_with_other_suffixes_suggests_a_glob(store: Shelf) -> None:
     with pytest.raises(DataError, match=r"no \.csv file; it contains .*\.txt") as caught:
         list_files(store.root, (".csv",))
     assert f"{store.root}/**/*" in caught.value.hint

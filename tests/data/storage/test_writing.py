@@ -1,4 +1,4 @@
-"""Writing to every store that can be written to, against real servers on loopback, with and without faults."""
+"""Writing to every writable store, against real servers on loopback, with and without faults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(root: str) -> list[str]:
     return [file.uri.removeprefix(root + "/") for file in list_objects(root)]
 
 
-def test_what_is_put_can_be_listed_read_and_removed(store: Shelf, large: Path) -> None:
+def test_objects_are_put_listed_read_and_removed(store: Shelf, large: Path) -> None:
     root = f"{store.root}/run"
     assert list_objects(root) == []
     put_bytes(b"first", f"{root}/a/.hidden")
@@ -76,7 +76,7 @@ def test_what_is_put_can_be_listed_read_and_removed(store: Shelf, large: Path) -
     assert names(root) == ["a/.hidden", "empty"]
 
 
-def test_a_condition_lets_one_of_two_writers_through(store: Shelf) -> None:
+def test_one_of_two_conditional_writers_succeeds(store: Shelf) -> None:
     uri = f"{store.root}/OWNER.json"
     first = put_bytes(b"one", uri, mode="create")
     with pytest.raises(WriteConflict):
@@ -89,8 +89,8 @@ def test_a_condition_lets_one_of_two_writers_through(store: Shelf) -> None:
     assert content(list_objects(store.root)[0]) == b"five"
 
 
-def test_a_write_whose_answer_was_lost_is_our_own(store: Shelf) -> None:
-    """The first try comes through and its answer breaks off: the second meets its own object."""
+def test_a_write_with_a_lost_response_is_recognised_as_our_own(store: Shelf) -> None:
+    """The first try succeeds and its response is lost: the second finds its own object."""
     uri = f"{store.root}/OWNER.json"
     with store.behind() as (_, proxy):
         proxy.only = lambda request: request.method in {"PUT", "POST"}
@@ -101,8 +101,8 @@ def test_a_write_whose_answer_was_lost_is_our_own(store: Shelf) -> None:
         put_bytes(b"yours", uri, mode="create")
 
 
-def test_a_store_that_is_gone_is_not_another_writer(store: Shelf) -> None:
-    """The answer is lost and the object cannot be read again: nobody knows whose it is, nor claims to."""
+def test_an_unreachable_store_is_not_another_writer(store: Shelf) -> None:
+    """The response is lost and the object cannot be read: whose it is stays unknown."""
     uri = f"{store.root}/OWNER.json"
     with store.behind() as (_, proxy), retry_budget(replace(POLICY, retries_per_unit=3)):
         proxy.only = lambda request: request.method in {"PUT", "POST"}
@@ -121,7 +121,7 @@ def test_a_store_that_is_gone_is_not_another_writer(store: Shelf) -> None:
 
 
 def lose_answers(proxy: FaultProxy, count: int) -> None:
-    """Let so many writes reach the store and break the connection instead of answering."""
+    """Let ``count`` writes reach the store, but close the connection before the response."""
     forward, left = proxy._ask, [count]
 
     def ask(request: Request) -> tuple[int, dict[str, str], bytes, int]:
@@ -135,7 +135,7 @@ def lose_answers(proxy: FaultProxy, count: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_a_large_file_goes_on_where_it_broke(store: Shelf, large: Path, lost: int) -> None:
+def test_a_large_upload_resumes_at_the_part(store: Shelf, large: Path, lost: int) -> None:
     with store.behind(error_503_fraction=0.2, seed=lost) as (root, proxy):
         proxy.only = lambda request: request.method in {"PUT", "POST"}
         lose_answers(proxy, lost)
@@ -143,10 +143,10 @@ def test_a_large_file_goes_on_where_it_broke(store: Shelf, large: Path, lost: in
         writes = [request for request in proxy.log.requests if request.method in {"PUT", "POST"} and request.body]
     assert content(list_objects(store.root)[0]) == LARGE
     sent = sum(len(request.body) for request in writes if not request.fault)
-    assert sent <= len(LARGE) + (lost + 1) * PART_BYTES + 100_000, "only parts whose answer was lost were sent twice"
+    assert sent <= len(LARGE) + (lost + 1) * PART_BYTES + 100_000, "only parts whose response was lost were sent twice"
 
 
-def test_other_bytes_than_were_sent_are_noticed_and_sent_again(store: Shelf, large: Path) -> None:
+def test_a_corrupt_upload_is_detected_and_repeated(store: Shelf, large: Path) -> None:
     """A bit is flipped on the way to the store, once in a small object and once in a part of a large one."""
     with store.behind() as (root, proxy):
         forward, left = proxy._ask, [1]
@@ -166,7 +166,7 @@ def test_other_bytes_than_were_sent_are_noticed_and_sent_again(store: Shelf, lar
     assert {content(file) for file in list_objects(store.root)} == {b"a small object", LARGE}
 
 
-def test_refusals_are_said_at_once(store: Shelf) -> None:
+def test_refusals_are_immediate(store: Shelf) -> None:
     bucket = store.root.replace(store.root.split("/")[2], "nowhere")
     with pytest.raises(DataError, match="Bucket 'nowhere' does not exist"):
         put_bytes(b"x", f"{bucket}/x")
@@ -182,14 +182,14 @@ def test_refusals_are_said_at_once(store: Shelf) -> None:
             put_bytes(b"x", f"{root}/x")
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    for place in (str(tmp_path / "x"), "hf://someone/x", "https://host/x"):
+def test_locations_that_are_not_writable(tmp_path: Path) -> None:
+    for place in (str(tmp_path / "x"), "hf://acme/x", "https://host/x"):
         with pytest.raises(ConfigError, match="not writable"):
             put_bytes(b"x", place)
 
 
 def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
-    """Whoever opens the budget says who is told; nobody takes an upload for a reader that waits."""
+    """The budget decides who receives failed tries; an upload does not look like a waiting reader."""
     from vorox.data.storage.waiting import Stall
 
     told: list[str] = []
@@ -212,7 +212,7 @@ def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
     assert "HTTP 503" in told[0]
 
 
-def test_the_checksum_is_that_of_the_store(store: Shelf) -> None:
+def test_the_checksum_comes_from_the_store(store: Shelf) -> None:
     written = put_bytes(b"known", f"{store.root}/known")
     digest = hashlib.md5(b"known").digest()
     told = {"gs": f"md5:{base64.b64encode(digest).decode()}", "az": None}

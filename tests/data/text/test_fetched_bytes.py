@@ -1,4 +1,4 @@
-"""Bytes that a cached build asks a server for: what was read while units were cut is not fetched again."""
+"""Bytes that a cached build requests from a server: none that was read to split units is fetched again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vorox.data.storage import cache_ranges, list_files, open_range
 from vorox.data.storage.remote import RANGE_CACHE
 
 PROBED_BYTES = 6 << 20
-"""Read of a source of any size to find the rule of its held-out part, with what readers had asked for ahead."""
+"""Read of a source of any size to choose its holdout, including read-ahead."""
 LINES = [f"line {number} " + "some words " * (number % 40) for number in range(20_000)]
 BODIES = {
     "jsonl": "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode(),
@@ -25,11 +25,11 @@ BODIES = {
     "txt": "\n".join(LINES).encode(),
 }
 PROBED_FRACTION = 0.25
-"""Of these files of 4 MB: what readers that were closed early had asked for ahead, and the borders of the sample."""
+"""Of these files of 4 MB: read-ahead of readers that were closed early, and the borders of the tokenizer sample."""
 
 
 def fetched(tmp_path: Path, form: str, ending: str, **settings: Any) -> tuple[float, int]:
-    """Bytes that the server sent as a multiple of those that it has, and requests, of a build of both splits."""
+    """Build both splits; return the bytes sent as a multiple of the file, and the number of requests."""
     folder = tmp_path / "text"
     folder.mkdir()
     body = gzip.compress(BODIES[form], 1) if ending else BODIES[form]
@@ -60,13 +60,13 @@ def test_a_build_with_a_held_out_part_fetches_each_byte_once(tmp_path: Path, for
     assert requests < 40
 
 
-def test_so_does_one_that_trains_its_tokenizer(tmp_path: Path) -> None:
+def test_a_build_that_trains_its_tokenizer_fetches_each_byte_once(tmp_path: Path) -> None:
     factor, requests = fetched(tmp_path, "jsonl", "", tokenizer={"kind": "bpe", "vocab_size": 300})
     assert factor <= 1 + PROBED_FRACTION
     assert requests < 40
 
 
-def test_files_beyond_the_cache_are_cut_once_and_read_once_for_each_split(
+def test_files_beyond_the_cache_are_split_once_and_read_once_per_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RANGE_CACHE, "_limit_bytes", 1 << 20)

@@ -19,7 +19,7 @@ from vorox.data.text.hub_datasets import dataset_files, is_dataset_name
 from vorox.data.text.sources import list_source, read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
-NAME = "someone/corpus"
+NAME = "acme/corpus"
 NOTHING_HELD_OUT = ValidationConfig(held_out_fraction=0)
 
 

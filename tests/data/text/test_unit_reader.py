@@ -1,4 +1,4 @@
-"""Fetching apart from decoding: the same units, and nothing that is held is asked for again."""
+"""Prefetching apart from decoding: the same units, and no prefetched byte is requested again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def web(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("threads", "queue_bytes"), [(1, 1), (3, 5000), (2, 1 << 20)])
-def test_remote_text_is_fetched_apart(web, tmp_path, threads, queue_bytes):
+def test_remote_text_is_prefetched(web, tmp_path, threads, queue_bytes):
     local, stages = built(reader_of(str(tmp_path)))
     assert stages[0] == "decode"
     reader = reader_of(f"{web.url}/")

@@ -1,4 +1,4 @@
-"""What is downloaded is what the hub lists: resumed at the byte, checked, never outside of the directory."""
+"""Downloads equal what the hub lists: resumed at the byte, verified, never outside the directory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestNamed:
         assert not [request for request in hub.log.requests if "000001.bin" in request.path]
 
     @pytest.mark.parametrize("name", ["fineweb", "/data/x", "s3://bucket/x"])
-    def test_what_is_no_name(self, tmp_path: Path, name: str) -> None:
+    def test_an_unknown_name(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(ConfigError, match="is unknown") as caught:
             download(name, tmp_path)
         assert "fineweb10B" in caught.value.hint
@@ -109,7 +109,7 @@ class TestLocations:
         assert names_in(tmp_path / "c") == ["data/small.txt"]
 
     @pytest.mark.parametrize("where", [f"{NAME}/nothing-*.bin", f"{NAME}@v9/*.bin", "no/such/x.bin"])
-    def test_what_is_not_there(self, hub: HubServer, tmp_path: Path, where: str) -> None:
+    def test_missing_repositories_and_files(self, hub: HubServer, tmp_path: Path, where: str) -> None:
         with pytest.raises(DataError) as caught:
             download(f"hf://datasets/{where}", tmp_path / "out")
         assert caught.value.hint
@@ -130,7 +130,7 @@ class TestLocations:
 
 class TestInterruption:
     def interrupted(self, location: str, output: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A download that is killed after so many pieces."""
+        """Start a download that dies after some pieces."""
         left = [after]
         write = module._write
 
@@ -145,7 +145,7 @@ class TestInterruption:
             with pytest.raises(KeyboardInterrupt):
                 download(location, output)
 
-    def test_goes_on_at_the_byte(self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resumes_at_the_byte(self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         data = large(hub)
         self.interrupted("hf://owner/set", tmp_path, 3, monkeypatch)
         (partial,) = (tmp_path / "data").iterdir()
@@ -170,7 +170,7 @@ class TestInterruption:
         assert download("hf://owner/set", tmp_path).files[0].fetched_bytes == len(data) - PIECE - 4321
         assert (tmp_path / "data" / "large.dat").read_bytes() == data
 
-    def test_another_version_does_not_go_on_with_the_old_one(
+    def test_a_new_version_does_not_resume_the_old_one(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         large(hub)
@@ -200,7 +200,7 @@ class TestInterruption:
         assert "resumes them" in caught.value.saved
         assert download("hf://owner/set", tmp_path).files[0].fetched_bytes == len(data) - 2 * PIECE
 
-    def test_errors_and_bodies_cut_short_change_nothing(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_errors_and_truncated_bodies_change_nothing(self, hub: HubServer, tmp_path: Path) -> None:
         data = large(hub)
         patient = RetryPolicy(first_backoff_seconds=0.01, longest_backoff_seconds=0.05)
         with (
@@ -216,7 +216,7 @@ class TestInterruption:
         for name in names_in(tmp_path / "b"):
             assert (tmp_path / "b" / name).read_bytes() == FILES[name]
 
-    def test_nothing_is_visible_until_it_is_whole(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_a_file_is_invisible_until_it_is_complete(self, hub: HubServer, tmp_path: Path) -> None:
         def fail(operation: FileOperation) -> None:
             if operation.kind == "rename" and operation.target is not None and operation.target.suffix == ".bin":
                 raise OSError(errno.EIO, "Input/output error", str(operation.path))
@@ -228,7 +228,7 @@ class TestInterruption:
 
 
 class TestRefusals:
-    def test_damaged_remains_are_fetched_anew(
+    def test_a_damaged_partial_file_is_downloaded_again(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         data = large(hub)
@@ -282,13 +282,13 @@ class TestRefusals:
             download("hf://owner/evil", tmp_path / "out")
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
-    def test_a_shard_whose_header_lies(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_a_shard_with_a_wrong_header(self, hub: HubServer, tmp_path: Path) -> None:
         hub.commit("owner/set", {"bad.bin": shard(3)[:-2]})
         with pytest.raises(DataError, match="the header says 900 tokens"):
             download("hf://owner/set/*.bin", tmp_path)
         assert not (tmp_path / "bad.bin").exists()
 
-    def test_too_little_room_is_said_before(
+    def test_too_little_disk_space_is_reported_first(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 65 << 20})())

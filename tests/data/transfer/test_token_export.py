@@ -1,4 +1,4 @@
-"""What is exported is what is in the cache, as parsers written from the descriptions of the formats read it."""
+"""Exports equal the cache, as read by parsers written from the specifications of the formats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def expected(corpus: Corpus, source: int, split: str) -> list[list[int]]:
-    """The documents of a split in the order of the file, encoded anew."""
+    """The documents of a split in the order of the file, encoded again."""
     stored = corpus.sources[source].source.stored[0]
     end = corpus.tokenizer.end_of_text_id
     reader = corpus.sources[source].train if split == "train" else corpus.sources[source].validation
@@ -69,7 +69,7 @@ def expected(corpus: Corpus, source: int, split: str) -> list[list[int]]:
 
 
 def read_bin(path: Path) -> np.ndarray:
-    """llm.c: 256 int32 of which three count, then the tokens."""
+    """Parse an llm.c shard: 256 int32, of which three matter, then the tokens."""
     data = path.read_bytes()
     header = struct.unpack("<256i", data[:1024])
     magic, version, count = header[:3]
@@ -81,7 +81,7 @@ def read_bin(path: Path) -> np.ndarray:
 
 
 def read_mds(folder: Path) -> Iterator[np.ndarray]:
-    """Written from the description of the format, not from our writer."""
+    """Parse an MDS shard, by the specification of the format and not by our writer."""
     index = json.loads((folder / "index.json").read_text())
     assert index["version"] == 2
     for shard in index["shards"]:
@@ -148,7 +148,7 @@ def test_mds_gives_every_document_as_a_sample(corpus: Corpus, tmp_path: Path, sh
             assert split == "validation" or (min(lengths) < 256 < max(lengths))  # both widths of the shape
 
 
-def test_numpy_gives_all_tokens_and_where_documents_begin(corpus: Corpus, tmp_path: Path) -> None:
+def test_numpy_has_all_tokens_and_document_offsets(corpus: Corpus, tmp_path: Path) -> None:
     export_tokens(corpus, "npy", tmp_path / "out", splits=("train",))
     for source, name in enumerate(("wrap", "tokens")):
         tokens = np.load(tmp_path / "out" / f"{name}_train.npy", mmap_mode="r", allow_pickle=False)
@@ -226,7 +226,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="exists already"):
             export_tokens(corpus, "bin", tmp_path)
 
-    def test_shards_of_what_has_none(self, corpus: Corpus, tmp_path: Path) -> None:
+    def test_shard_size_of_a_format_without_shards(self, corpus: Corpus, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no shards"):
             export_tokens(corpus, "npy", tmp_path / "out", shard_tokens=5)
 
@@ -241,7 +241,7 @@ class TestRefusals:
             )
 
     @pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
-    def test_a_disk_that_is_full_leaves_nothing(self, corpus: Corpus, tmp_path: Path, kind: str) -> None:
+    def test_a_full_disk_leaves_nothing(self, corpus: Corpus, tmp_path: Path, kind: str) -> None:
         left = [12]
 
         def fail(operation: FileOperation) -> None:
@@ -257,7 +257,7 @@ class TestRefusals:
     def test_a_damaged_cache_is_not_exported(self, tmp_path: Path) -> None:
         config = write_corpus(tmp_path)
         prepare(config)
-        corpus = prepare(config, build=False)  # as the command does; nothing is mended on the way
+        corpus = prepare(config, build=False)  # as the command does; nothing is repaired on the way
         chunk = sorted((tmp_path / "cache").glob("wrap-train-*/chunks/*/*.psc"))[0]
         data = bytearray(chunk.read_bytes())
         data[400] ^= 1

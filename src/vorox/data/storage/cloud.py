@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import failures
-from vorox.data.storage.cloud_clients import CREDENTIALS_HINTS, STORE_NAMES, CloudClient, cloud_client, renew
+from vorox.data.storage.cloud_clients import CREDENTIALS_HINTS, STORE_NAMES, CloudClient, cloud_client, drop_expired
 from vorox.data.storage.failures import (
     ObjectNotFound,
     PreconditionFailed,
@@ -70,7 +70,7 @@ class CloudStore:
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
         self._is_sorted = scheme != "az"
-        """Whether listings are sorted by name and can start behind a name."""
+        """Whether listings are sorted by name and can start after a name."""
 
     async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
         _, key = split_bucket(uri)
@@ -83,16 +83,15 @@ class CloudStore:
         except DataError as error:
             if self._scheme != "s3" or not re.search(r"HTTP 40[03]", error.what):
                 raise
-        found = await self.list_prefix(
-            uri, lambda found: found == uri, client
-        )  # a HEAD response has no reason; this one does
+        # The response to a HEAD request has no body that explains the refusal; that of a listing has.
+        found = await self.list_prefix(uri, lambda found: found == uri, client)
         return found[0] if found else None
 
     async def _head(self, uri: str, client: RetryingClient) -> StoredFile:
         async def head(cloud: CloudClient) -> StoredFile:
             import obstore
 
-            return self._file(uri, await obstore.head_async(cloud.store, split_bucket(uri)[1]))
+            return self._stored_file(uri, await obstore.head_async(cloud.store, split_bucket(uri)[1]))
 
         return await client.run(lambda: self._call(uri, client.policy, head))
 
@@ -102,7 +101,7 @@ class CloudStore:
         last = key[:-1] if self._is_sorted and not key.endswith("/") else ""
 
         async def list_pages(cloud: CloudClient) -> None:
-            """List the names behind the last one that arrived."""
+            """List the names after the last one that arrived."""
             nonlocal last
             import obstore
 
@@ -117,7 +116,7 @@ class CloudStore:
                 for meta in page:
                     uri = f"{self._scheme}://{bucket}/{meta['path']}"
                     if uri.startswith(prefix) and matches(uri):
-                        found.append(self._file(uri, meta))
+                        found.append(self._stored_file(uri, meta))
                     elif self._is_sorted and meta["path"] > key and not uri.startswith(prefix):
                         return
                     if self._is_sorted:
@@ -171,7 +170,7 @@ class CloudStore:
 
             options: Any = {"range": (start_byte, end_byte), **pin}
             response = await obstore.get_async(cloud.store, split_bucket(file.uri)[1], options=options)
-            now = self._file(file.uri, response.meta)
+            now = self._stored_file(file.uri, response.meta)
             if now.size_bytes != file.size_bytes:
                 failures.raise_changed(file.uri, f"it has {now.size_bytes:,} bytes instead of {file.size_bytes:,}")
             if kind != "version" and now.version != file.version:
@@ -209,7 +208,7 @@ class CloudStore:
             )  # fmt: skip
             meta: Any = {**result, "size": content.size_bytes, "last_modified": _NEVER}
             is_verified = cloud.checks_bodies or (result["e_tag"] or "").strip('"') == etag
-            return self._file(uri, meta), is_verified
+            return self._stored_file(uri, meta), is_verified
 
         async def attempt() -> StoredFile:
             try:
@@ -253,8 +252,8 @@ class CloudStore:
         except Exception as error:
             failure = self._translate_error(error, uri, policy, cloud)
             if isinstance(failure, _ExpiredError):
-                if await renew(cloud):
-                    raise TransientError("the credentials expired and are read again") from None
+                if await drop_expired(cloud):
+                    raise TransientError("the credentials expired and were reloaded") from None
                 raise failure.refusal from None
             raise failure from None
         cloud.has_worked = True
@@ -288,12 +287,13 @@ class CloudStore:
         if "certificate" in detail:
             return DataError(
                 "The certificate of the server is not trusted", where=uri,
-                hint="set SSL_CERT_FILE to the certificates of your network",
+                hint="set SSL_CERT_FILE to the CA certificates of your network",
             )  # fmt: skip
         connects = "Connect" in detail
         if "Timeout" in detail or "TimedOut" in detail:
-            late = f"no connection within {policy.connect_seconds:g} s"
-            return NoConnection(late) if connects else TransientError(f"no byte for {policy.stall_seconds:g} s")
+            if connects:
+                return NoConnection(f"no connection within {policy.connect_seconds:g} s")
+            return TransientError(f"no byte for {policy.stall_seconds:g} s")
         if connects:
             return NoConnection(f"no connection to the endpoint of {name}")
         return TransientError("the connection closed before the response was complete")
@@ -319,7 +319,7 @@ class CloudStore:
             return _ExpiredError(failure) if status == 401 and isinstance(failure, DataError) else failure
         return TransientError(f"unexpected response (HTTP {status} {code})")
 
-    def _file(self, uri: str, meta: ObjectMeta) -> StoredFile:
+    def _stored_file(self, uri: str, meta: ObjectMeta) -> StoredFile:
         etag = '"' + (meta["e_tag"] or "").strip('"') + '"'
         version, modified = meta["version"], meta["last_modified"]
         nanoseconds = int(modified.timestamp()) * 1_000_000_000

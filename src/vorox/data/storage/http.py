@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import ipaddress
 import json
 from collections.abc import AsyncGenerator, Mapping
@@ -95,8 +94,6 @@ async def request(
     policy: RetryPolicy,
     headers: Mapping[str, str] | None = None,
     form: Mapping[str, str] | None = None,
-    body: bytes | memoryview | None = None,
-    session: aiohttp.ClientSession | None = None,
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
     """Send a request, without retries.
 
@@ -107,14 +104,12 @@ async def request(
         policy: Time limits.
         headers: Request headers.
         form: Body, sent url-encoded.
-        body: Body, sent as is.
-        session: ``None`` uses this process's.
 
     Raises:
         TransientError: No connection, no byte for too long, or an incomplete body.
         DataError: The url is invalid, its redirects are refused, or the certificate is not trusted.
     """
-    session = session or await http_session()
+    session = await http_session()
     import aiohttp
     from yarl import URL
 
@@ -124,7 +119,7 @@ async def request(
             method,
             URL(url, encoded=True),
             headers=headers,
-            data=form if body is None else io.BytesIO(body),
+            data=form,
             timeout=timeout,
             max_redirects=8,
             proxy=_proxy_of(url),
@@ -146,7 +141,7 @@ async def request(
     except aiohttp.ClientConnectorCertificateError as error:
         raise DataError(
             f"The certificate of the server is not trusted: {redact(str(error.certificate_error))}", where=uri,
-            hint="set SSL_CERT_FILE to the certificates of your network",
+            hint="set SSL_CERT_FILE to the CA certificates of your network",
         ) from None  # fmt: skip
     except aiohttp.ClientPayloadError:
         raise TransientError("the response ended early") from None
@@ -208,12 +203,9 @@ async def get_json(
     headers: Mapping[str, str] | None = None,
     method: str = "GET",
     form: Mapping[str, str] | None = None,
-    session: aiohttp.ClientSession | None = None,
 ) -> tuple[Any, Mapping[str, str]]:
     """Send a request, without retries; return the JSON of its response and the headers."""
-    async with request(
-        method, url, uri=uri, policy=policy, headers=headers, form=form, session=session
-    ) as response:  # fmt: skip
+    async with request(method, url, uri=uri, policy=policy, headers=headers, form=form) as response:
         content = await response.read()
         message = _error_message(response, content)
         raise_for_status(
