@@ -169,7 +169,7 @@ class NumpyEngine:
             with np.errstate(all="ignore"):
                 loss, own = self._gradients(batch.tokens_ABT[index], batch.labels_ABT[index], segments, total)
             finite = {name: bool(np.isfinite(gradient).all()) for name, gradient in own.items()}
-            found = NonfiniteOrigin.of(index, loss / total, {}, finite)
+            found = NonfiniteOrigin.locate(index, loss / total, {}, finite)
             if found is not None:
                 return found
         return None

@@ -18,7 +18,7 @@ import psutil
 from vorox import backends
 from vorox.core.batch import Progress
 from vorox.core.config import config_digest
-from vorox.core.disk_errors import explained_machine_errors
+from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
@@ -109,7 +109,7 @@ def train(
             _open_run(config, mirror.resume_from, argv, dist) as run,
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
-            explained_machine_errors(run.directory),
+            translate_machine_errors(run.directory),
             contextlib.closing(
                 make_workload(config, dist, log, on_progress, tokenizer_directory=run.layout.tokenizer)
             ) as workload,

@@ -95,8 +95,8 @@ def test_a_run_stands_for_its_recorded_configuration() -> None:
         (["show", "my.yaml", "more.yaml"], "Unexpected argument 'more.yaml'", ""),
         (["show", "my.yaml", "--lrr=3"], "Unknown option --lrr", "--lr"),
         (["show", "my.yaml", "-x"], "Unknown option -x", "options"),
-        (["show", "missing.yaml"], "no preset and no file missing.yaml", ""),
-        (["diff", "my.yaml", "quickstrt"], "no preset and no file quickstrt", "quickstart"),
+        (["show", "missing.yaml"], "No preset or file missing.yaml", ""),
+        (["diff", "my.yaml", "quickstrt"], "No preset or file quickstrt", "quickstart"),
     ],
 )
 def test_slips_are_refused(arguments: list[str], what: str, hint: str) -> None:

@@ -146,7 +146,7 @@ def test_gc_frees_what_nobody_needs(place: Path, vorox: Run) -> None:
     orphan.write_bytes(path.read_bytes())
     code, out, _ = vorox("data", "gc", "c.yaml", "--dry-run")
     assert code == 0
-    assert "would free" in out
+    assert "Would free" in out
     assert f"({orphan.stat().st_size:,} bytes)" in out
     assert orphan.exists()
     found = json.loads(vorox("data", "gc", "c.yaml", "--json")[1])
@@ -155,7 +155,7 @@ def test_gc_frees_what_nobody_needs(place: Path, vorox: Run) -> None:
     assert [entry["remove"] for entry in found["caches"]] == [False, False]
     assert not orphan.exists()
     assert vorox("data", "verify", "c.yaml")[0] == 0
-    assert "freed 0 B" in vorox("data", "gc", "c.yaml", "--older-than", "1d")[1]
+    assert "Freed 0 B" in vorox("data", "gc", "c.yaml", "--older-than", "1d")[1]
     code, _, err = vorox("data", "gc", "c.yaml", "--older-than", "0s")
     assert code == 2  # nobody can be asked here
     assert "--yes" in err

@@ -151,7 +151,7 @@ def test_when_of_a_whole_file_prints_the_first_of_many(vorox: Run) -> None:
     code, out, _ = vorox("data", "when", "latest", "--source", "text.jsonl")
     assert code == 0
     assert "--json prints all of them" in out
-    assert "behind the run's last step" in out
+    assert "after the run's last step" in out
     assert len(as_json(vorox("data", "when", "latest", "--source", "text.jsonl", "--json"))) > 48
 
 
@@ -209,7 +209,7 @@ def test_sql(vorox: Run) -> None:
         ["attempt", "first_step", "last_step", "outcome"], ["1", "1", "4", "kept"], ["1", "5", "6", "rolled_back"],
         ["2", "5", "12", "kept"],
     ]  # fmt: skip
-    assert vorox("data", "sql", "latest", "SELECT * FROM run WHERE seed = 9")[1] == "no rows\n"
+    assert vorox("data", "sql", "latest", "SELECT * FROM run WHERE seed = 9")[1] == "No rows\n"
 
 
 def test_sql_over_samples_files_and_chunks(vorox: Run, house: Path) -> None:

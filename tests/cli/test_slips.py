@@ -68,7 +68,7 @@ def test_common_names_are_understood(words: str, line: str, capsys: pytest.Captu
         ("train tabs.yaml", "indent with blanks"),
         ("train cfg.toml", "`train:`"),
         ("train indent.yaml", "one column"),
-        ("train twice.yaml", "train is given twice"),
+        ("train twice.yaml", "duplicate key train"),
         ("generate latest -p hi", "vorox train quickstart"),
         ("generate latest hi there", "vorox train quickstart"),
         ("replay tiny-llama", "--root"),

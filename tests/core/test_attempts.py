@@ -22,11 +22,11 @@ def test_counters_are_seen_by_others_while_they_change(tmp_path: Path) -> None:
     with AttemptRecord(tmp_path, 1, 0, 0) as first:
         assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 0, 0),)
         for step in range(1, 6):
-            first.reached(step)
-        first.saved(4)
+            first.record_started(step)
+        first.record_saved(4)
         assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4),)
     with AttemptRecord(tmp_path, 2, 4, 16) as second:
-        second.reached(7)
+        second.record_started(7)
     assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4), Attempt(2, 4, 16, 7, 4))
     assert (RunLayout(tmp_path).attempts).stat().st_size == 128
 
@@ -43,7 +43,7 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", range(1, 64))
 def test_a_torn_record_is_ignored_and_cut_off(tmp_path: Path, torn: int) -> None:
     with AttemptRecord(tmp_path, 1, 0, 0) as record:
-        record.reached(9)
+        record.record_started(9)
     path = RunLayout(tmp_path).attempts
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:torn])
@@ -69,7 +69,7 @@ def test_kill_9_loses_no_step(tmp_path: Path) -> None:
         if child == 0:
             record = AttemptRecord(tmp_path, number, 100, 400)
             for step in range(101, last + 1):
-                record.reached(step)
+                record.record_started(step)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
     assert [attempt.last_step for attempt in read_attempts(tmp_path)] == [137, 200, 203]
@@ -137,5 +137,5 @@ def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
     with AttemptRecord(tmp_path, 1, 0, 0) as record:
         began = time.process_time()
         for step in range(100_000):
-            record.reached(step)
+            record.record_started(step)
         assert time.process_time() - began < 1.0, "ten microseconds a step"

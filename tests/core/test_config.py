@@ -98,7 +98,7 @@ def test_an_override_may_change_what_a_file_stands_on(small: str) -> None:
 def test_a_preset_that_stands_on_itself_is_refused(small: str) -> None:
     written("preset: two.yaml\n", "one.yaml")
     written("preset: one.yaml\n", "two.yaml")
-    assert "stands on itself" in refusal("one.yaml")
+    assert "is based on itself" in refusal("one.yaml")
 
 
 def test_environment_variables_change_nothing(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
     assert lines[0] == "10 problems in my.yaml:"
     assert [line.split(". ")[0] for line in lines[1:]] == [f"  {number}" for number in range(1, 11)]
     for part in (
-        "optimizer.lr is given twice; the first is in line 10 [my.yaml:11]",
+        "duplicate key optimizer.lr; the first is in line 10 [my.yaml:11]",
         "optimizer.lr=-1 must be a number, greater than 0 [my.yaml:10]",
         "unknown key model.num_layer; did you mean model.num_layers? [my.yaml:13]",
         'model.num_heads="six" must be an integer, at least 1 [my.yaml:14]',
@@ -239,7 +239,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         "global_batch_sequences=15 or 20, or micro_batch_sequences=4 or 8 would fit "
         "[override train.micro_batch_sequences=5]",
         "eval.every_steps=true must be an integer or null, at least 1 [override eval.every_steps=true]",
-        "foo is given an empty value",
+        "foo has an empty value",
         "bar has no value; write bar=VALUE [override bar]",
     ):
         assert any(part in line for line in lines), part
@@ -248,7 +248,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.num_steps=null"], "a run needs a length"),
+        (["train.num_steps=null"], "the run has no length"),
         (["train.num_tokens=5", "train.num_epochs=1"], "train.num_tokens and train.num_epochs all set the length"),
         (["train.global_batch_sequences=24"], "24 is not a multiple of train.micro_batch_sequences=16"),
         (
@@ -264,7 +264,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["data.sources.0.weight=x"], "not a number or a fraction"),
         (
             ["data.sources=[{name: a, format: txt, paths: [x]}, {name: a, format: txt, paths: [y]}]"],
-            "sources.0 as well",
+            "also the name of data.sources.0",
         ),
         (["data.sources.0.name=a/b"], "text matching"),
         (["data.sources.1.weight=2"], "data.sources has 1 entries"),
@@ -290,7 +290,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["data.validation.sources=[{name: v, format: txt}]"], "set data.validation.sources.0.paths"),
         (["data.validation.split=named", "data.validation.held_out_fraction=0.3"], "held_out_fraction=0.3 has no eff"),
         (["eval.prompts=['']"], "empty text"),
-        (["eval.prompts=[a]", "eval.sample_tokens=256"], "leaves no room for a prompt in the model's 256 positions"),
+        (["eval.prompts=[a]", "eval.sample_tokens=256"], "leaves no room for a prompt within 256 positions"),
         (["checkpoint.keep_best=1"], "needs validations"),
         (["checkpoint.keep_every_steps=10"], "without checkpoint.every_steps"),
         (["checkpoint.keep_every_steps=10", "checkpoint.every_steps=4"], "not a multiple of"),
@@ -318,7 +318,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["optimizer..lr=1"], "is not a key"),
         (["optimizer.lr"], "has no value"),
         (["optimizer.lr= "], "empty value"),
-        (["eval.prompts=[a"], "not valid YAML"),
+        (["eval.prompts=[a"], "Invalid YAML"),
         (["preset=3"], "is not a name"),
         (["preset=quickstrt"], "did you mean quickstart"),
     ],
@@ -332,7 +332,7 @@ def test_refusals_name_key_value_and_remedy(small: str, overrides: list[str], me
 def test_nothing_at_all_says_what_is_needed() -> None:
     text = refusal(None)
     assert "data.sources is missing" in text
-    assert "a run needs a length" in text
+    assert "the run has no length" in text
 
 
 def test_what_follows_from_a_wrong_value_is_not_reported_too(small: str) -> None:
@@ -357,10 +357,10 @@ def test_credentials_are_refused_and_not_repeated(small: str, override: str) -> 
 def test_files_that_cannot_be_used(small: str) -> None:
     Path("latin.yaml").write_bytes(b"a: \xff\n")
     Path("folder.yaml").mkdir()
-    assert "not valid UTF-8 at byte 3 [latin.yaml]" in refusal("latin.yaml")
+    assert "Invalid UTF-8 at byte 3 [latin.yaml]" in refusal("latin.yaml")
     assert "is a folder" in refusal("folder.yaml")
     assert "did you mean quickstart" in refusal("quickstat")
-    assert "no file missing.yaml" in refusal("missing.yaml")
+    assert "No preset or file missing.yaml" in refusal("missing.yaml")
     assert "my.yaml:2" in refusal(written("a: 1\n b: 2\n"))
     assert "`key: value`" in refusal(written("- 1\n"))
 
@@ -585,11 +585,11 @@ def test_target_epochs_is_a_second_name_of_num_epochs(tmp_path: Path) -> None:
         (["data.growth.on_starve=stop"], "has no effect"),
         (["data.growth.mode=elastic", "data.growth.first_segment_units=2"], "has no effect"),
         (["data.sources.0.on_exhausted=drop"], "has no effect"),
-        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0.5, 0.2]"], "must rise"),
+        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0.5, 0.2]"], "must increase"),
         (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_names=[one]"], "must be 2 different names"),
-        (["data.stages=[{start_tokens: 0, weights: {b: 1}}]"], "names 'b', there are a"),
+        (["data.stages=[{start_tokens: 0, weights: {b: 1}}]"], "has no source 'b'; known are a"),
         (["data.stages=[{start_tokens: 0, weights: {a: 0}}]"], "not positive"),
-        (["data.stages=[{start_tokens: 9}, {start_tokens: 9}]"], "not after the stage before"),
+        (["data.stages=[{start_tokens: 9}, {start_tokens: 9}]"], "not larger than that of the previous stage"),
         (["data.stages=[{start_tokens: 0, sequence_length_tokens: 100}]"], "does not divide"),
         (["train.follow_growth=true"], "has no effect"),
     ],
@@ -637,7 +637,7 @@ def test_names_of_other_codebases_are_taken_and_translated() -> None:
 
 def test_a_folder_of_shards_is_a_source() -> None:
     """Once it is said who wrote them."""
-    with pytest.raises(ConfigError, match="which tokenizer wrote them"):
+    with pytest.raises(ConfigError, match="their tokenizer is not set"):
         resolve_config("quickstart", ["--data_dir=shards", "tokenizer.kind=byte"])
     said = ["--data_dir=shards", "tokenizer.kind=byte", "data.sources.0.tokenizer=byte"]
     (source,) = resolve_config("quickstart", said).config.data.sources
@@ -732,7 +732,7 @@ def test_a_whole_number_written_as_a_float_is_taken_exactly(small: str, text: st
 
 def test_what_was_misread_comes_first_and_nothing_is_called_missing_because_of_it(small: str) -> None:
     text = refusal(written("train: {num_steps: 3}\ndata:\n  loader: {num_threads: 1}\n" + SMALL.partition("train")[0]))
-    assert "data is given twice; the first is in line 2" in text
+    assert "duplicate key data; the first is in line 2" in text
     assert "missing" not in text
 
 

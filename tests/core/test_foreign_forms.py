@@ -71,7 +71,7 @@ def test_the_password_is_used_and_written_nowhere() -> None:
 
 def test_what_the_streaming_form_does_not_have_is_refused() -> None:
     assert "data.settings.prefetch" in str(refusal(file("s.yaml", STREAMING), "data.settings.prefetch=3"))
-    assert "no named source" in str(refusal(file("n.yaml", "data: {source: {name: nonsense}}\n")))
+    assert "not a named source" in str(refusal(file("n.yaml", "data: {source: {name: nonsense}}\n")))
     assert load_config(file("c.yaml", "data: {source: {name: c4}}\n")).data.sources[0].format == "jsonl"
     both = "data:\n  source: {name: c4}\n  sources: [{name: c, preset: c4}]\n"
     assert "keep one" in str(refusal(file("b.yaml", both)))

@@ -70,13 +70,13 @@ def test_a_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
     [
         ("{name: x, preset: fineweb-ed}", "did you mean fineweb-edu"),
         ("{name: x, preset: zzz}", "there are fineweb-edu, "),
-        ("{name: x, format: bin, paths: [a]}", "which tokenizer wrote them"),
-        ("{name: x, format: bin, paths: [a], tokenizer: t.json}", "kind=bpe that is trained"),
+        ("{name: x, format: bin, paths: [a]}", "their tokenizer is not set"),
+        ("{name: x, format: bin, paths: [a], tokenizer: t.json}", "a newly trained tokenizer (tokenizer.kind=bpe)"),
         ("{name: x, format: txt, paths: [a], hf_split: test}", "hf_split=test has no effect"),
         ("{name: x, format: txt, paths: [a], delimiter: ;}", "needs format csv"),
         ("{name: x, format: csv, paths: [a], delimiter: ab}", "delimiter"),
         ("{name: x, format: parquet}", "format parquet but no paths"),
-        ("{name: x, format: txt, paths: [a], fallback: ['s3://key:hf_AbCdEf123456@host/a']}", "holds a password"),
+        ("{name: x, format: txt, paths: [a], fallback: ['s3://key:hf_AbCdEf123456@host/a']}", "contains a password"),
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, entry: str, message: str) -> None:

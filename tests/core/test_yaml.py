@@ -98,9 +98,9 @@ def test_an_empty_file_is_an_empty_mapping(text: str) -> None:
 def test_duplicate_keys_are_reported_with_both_lines_and_the_first_value_stands() -> None:
     document = read_mapping("a:\n  x: 1\n  y: {z: 1, z: {q: 2}}\n  x: 3\n  w: 4\na: 9\n", "t.yaml")
     assert document.problems == [
-        ("a.y.z is given twice; the first is in line 3", 3),
-        ("a.x is given twice; the first is in line 2", 4),
-        ("a is given twice; the first is in line 1", 6),
+        ("duplicate key a.y.z; the first is in line 3", 3),
+        ("duplicate key a.x; the first is in line 2", 4),
+        ("duplicate key a; the first is in line 1", 6),
     ]
     assert document.value == {"a": {"x": 1, "y": {"z": 1}, "w": 4}}
 
@@ -290,14 +290,14 @@ def test_resolve_plain_never_fails() -> None:
     ("text", "line", "remedy"),
     [
         ("a:\n\tb: 1\n", 2, "indent with blanks"),
-        ("a: b: c\n", 1, "in quotes"),
-        ("a:\n  b: 1\n   c: 2\n", 3, "one column"),
-        ("a:\n    b: 1\n  c: 2\n", 3, "one column"),
+        ("a: b: c\n", 1, "quote text"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "equally"),
+        ("a:\n    b: 1\n  c: 2\n", 3, "equally"),
         ("a: [1, 2\n", 1, "close it with ]"),
         ("a: {b: 1\n", 1, "close it with }"),
         ("a: 'x\n", 1, "close the quote"),
-        ("a: @x\n", 1, "in quotes"),
-        ("a: - b\n", 1, "a line of its own"),
+        ("a: @x\n", 1, "quote the value"),
+        ("a: - b\n", 1, "its own line"),
         ("a: 1\nb\nc: 2\n", 2, "key: value"),
         ("[train]\nnum_steps = 5\n", 1, "`train:`"),
         ("# my run\nnum_steps = 5\n", 1, "`train:`"),

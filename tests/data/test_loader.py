@@ -210,7 +210,7 @@ def test_shards_side_by_side_are_those_of_as_many_processes(plan: Plan, readers:
             parts = [one[step] for one in single[first : first + width]]
             assert np.array_equal(batch.tokens_ABT, np.concatenate([part.tokens_ABT for part in parts], axis=1))
             assert batch.num_target_tokens == sum(part.num_target_tokens for part in parts)
-            progress = progress.after(batch, shard)
+            progress = progress.advance(batch, shard)
         assert progress.num_tokens == STEPS * GLOBAL_BATCH * 8
 
 
@@ -448,7 +448,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_shards(tmp_path: Path, batch:
     for index, shard in enumerate(shards):
         progress = Progress(0, 0, first_cursor(plan, 11))
         for part in shard:
-            progress = progress.after(part, DataShard(index, count))
+            progress = progress.advance(part, DataShard(index, count))
         assert (progress.step, progress.num_tokens) == (5, 5 * batch * 8)
 
 

@@ -188,8 +188,8 @@ def test_a_run_that_stands_still_says_what_is_open_and_planned(run_directory: Pa
     shutil.copytree(run_directory, copy)
     (copy / "attempts.bin").unlink()
     with AttemptRecord(copy, 1, 0, 0) as attempt:
-        attempt.reached(9)
-        attempt.saved(8)
+        attempt.record_started(9)
+        attempt.record_saved(8)
     run_data = RunDataIndex.open(copy)
     states: dict[int, set[str]] = defaultdict(set)
     for reader in run_data.readers:

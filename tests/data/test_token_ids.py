@@ -132,7 +132,7 @@ def test_the_first_screen_says_whose_ids_are_expected(tmp_path: Path) -> None:
 
 def test_ids_go_with_token_shards_only(tmp_path: Path) -> None:
     tiny_runs.configuration(tmp_path)
-    with pytest.raises(ConfigError, match=r"tokenizer\.kind=none cannot read"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.kind=none reads token shards only"):
         load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=none"])
     with pytest.raises(ConfigError, match="257"):
         load_config(tmp_path / "tiny.yaml", ["tokenizer.kind=bpe", "tokenizer.vocab_size=200"])

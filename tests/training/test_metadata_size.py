@@ -58,8 +58,8 @@ def test_a_trillion_tokens_of_provenance_stay_under_a_megabyte(tmp_path: Path, s
         last = min(state + length, STEPS)
         saved = last if last == STEPS else max(state, last // 500 * 500)
         with AttemptRecord(tmp_path, number, state, state * BATCH) as attempt:
-            attempt.reached(last)
-            attempt.saved(saved)
+            attempt.record_started(last)
+            attempt.record_saved(saved)
         state = saved
     writer.close()
     assert number > 80

@@ -47,7 +47,7 @@ class Steps:
         batch = Batch(step, rows, rows, None, None, np.full((1, 1), step, np.uint64), 2, cursor)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = Result(step + 1, StepValues(loss, grad_norm, finite, extra), self.fetched)
-        self.progress = self.progress.after(batch)
+        self.progress = self.progress.advance(batch)
         self._take(self.pending.submit(InFlightStep(self.progress, batch.digest(), result, 0.1, 0.0, 4)))
 
     def drain(self) -> Progress:

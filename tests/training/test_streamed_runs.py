@@ -196,7 +196,7 @@ def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path
 
 
 def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keeps only some segments at a time"):
+    with pytest.raises(ConfigError, match="keeps only some segments on disk"):
         configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
     with pytest.raises(ConfigError, match="each builds what it reads"):
         configured(tmp_path, [*STREAMED, "data.growth.build=false"])

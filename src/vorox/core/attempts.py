@@ -1,13 +1,12 @@
-"""Which steps each attempt of a run did: ``attempts.bin``, one record of 64 bytes per attempt.
+"""The steps of each attempt of a run: ``attempts.bin``, one record of 64 bytes per attempt.
 
-A record is appended, durably, when an attempt is about to begin its first step; from then on its two counters (the
-last step that was started, the last one that a checkpoint holds) are stored in place through mapped memory. A store
-costs no system call and outlives ``kill -9``, so the record is exact to the step for attempts that were killed too;
-after a power cut it is exact at least up to the newest checkpoint.
+A record is appended durably before the first step of an attempt. Afterwards its two counters (the last step started,
+the last step in a checkpoint) are updated in place through a memory map. An update needs no system call and survives
+``kill -9``, so the record is exact to the step even for killed attempts; after a power cut it is exact at least up to
+the newest checkpoint.
 
-``intervals`` makes history of it: steps that are kept, steps that a later attempt rolled back and did again, and steps
-that are still open because no checkpoint holds them yet. Steps count from 1: step N is the one after which N are
-finished.
+``intervals`` derives the history: steps that are kept, steps that a later attempt rolled back, and steps that are still
+open because no checkpoint holds them. Steps count from 1: after step N, N steps are finished.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from vorox.core.run_layout import RunLayout
 Outcome = Literal["kept", "rolled_back", "open"]
 
 _MAGIC = b"VXATTEM1"
-_FIXED = struct.Struct("<8s QQQ")  # magic, attempt, state that it began from, position of that state
+_FIXED = struct.Struct("<8s QQQ")  # magic, attempt, start step, data position of the start
 _COUNTERS = struct.Struct("<QQ")  # last step started, last step saved
 _RECORD_BYTES = 64
 _COUNTERS_OFFSET = 40
-assert _FIXED.size + 4 <= _COUNTERS_OFFSET, "the checksum and four zero bytes lie between the two"
+assert _FIXED.size + 4 <= _COUNTERS_OFFSET, "the checksum and four zero bytes are between the two"
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one process did of a run.
+    """One process's part of a run.
 
     Attributes:
         number: Number of the attempt, from 1.
-        start_step: Finished steps of the state that it began from; its first step is the one after.
-        first_position: Position in the data of that state.
-        last_step: The last step that it started; ``start_step`` if none.
-        saved_step: The last state that it began from or saved.
+        start_step: Finished steps at its start; its first step is the next one.
+        first_position: Data position at its start.
+        last_step: The last step it started; ``start_step`` if none.
+        saved_step: The last step it saved; ``start_step`` if none.
     """
 
     number: int
@@ -58,12 +57,12 @@ class StepInterval:
     """Consecutive steps of one attempt with one outcome.
 
     Attributes:
-        attempt: The attempt that did them.
-        parent: The attempt whose work it went on from; ``None`` from the start of the run.
+        attempt: The attempt that ran them.
+        parent: The attempt that it resumed; ``None`` at the start of the run.
         first_step: From 1.
-        last_step: The last of them, included.
-        outcome: ``kept``: part of the run as it stands. ``rolled_back``: done, lost, and done again or left out.
-            ``open``: done by the newest attempt after its newest checkpoint.
+        last_step: Inclusive.
+        outcome: ``kept``: part of the run. ``rolled_back``: lost, and repeated or dropped by a later attempt.
+            ``open``: run by the newest attempt after its newest checkpoint.
     """
 
     attempt: int
@@ -74,13 +73,13 @@ class StepInterval:
 
 
 class AttemptRecord:
-    """The record of the attempt that this process makes. Use it as a context manager.
+    """The record of this process's attempt. Use it as a context manager.
 
     Args:
         run_directory: The run; this process holds its lock.
-        number: Number of the attempt. A higher one is taken if the file has it already.
-        start_step: Finished steps of the state that the process begins from.
-        first_position: Position in the data of that state.
+        number: Number of the attempt; the next free one is used if it is in the file already.
+        start_step: Finished steps at its start.
+        first_position: Data position at its start.
 
     Raises:
         OSError: The file cannot be written.
@@ -90,7 +89,7 @@ class AttemptRecord:
         path = RunLayout(run_directory).attempts
         before = read_attempts(run_directory)
         if path.exists() and path.stat().st_size > len(before) * _RECORD_BYTES:
-            atomic.truncate(path, len(before) * _RECORD_BYTES)  # what a crash in the middle of an append left
+            atomic.truncate(path, len(before) * _RECORD_BYTES)  # the torn end of an interrupted append
         self.number = max([number, *(attempt.number + 1 for attempt in before)])
         fixed = _FIXED.pack(_MAGIC, self.number, start_step, first_position)
         record = fixed + struct.pack("<I", zlib.crc32(fixed)) + bytes(4) + _COUNTERS.pack(start_step, start_step)
@@ -101,17 +100,17 @@ class AttemptRecord:
         self._view = memoryview(self._mapped)[start : start + _COUNTERS.size]
         self._counters = self._view.cast("Q")
 
-    def reached(self, step: int) -> None:
-        """A step was started. One store into memory."""
+    def record_started(self, step: int) -> None:
+        """Record that a step was started, with one memory store."""
         self._counters[0] = step
 
-    def saved(self, step: int) -> None:
-        """A checkpoint holds this step. Makes the record durable as well."""
+    def record_saved(self, step: int) -> None:
+        """Record that a checkpoint holds a step, and make the record durable."""
         self._counters[1] = step
         self._mapped.flush()
 
     def close(self) -> None:
-        """Let go of the file. What was stored stays."""
+        """Flush and close the file."""
         if not self._mapped.closed:
             self._mapped.flush()
             self._counters.release()
@@ -128,7 +127,7 @@ class AttemptRecord:
 
 
 def read_attempts(run_directory: Path) -> tuple[Attempt, ...]:
-    """The attempts that began a first step, in order; none if the run never came so far."""
+    """Return the attempts that started at least one step, in order."""
     path = RunLayout(run_directory).attempts
     raw = path.read_bytes() if path.exists() else b""
     found: list[Attempt] = []
@@ -145,13 +144,13 @@ def read_attempts(run_directory: Path) -> tuple[Attempt, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What became of an attempt.
+    """An attempt's place in the history of the run.
 
     Attributes:
         attempt: The attempt.
-        parent: The attempt whose work it went on from; ``None`` from the start of the run.
-        kept_until: The last of its steps that is kept; ``start_step`` if none is.
-        is_newest: Whether no other attempt came after it: what it did after ``kept_until`` is open, not rolled back.
+        parent: The attempt that it resumed; ``None`` at the start of the run.
+        kept_until: Its last step that is kept; ``start_step`` if none is.
+        is_newest: Whether it is the last attempt: its steps after ``kept_until`` are open, not rolled back.
     """
 
     attempt: Attempt
@@ -161,7 +160,7 @@ class Lineage:
 
 
 def lineage(attempts: Sequence[Attempt]) -> tuple[Lineage, ...]:
-    """What became of each attempt, in order."""
+    """Return the lineage of each attempt, in order."""
     kept: list[int] = []
     parents: list[int | None] = []
     for index, attempt in enumerate(attempts):
@@ -181,7 +180,7 @@ def lineage(attempts: Sequence[Attempt]) -> tuple[Lineage, ...]:
 
 
 def intervals(attempts: Sequence[Attempt]) -> tuple[StepInterval, ...]:
-    """What became of every step that was ever done, by attempt and step."""
+    """Return the outcome of every step ever started, as intervals by attempt and step."""
     found: list[StepInterval] = []
     for line in lineage(attempts):
         attempt, until = line.attempt, line.kept_until

@@ -21,12 +21,12 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """Which part of every global batch this process reads.
+    """The part of every global batch that this rank reads.
 
     Attributes:
         index: Its first data-parallel shard, from 0.
-        count: Shards of all processes.
-        width: Consecutive shards that this process reads, one for each group of its devices that share rows.
+        count: Number of shards over all ranks.
+        width: Consecutive shards that this rank reads, one per group of its devices that share rows.
     """
 
     index: int = 0
@@ -35,19 +35,19 @@ class DataShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process reads every row."""
+        """Whether this rank reads all rows."""
         return self.width == self.count
 
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """Where a run stands in its data: the whole data state of a checkpoint.
+    """The position of a run in its data: the entire data state of a checkpoint.
 
     Attributes:
-        plan_digest: Head of the plan's hash chain that this cursor was read under.
+        plan_digest: Head of the plan's hash chain.
         plan_events: Number of plan events that the digest covers.
         step: Next step to run.
-        position: Next global position, in rows since the start of the run.
+        position: Next global position, in rows from the start of the run.
         seed: Seed of the data order.
     """
 
@@ -80,7 +80,7 @@ class DataCursor:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All micro-batches of one step, for this process.
+    """All micro-batches of one step, for this rank.
 
     Attributes:
         step: Step that trains on this batch, from 0.
@@ -90,8 +90,8 @@ class Batch:
             documents of a row may attend to each other.
         position_ids_ABT: Position within the document, int32. ``None`` when positions run through the whole row.
         row_digests_AB: 64-bit hash of each row's tokens and segments, uint64: the row's identity in the replay chain.
-        num_target_tokens: Labels of this process that are trained on.
-        cursor_after: The data state once this batch has been trained on.
+        num_target_tokens: Labels of this rank that are trained on.
+        cursor_after: The data state after this batch.
     """
 
     step: int
@@ -105,31 +105,31 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Positions processed, trained on or not."""
+        """All positions, whether trained on or not."""
         return int(self.tokens_ABT.size)
 
     @property
     def row_tokens(self) -> int:
-        """Positions of a row."""
+        """Positions per row."""
         return int(self.tokens_ABT.shape[-1])
 
     def digest(self) -> str:
-        """128-bit hash of the rows in slot order, as hex: what the replay chain records of the data."""
+        """Return the 128-bit hash of the rows in slot order, in hex; the replay chain records it."""
         return rows_digest(self.row_digests_AB)
 
 
 def rows_digest(row_digests: npt.NDArray[np.uint64]) -> str:
-    """128-bit hash of the digests of rows in slot order, as hex."""
+    """Return the 128-bit hash of row digests in slot order, in hex."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(row_digests).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is. Immutable; ``after`` gives the next one.
+    """The progress of a run. Immutable; ``advance`` returns the next one.
 
     Attributes:
-        step: Steps finished, which is also the index of the next step.
-        num_tokens: Positions processed so far, over all processes.
+        step: Number of finished steps, and index of the next step.
+        num_tokens: Positions processed so far, over all ranks.
         cursor: Data state for the next batch.
         chain: Head of the replay chain over all finished steps.
         best_eval_loss: Lowest validation loss so far, nats per token.
@@ -141,7 +141,8 @@ class Progress:
     chain: str = ""
     best_eval_loss: float | None = None
 
-    def after(self, batch: Batch, shard: DataShard | None = None) -> Progress:
+    def advance(self, batch: Batch, shard: DataShard | None = None) -> Progress:
+        """Return the progress after a batch."""
         return replace(
             self,
             step=batch.step + 1,
@@ -150,7 +151,7 @@ class Progress:
         )
 
     def _global_tokens(self, batch: Batch, shard: DataShard) -> int:
-        """Positions of a step over all processes, without the rows that fill up the shorter ones."""
+        """Return the positions of a step over all ranks, without the rows that pad shorter shards."""
         rows = batch.cursor_after.position - self.cursor.position
         if shard.is_whole or rows % shard.count == 0:
             return batch.num_tokens // shard.width * shard.count

@@ -1,4 +1,4 @@
-"""What a disk that refuses, or a machine without free memory, means to a person: an error with a remedy, no crash."""
+"""Errors of the disk and of memory, translated to errors with a hint for the user."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FAILING = {
 
 
 def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
-    """What was needed and what is free, in numbers that do not contradict each other.
+    """Describe the needed and the free space consistently.
 
-    More may be free now than was needed: the unfinished file is removed by then, and a quota or a limit on the size of
-    files refuses before the disk is full.
+    More may be free now than was needed: the partial file has been removed, and a quota or file size limit fails before
+    the disk is full.
     """
-    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         return f"{needed_bytes:,} bytes are needed, {free_bytes:,} are free"
     reason = os.strerror(error.errno) if error.errno else str(error)
     return (
-        f"a write was refused ({reason}) with about {needed_bytes:,} bytes to go; {free_bytes:,} are free now that "
-        "what was unfinished is removed, so a quota, a limit or another program takes the rest"
+        f"a write was refused ({reason}) with about {needed_bytes:,} bytes remaining; {free_bytes:,} are free now that "
+        "the partial file is removed, so a quota, a limit or another program is the cause"
     )
 
 
@@ -41,39 +41,39 @@ def disk_error(error: OSError, place: str) -> CheckpointError | None:
 
     Args:
         error: The system's error.
-        place: Where it happened, if the error does not name a file.
+        place: The path, if the error does not name a file.
     """
     where = str(error.filename or place)
     if is_disk_full(error):
-        hint = f"make room on the file system of {where}, then run the same command again"
+        hint = f"free space on the file system of {where}, then run the same command again"
     elif error.errno in _FAILING:
         hint = f"{_FAILING[error.errno]}; then run the same command again"
     else:
         return None
-    return CheckpointError(f"the disk refuses: {os.strerror(error.errno or 0)}", where=where, hint=hint)
+    return CheckpointError(f"Disk error: {os.strerror(error.errno or 0)}", where=where, hint=hint)
 
 
 def memory_error(error: MemoryError) -> DoesNotFitError:
-    """The error to show where the machine has no memory left, outside of the engine, which knows more."""
+    """Return the error for exhausted host memory outside the engine, which reports its own."""
     import psutil
 
     memory, reason = psutil.virtual_memory(), f" ({error})" if str(error) else ""
     return DoesNotFitError(
-        f"out of memory on this machine{reason}: {memory.available / 2**30:,.2f} of {memory.total / 2**30:,.2f} GiB "
-        "are free now, and a limit on this process may be lower",
-        where="memory of the machine",
-        hint="lower train.micro_batch_sequences or data.loader.prefetch_batches, or set checkpoint.asynchronous=false, "
-        "which copies no state; then run the same command again",
+        f"Out of memory on this machine{reason}: {memory.available / 2**30:,.2f} of {memory.total / 2**30:,.2f} GiB "
+        "are free now; this process may have a lower limit",
+        where="host memory",
+        hint="lower train.micro_batch_sequences or data.loader.prefetch_batches, or set checkpoint.asynchronous=false "
+        "to avoid the copy of the state; then run the same command again",
     )
 
 
 @contextlib.contextmanager
-def explained_machine_errors(place: Path) -> Generator[None]:
-    """Turn errors of disk and memory that nothing inside has dealt with into errors for a person.
+def translate_machine_errors(place: Path) -> Generator[None]:
+    """Translate unhandled errors of disk and memory to errors with a hint.
 
     Raises:
-        CheckpointError: The disk is full, failing or read-only, or a file may not be read or written.
-        DoesNotFitError: The machine has no memory left.
+        CheckpointError: The disk is full, failing or read-only, or permission is denied.
+        DoesNotFitError: The machine is out of memory.
     """
     try:
         yield
@@ -91,6 +91,6 @@ def _permission_error(error: OSError, place: str) -> CheckpointError | None:
         return None
     where = str(error.filename or place)
     return CheckpointError(
-        f"a file cannot be read or written: {os.strerror(error.errno)}", where=where,
+        f"File cannot be read or written: {os.strerror(error.errno)}", where=where,
         hint=f"give this user permission to read and write {where}; then run the same command again",
     )  # fmt: skip

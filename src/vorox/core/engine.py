@@ -1,14 +1,14 @@
-"""The seam to PyTorch, JAX or any other framework: the training *step*, never the op.
+"""The engine protocol: the interface to PyTorch, JAX or another framework, at the level of training *steps*.
 
 An engine owns the model, the optimizer and the devices. It takes numpy batches and returns lazily fetched floats. It
-never reads data, decides when to save, or knows what a run is. The protocol is structural: no base class, no mixin.
+does not read data, schedule checkpoints, or know about runs. The protocol is structural: no base class, no mixin.
 
-Rules that every engine keeps (``tests/conformance`` holds it to them):
+Every engine satisfies these rules (tested in ``tests/conformance``):
 
 - The loss is the sum over trained tokens divided by their *global* count, however the step is split.
-- A step whose loss or gradient is not finite leaves parameters and optimizer untouched and says so.
-- Randomness (dropout) is drawn from (seed, step, micro-batch), so no generator state exists to save.
-- What a snapshot writes, loaded, then a step gives the same bits as the step without them.
+- A step with a non-finite loss or gradient leaves parameters and optimizer unchanged and reports it.
+- Randomness (dropout) is a function of (seed, step, micro-batch), so there is no generator state to save.
+- A step after saving and loading a snapshot gives the same bits as without.
 - No later step changes a bit of a detached snapshot.
 """
 
@@ -31,7 +31,7 @@ NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
 
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
-"""Where a function can watch or replace the residual stream: as it enters a block, behind its attention, behind its
+"""Points where a function can read or replace the residual stream: before a block, after its attention, after its
 MLP. ``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
 
 
@@ -52,12 +52,12 @@ class Tap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What one step measured, on the host.
+    """The measurements of one step, on the host.
 
     Attributes:
         loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms.
         grad_norm: Global L2 norm of the gradient before clipping.
-        finite: Whether loss and gradient were finite. If not, no parameter was changed.
+        finite: Whether loss and gradient are finite. If not, no parameter was changed.
         extra: Further metrics by registry name (accuracy, z-loss, activation statistics, ...).
     """
 
@@ -69,13 +69,13 @@ class StepValues:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOrigin:
-    """Where numbers of a step stop being finite.
+    """The first non-finite values of a step.
 
     Attributes:
-        micro_batch: The first micro-batch with such a number, from 0.
+        micro_batch: The first micro-batch with a non-finite value, from 0.
         loss: Its part of the loss.
         activation: The first point of the residual stream, ``layer 3, after_attention``; empty if all are finite.
-        gradient: The first parameter, from the head backwards, with such a gradient; empty if there is none.
+        gradient: The first parameter with a non-finite gradient, from the head backwards; empty if all are finite.
     """
 
     micro_batch: int
@@ -84,13 +84,13 @@ class NonfiniteOrigin:
     gradient: str
 
     @classmethod
-    def of(
+    def locate(
         cls, micro_batch: int, loss: float, activations: Mapping[str, float], gradients: Mapping[str, bool]
     ) -> NonfiniteOrigin | None:
-        """From what a pass over one micro-batch measured; ``None`` if all of it is finite.
+        """Locate the origin in the measurements of one micro-batch; ``None`` if all are finite.
 
         Args:
-            micro_batch: Which one.
+            micro_batch: Its index.
             loss: Its part of the loss.
             activations: Activation statistics by metric name, in the order of the layers.
             gradients: Whether the gradient of a parameter is finite, in table order.
@@ -108,16 +108,16 @@ class NonfiniteOrigin:
 
 
 class StepResult(Protocol):
-    """A step that may still be running on the device."""
+    """The result of a step that may still be running on the device."""
 
     def fetch(self) -> StepValues:
-        """Wait for the step and return its numbers. The only host synchronisation of a step; repeatable."""
+        """Wait for the step and return its values. The only host synchronisation of a step; idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvalValues:
-    """Sums over one evaluation batch, on the host, so that batches of any size add up exactly.
+    """Sums over one evaluation batch, on the host, so that batches of any size can be added exactly.
 
     Attributes:
         loss_sum: Cross entropy summed over target tokens, in nats.
@@ -131,7 +131,7 @@ class EvalValues:
 
 
 class Decoder(Protocol):
-    """Incremental decoding of one batch of sequences, keeping whatever cache the engine needs."""
+    """Incremental decoding of one batch of sequences, with the engine's KV cache."""
 
     def feed(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
         """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
@@ -139,36 +139,36 @@ class Decoder(Protocol):
 
 
 class EngineSnapshot(Protocol):
-    """The training state of one moment. Used by one thread at a time, any thread."""
+    """The training state after one step. Used by one thread at a time, any thread."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its arrays: the least that a disk must have room for."""
+        """Bytes of its arrays, a lower bound of the disk space needed."""
         ...
 
     def nonfinite_array(self) -> str:
-        """Name of the first array of this process that holds NaN or infinity; empty if none does."""
+        """Return the name of the first array of this rank with NaN or infinity; empty if all are finite."""
         ...
 
     def write(self, directory: StagedDirectory) -> None:
-        """Write the complete training state into a directory that the caller commits; for a run of one process."""
+        """Write the complete training state into a directory that the caller commits; for a single rank."""
         ...
 
     def write_parts(self, directory: Path) -> None:
-        """Write what only this process of several has, below a directory that every process names."""
+        """Write the shards of this rank into a directory shared by all ranks."""
         ...
 
     def describe(self, directory: StagedDirectory) -> None:
-        """Write the rest, in the main process, once all parts are there."""
+        """Write the rest, on rank 0, after all shards are written."""
         ...
 
     def fingerprint(self) -> str:
-        """What ``Engine.fingerprint`` said at that moment."""
+        """Return ``Engine.fingerprint`` of this state."""
         ...
 
 
 class Engine(Protocol):
-    """One model in training on this process's devices."""
+    """A model in training on this rank's devices."""
 
     @property
     def name(self) -> str:
@@ -177,37 +177,37 @@ class Engine(Protocol):
 
     @property
     def data_shard(self) -> DataShard:
-        """The part of each global batch that this process must be given."""
+        """The part of each global batch that this rank expects."""
         ...
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Optional features that this engine honours; a configuration that asks for another one is refused."""
+        """Optional features of this engine; a configuration that needs others is refused."""
         ...
 
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> StepResult:
         """Run forward, backward and update over all micro-batches of the step.
 
         Args:
-            batch: Every micro-batch of the step; accumulation is the engine's own business.
+            batch: All micro-batches of the step; the engine accumulates their gradients.
             lr: Learning rate of this step, from the stateless schedule.
-            weight_decay: Decoupled weight decay of this step, applied to the parameters whose table entry says so.
+            weight_decay: Decoupled weight decay of this step, for the parameters marked in the table.
         """
         ...
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
-        """Repeat forward and backward of a batch without an update, and say where a number is not finite first.
+        """Repeat forward and backward of a batch without an update, and return the first non-finite value.
 
-        Disturbs no bit of the training. ``None`` if everything is finite with the parameters as they are now.
+        Changes no bit of the training state. ``None`` if all values are finite with the current parameters.
         """
         ...
 
     def eval_step(self, batch: Batch) -> EvalValues:
-        """Sum the loss of a batch without training on it. Does not disturb training in any bit."""
+        """Sum the loss of a batch without training on it. Changes no bit of the training state."""
         ...
 
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
-        """Logits of whole sequences, fp32 ``[B, T, V]``, in evaluation mode."""
+        """Return the logits of whole sequences in evaluation mode, fp32 ``[B, T, V]``."""
         ...
 
     def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
@@ -215,16 +215,16 @@ class Engine(Protocol):
         ...
 
     def snapshot(self, *, detached: bool) -> EngineSnapshot:
-        """The complete training state as it is now. In a run of several processes, all of them take it together.
+        """Return the complete training state. A collective: all ranks take part.
 
         Args:
-            detached: Copy it into host memory, so that steps may be made before it is written. If not, it shares the
-                engine's memory and holds until the next step.
+            detached: Copy it into host memory, so that training can continue while it is written. Otherwise it
+                shares the engine's memory and is valid until the next step.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Replace the training state by one that a snapshot wrote and the caller has verified.
+        """Replace the training state by that of a verified snapshot.
 
         Raises:
             CheckpointError: The state belongs to another architecture or array format.
@@ -232,11 +232,11 @@ class Engine(Protocol):
         ...
 
     def export_weights(self) -> Iterator[NamedArray]:
-        """Parameters under canonical names, fp32, in table order."""
+        """Yield the parameters under canonical names, fp32, in table order."""
         ...
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
-        """Replace all parameters. The optimizer starts afresh.
+        """Replace all parameters and reset the optimizer state.
 
         Raises:
             CheckpointError: A parameter is missing, unknown or of another shape.
@@ -244,27 +244,27 @@ class Engine(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Hash over parameters and optimizer state in name order, as hex: equal iff the state is equal bit for bit."""
+        """Return a hash of parameters and optimizer state in hex, equal iff the state is equal bit for bit."""
         ...
 
     def device_stats(self) -> Mapping[str, float]:
-        """Memory and similar numbers of the devices, by metric registry name. Never synchronises."""
+        """Return memory and similar metrics of the devices by registry name. Never synchronises."""
         ...
 
     def environment(self) -> Mapping[str, str | int | bool]:
-        """What decides bit-equality besides the configuration: versions, device, threads, determinism level."""
+        """Return what decides bit-equality besides the configuration: versions, device, threads, determinism level."""
         ...
 
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         """Multiply ``[m, k] @ [k, n]`` of normal random numbers in the run's arithmetic and wait for the result.
 
         Returns:
-            Seconds of the product alone. Disturbs no bit of the training.
+            Seconds of the product alone. Changes no bit of the training state.
         """
         ...
 
     def synchronize(self) -> None:
-        """Wait until the devices are idle (for timing)."""
+        """Wait until the devices are idle; used for timing."""
         ...
 
 
@@ -283,7 +283,7 @@ def attach_taps(engine: Engine, taps: Sequence[Tap]) -> Callable[[], None]:
     """
     if taps and "taps" not in engine.capabilities:
         raise ConfigError(
-            f"the backend {engine.name} has no taps", where="taps", hint="use backend=torch or backend=jax"
+            f"Backend {engine.name} does not support taps", where="taps", hint="use backend=torch or backend=jax"
         )
     detaches = [cast("_Taps", getattr(engine, "taps")).attach(*tap) for tap in taps]  # noqa: B009
 

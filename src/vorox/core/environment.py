@@ -1,7 +1,7 @@
-"""What a run was started with: code, interpreter, machine, library versions and the few variables that matter.
+"""The environment of a run: code version, interpreter, machine, library versions and relevant variables.
 
-The record is for auditing, never an input; of all here only ``usable_cores`` decides anything, how many threads work.
-Environment variables are recorded by allow-list, so no secret of the surrounding shell gets into a run directory.
+The record is for audits and never an input; only ``usable_cores`` influences a run (the number of threads).
+Environment variables are recorded from an allow-list, so secrets of the shell do not enter the run directory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECORDED_VARIABLES = (
     "WORLD_SIZE",
     "XLA_FLAGS",
 )
-"""Variables that libraries below us read, or that say which process this is."""
+"""Variables that libraries read, or that give the rank of this process."""
 
 RECORDED_PACKAGES = (
     "flax",
@@ -62,7 +62,7 @@ _GIT_TIMEOUT_SECONDS = 10.0
 
 
 def environment_record() -> dict[str, Any]:
-    """Interpreter, machine, versions and allow-listed variables, as plain JSON values."""
+    """Return interpreter, machine, versions and allow-listed variables as plain JSON values."""
     import psutil
 
     return {
@@ -88,7 +88,7 @@ def environment_record() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the installed packages that can change a result; nothing is imported for it."""
+    """Return the versions of packages that can change results, without importing them."""
     import importlib.metadata
 
     versions: dict[str, str] = {}
@@ -101,13 +101,13 @@ def package_versions() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use; not all of the machine where an affinity is set."""
+    """Return the number of logical cores that this process may use, respecting its CPU affinity."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """The model of the CPU, as far as the system tells."""
+    """Return the CPU model, as far as it is known."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -118,18 +118,18 @@ def processor_name() -> str:
 
 
 def code_record() -> dict[str, Any] | None:
-    """The commit that this package was run from, or ``None`` if its files are not under version control."""
+    """Return the commit of this package, or ``None`` if its files are not under version control."""
     source = Path(__file__).resolve()
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
-        return None  # installed into a folder that merely lies inside some repository
+        return None  # installed into a folder inside an unrelated repository
     return git_record(source.parent)
 
 
 def git_record(directory: Path) -> dict[str, Any] | None:
-    """Commit, branch and uncommitted changes of the repository around ``directory``; ``None`` if there is none.
+    """Return commit, branch and uncommitted changes of the repository around ``directory``; ``None`` without one.
 
-    ``diff_sha256`` identifies what was changed: the hash of ``git diff HEAD``. Remotes are not recorded, because their
-    addresses can hold passwords.
+    ``diff_sha256`` is the hash of ``git diff HEAD``. Remotes are not recorded, because their URLs can contain
+    passwords.
     """
     status = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
@@ -146,7 +146,7 @@ def git_record(directory: Path) -> dict[str, Any] | None:
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
-    """Output of a git command that only reads; ``None`` if it fails, hangs or git is not installed."""
+    """Return the output of a read-only git command; ``None`` if it fails, times out or git is not installed."""
     command = ["git", "-C", str(directory), *arguments]
     try:
         finished = subprocess.run(

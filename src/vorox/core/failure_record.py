@@ -1,4 +1,4 @@
-"""An exception as ``failure.json`` holds it: what, where, what is saved, what to do, without secrets."""
+"""The record of an exception in ``failure.json``: what, where, what is saved, what to do; redacted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAILURE_FORMAT = "vorox-failure/1"
 
 
 def failure_record(error: BaseException) -> dict[str, str | int]:
-    """Return the fields of an error; one that we did not foresee brings its traceback."""
+    """Return the fields of an error, with a traceback if it is unexpected."""
     known = error if isinstance(error, VoroxError) else None
     trace = "" if known else "".join(traceback.format_exception(error))
     return {

@@ -1,4 +1,4 @@
-"""How Vorox was installed here, and so the command that installs one of its extras."""
+"""The command that installs an extra of Vorox, by how Vorox itself was installed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this very environment.
+    """Return the command that installs an extra into this environment.
 
-    A checkout is installed from its own folder with its pinned versions, an archive from where it came from; only a
-    Vorox that came from a package index is asked of one by name.
+    A checkout is installed from its folder with its pinned versions, an archive from its URL, and a release by name
+    from the package index.
     """
-    pip = f"{shlex.quote(_shown(Path(sys.executable)))} -m pip install"
+    pip = f"{shlex.quote(_short(Path(sys.executable)))} -m pip install"
     folder, url = _origin()
     if folder is not None:
         pins = folder / "constraints.txt"
-        place = f"{_shown(folder)}[{extra}]"
-        place = place if place.startswith((".", "/")) else f"./{place}"
-        constraints = f" -c {shlex.quote(_shown(pins))}" if pins.is_file() else ""
-        return f"{pip} -e {shlex.quote(place)}{constraints}"
+        target = f"{_short(folder)}[{extra}]"
+        target = target if target.startswith((".", "/")) else f"./{target}"
+        constraints = f" -c {shlex.quote(_short(pins))}" if pins.is_file() else ""
+        return f"{pip} -e {shlex.quote(target)}{constraints}"
     return f"{pip} {shlex.quote(f'vorox[{extra}] @ {url}' if url else f'vorox[{extra}]')}"
 
 
 def _origin() -> tuple[Path | None, str]:
-    """The checkout that runs, if one does; else the address that was installed from, empty for a package index."""
+    """Return the running checkout, if any, and the URL of the installation; it is empty for a package index."""
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file() and (checkout / "src" / "vorox").is_dir():
         return checkout, ""
@@ -42,8 +42,8 @@ def _origin() -> tuple[Path | None, str]:
     return (folder, "") if folder is not None and folder.is_dir() else (None, url)
 
 
-def _shown(path: Path) -> str:
-    """A path as it is typed in the current directory, if it lies below; links, such as a venv's Python, stay links."""
+def _short(path: Path) -> str:
+    """Return a path relative to the current directory if it is inside, without resolving links."""
     try:
         return os.fspath(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -1,9 +1,9 @@
-"""Observations as lines of JSON: the form of ``metrics.jsonl`` and ``events.jsonl``, and of every other log.
+"""Append-only JSON lines: the format of ``metrics.jsonl``, ``events.jsonl`` and other logs.
 
-Nothing here is needed to go on with a run, so nothing here may stop one: a line that cannot be written waits in memory
-and goes with the next one. A crash tears at most the last line; the next writer cuts it off and readers skip it.
-Floats that JSON does not have are written as the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, so every line is
-valid JSON for every parser; ``as_number`` turns them back.
+A run can resume without these files, so they never stop one: lines that cannot be written are kept in memory and
+written later. A crash tears at most the last line; the next writer truncates it and readers skip it. Non-finite floats
+are written as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, so that every line is strict JSON; ``as_number`` converts
+them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class LineFile:
-    """The writing end of a log; one process writes at a time, from any of its threads.
+    """The writer of a log; one process at a time, thread-safe.
 
     Args:
-        path: The file; made by the first line, together with its directory.
+        path: The file, created with its directory by the first line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class LineFile:
         self._lock = threading.RLock()
 
     def append(self, line: bytes) -> OSError | None:
-        """Write one line (without its end). Returns what went wrong, if anything; the line then waits."""
+        """Write a line, given without its newline. Returns the error, if any; the line is then kept in memory."""
         with self._lock:
             self._pending.append(line + b"\n")
             while len(self._pending) > MAX_PENDING_LINES:
@@ -47,7 +47,7 @@ class LineFile:
             return self.flush()
 
     def flush(self, *, sync: bool = False) -> OSError | None:
-        """Write what waits, durably if ``sync``. Returns what went wrong, if anything."""
+        """Write pending lines, durably if ``sync``. Returns the error, if any."""
         with self._lock:
             return self._flush(sync)
 
@@ -56,10 +56,10 @@ class LineFile:
         try:
             if self._size_bytes is None:
                 atomic.make_directory(self.path.parent)
-                self._size_bytes = _cut_torn_line(self.path)
+                self._size_bytes = _truncate_torn_line(self.path)
             if data or (sync and self.path.exists()):
                 if self.path.exists() and self.path.stat().st_size > self._size_bytes and self._failed:
-                    atomic.truncate(self.path, self._size_bytes)  # what a failed write left
+                    atomic.truncate(self.path, self._size_bytes)  # the remains of a failed write
                 self._failed = True
                 atomic.append(self.path, data, sync=sync)
         except OSError as error:
@@ -71,24 +71,24 @@ class LineFile:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """One record as a line of ASCII JSON in the order of its keys, without line end."""
+    """Encode a record as a line of ASCII JSON in key order, without newline."""
     text = json.dumps(finite_json(record), separators=(",", ":"), allow_nan=False, default=str)
     return text.encode("ascii")
 
 
 def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Every complete record of a file, in order. Torn and damaged lines are skipped; no file is no records.
+    """Yield all complete records of a file, in order. Torn and damaged lines are skipped; the file may not exist.
 
     Args:
         path: The file.
-        last_bytes: Read only so much of its end.
+        last_bytes: Read only this many bytes from the end.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
         if last_bytes is not None and (start := path.stat().st_size - last_bytes) > 0:
             file.seek(start - 1)
-            file.readline()  # the rest of a line whose beginning is left out
+            file.readline()  # skip the rest of a line that started before
         for line in file:
             try:
                 value = json.loads(line) if line.endswith(b"\n") else None
@@ -99,7 +99,7 @@ def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[st
 
 
 def as_number(value: Any) -> float | None:
-    """The number that ``encode`` was given, or ``None`` if the value is none."""
+    """Return the number that ``encode`` was given, or ``None`` if the value is not a number."""
     if isinstance(value, str):
         return _NON_FINITE.get(value)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -115,8 +115,8 @@ def finite_json(value: Any) -> Any:
     return value
 
 
-def _cut_torn_line(path: Path) -> int:
-    """Cut what follows the last line end; returns the size that is left."""
+def _truncate_torn_line(path: Path) -> int:
+    """Truncate the file after its last newline; return the new size."""
     if not path.exists():
         return 0
     size_bytes = path.stat().st_size

@@ -1,8 +1,8 @@
-"""Which process wrote a file: host, process id and start, because a later process may have the same id.
+"""Process identity: host, process id and start time, because process ids are reused.
 
-In a container every process that trains is process 1, so an id alone says nothing about who is gone. The start is
-counted by the kernel from boot, not by the wall clock, which may be set while a process lives. Locks, leases, windows,
-the owner of a mirror and temporary names all record a ``ProcessIdentity`` and ask it ``is_dead``.
+In a container every training process has id 1, so an id alone cannot identify a dead process. The start time is counted
+by the kernel from boot, not by the wall clock, which may be changed. Locks, leases, streaming windows, owners of
+mirrors and temporary files record a ``ProcessIdentity``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing import Any, cast
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, as others find it recorded.
+    """A process, as recorded in files.
 
     Attributes:
-        host: Name of its machine.
-        process_id: Its number there.
-        start: Eight hex digits that tell it from every other process of that number; empty in files of versions that
-            recorded the number alone.
+        host: Host name.
+        process_id: Process id.
+        start: Eight hex digits of a hash of its start time; empty in files of versions that did not record it.
     """
 
     host: str
@@ -40,7 +39,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessIdentity | None:
-        """The identity in a mapping that may hold more; ``None`` if it names no process."""
+        """Return the identity in a mapping, which may have other keys; ``None`` if it names no process."""
         if not isinstance(value, Mapping):
             return None
         fields = cast("Mapping[str, Any]", value)
@@ -50,7 +49,7 @@ class ProcessIdentity:
         return cls(host, process_id, start)
 
     def is_dead(self) -> bool:
-        """Whether it is known to have ended. Processes of other hosts never are."""
+        """Whether the process is known to be dead; never for processes of other hosts."""
         if self.host != socket.gethostname():
             return False
         import psutil
@@ -67,7 +66,7 @@ class ProcessIdentity:
 
 
 def boot_identity() -> str:
-    """What tells this boot of this machine from every other; of this process alone where the system does not say."""
+    """Return an identity of this boot of this machine; of this process if the boot id is not available."""
     try:
         return f"{socket.gethostname()} {_boot_id()}"
     except OSError:
@@ -79,12 +78,12 @@ def _boot_id() -> str:
 
 
 def this_process() -> ProcessIdentity:
-    """The identity of this process."""
+    """Return the identity of this process."""
     return _identity(socket.gethostname(), os.getpid())
 
 
 def machine_identity() -> str:
-    """Identify this machine since its last boot, for records that machines of one host name share; empty if unknown."""
+    """Return an identity of this boot and PID namespace, for hosts that share a name; empty if unknown."""
     try:
         namespace = Path("/proc/self/ns/pid").readlink()
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {namespace}"
@@ -98,7 +97,7 @@ def _identity(host: str, process_id: int) -> ProcessIdentity:
 
 
 def _start(process_id: int) -> str:
-    """Digest of when a process began; empty if that cannot be known."""
+    """Return a digest of a process's start time; empty if it is unknown."""
     try:
         fields = (
             Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

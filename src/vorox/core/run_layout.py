@@ -26,7 +26,7 @@ class RunFile:
         name: Its name.
         pattern: Glob of its names where there are several, such as one per rank.
         mirrored: Glob of what a mirror copies of it besides checkpoints; empty for what can be rebuilt and for what
-            belongs to one machine.
+            is specific to one machine.
     """
 
     name: str
@@ -140,5 +140,5 @@ def run_of_checkpoint(path: Path) -> Path | None:
 
 
 def lock_run(run_directory: Path) -> FileLock:
-    """Return the lock that the process which writes a run holds; a second process is refused at once."""
+    """Return the lock that the process which writes a run holds; a second process is refused immediately."""
     return FileLock(RunLayout(run_directory).lock, blocking=False, purpose=f"run {run_directory.name}")

@@ -33,7 +33,7 @@ def train(session: Session, progress: Progress) -> Progress:
             raise session.save_and_preempt(progress, reason=error.what, where=error.where, hint=error.hint) from error
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
-        progress = progress.after(batch, engine.data_shard)
+        progress = progress.advance(batch, engine.data_shard)
         decision = session.sync.after(progress, batch)
         session.provenance.started(progress)
         session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds)

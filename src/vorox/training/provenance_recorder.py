@@ -44,12 +44,12 @@ class ProvenanceRecorder:
     def started(self, progress: Progress) -> None:
         """A step was started; the run stands after it."""
         if self.attempt is not None:
-            self.attempt.reached(progress.step)
+            self.attempt.record_started(progress.step)
 
     def saved(self, progress: Progress) -> None:
         """A checkpoint of this state was committed."""
         if self.attempt is not None:
-            self.attempt.saved(progress.step)
+            self.attempt.record_saved(progress.step)
 
     def skipped(self, progress: Progress, kind: str, detail: str) -> None:
         """A step was done and changed nothing."""

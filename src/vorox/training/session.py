@@ -14,7 +14,7 @@ from typing import Any
 
 from vorox.core.batch import Progress
 from vorox.core.config import config_digest, flat_values
-from vorox.core.disk_errors import explained_machine_errors
+from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, Preempted, VoroxError
@@ -235,7 +235,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
             NonfiniteRecorder(run.directory, alone, log, writes=is_main),
         )  # fmt: skip
         try:
-            with explained_machine_errors(run.directory), checkpoints:
+            with translate_machine_errors(run.directory), checkpoints:
                 yield session
         except VoroxError as error:
             error.saved = error.saved or checkpoints.safe()

@@ -41,7 +41,7 @@ def find_origin(
         gradients, sums, moments_LP3 = forward_backward(params, scale, rows, jax.random.fold_in(key, index))
         finite = {name: bool(np.isfinite(array).all()) for name, array in layout.unpack(gradients)}
         loss = float(sums.cross_entropy * scale)
-        found = NonfiniteOrigin.of(index, loss, statistics(np.asarray(moments_LP3)[None]), finite)
+        found = NonfiniteOrigin.locate(index, loss, statistics(np.asarray(moments_LP3)[None]), finite)
         if found is not None:
             return found
     return None

@@ -154,7 +154,7 @@ class TorchEngine:
                     finite = {
                         name: bool(view.isfinite().all()) for name, view in self.store.views(self.store.gradients)
                     }
-                    found = NonfiniteOrigin.of(index, loss, activations, finite)
+                    found = NonfiniteOrigin.locate(index, loss, activations, finite)
                     if found is not None:
                         return found
             return None

@@ -1,6 +1,6 @@
-"""``vorox data``: build, verify, count and look at the token caches of a configuration. Parsing and printing only.
+"""``vorox data``: build, verify and inspect token caches; provenance queries.
 
-One module per group of commands; each command is a plain function that is registered here.
+One module per group of commands; each command is a function registered here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from vorox.cli.data.transfer import download, export
 from vorox.cli.data.upkeep import gc, pin, unpin
 
 app = typer.Typer(
-    name="data", help="Build, verify, count and look at token caches.", no_args_is_help=True, add_completion=False
+    name="data",
+    help="Build, verify, inspect and export token caches; query provenance.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin):

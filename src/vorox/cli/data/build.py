@@ -1,7 +1,7 @@
-"""``vorox data build``, ``fill``, ``grow`` and ``repair``: make the tokenizer and the caches of a configuration.
+"""``vorox data build``, ``fill``, ``grow`` and ``repair``: build the tokenizer and the caches of a configuration.
 
-All four bring caches to completion; they differ in what they take for missing. A signal ends them after the unit in
-hand with exit code 75, and the same command goes on from there.
+All four complete the caches; they differ in what they verify first. A signal stops them after the current unit with
+exit code 75, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, report_json, showing, tell
+from vorox.cli.data.loading import Words, load, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from vorox.data.cache.build import BuildOptions
     from vorox.data.cache.report import BuildReport
 
-Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Processes, or Ray tasks, that build at once.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Number of worker processes or Ray tasks.")]
 Executor = Annotated[
     Literal["process", "ray"],
-    typer.Option("--executor", help="What the workers are; ray: on all machines of a cluster."),
+    typer.Option("--executor", help="Kind of workers; ray: on all machines of a cluster."),
 ]
 _OPTIONS = ("--workers", "--executor", "--json")
 
@@ -32,26 +32,31 @@ def build(
     words: Words,
     mode: Annotated[
         Literal["forward", "inverse", "gaps"],
-        typer.Option("--mode", help="Lowest missing unit first, highest first, or what lies between others first."),
+        typer.Option(
+            "--mode", help="Order: lowest missing unit first, highest first, or gaps between built units first."
+        ),
     ] = "forward",
     workers: Workers = 1,
     executor: Executor = "process",
     force_rebuild: Annotated[
-        bool, typer.Option("--force-rebuild", help="Build everything anew; the old cache stays until the new is whole.")
+        bool,
+        typer.Option(
+            "--force-rebuild", help="Rebuild everything; the old cache is kept until the new one is complete."
+        ),
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Check every chunk first, build damaged ones again.")
+        bool, typer.Option("--repair", help="Verify every chunk first and rebuild damaged ones.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make the tokenizer and the caches that a run of this configuration reads."""
+    """Build the tokenizer and the caches of a configuration."""
     from vorox.core.errors import ConfigError
     from vorox.data.cache.build import BuildOptions
 
     if force_rebuild and repair:
         raise ConfigError(
-            "--force-rebuild builds everything, so --repair has nothing to check", where="--repair",
-            hint="give one of them",
+            "--force-rebuild and --repair exclude each other", where="--repair",
+            hint="use one of them",
         )  # fmt: skip
     options = BuildOptions(
         verify="full" if repair else None, mode=mode, workers=workers, executor=executor, force_rebuild=force_rebuild,
@@ -62,14 +67,12 @@ def build(
 
 def fill(
     words: Words,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Look for damage in every byte, not only in sizes and headers.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes and headers.")] = False,
     workers: Workers = 1,
     executor: Executor = "process",
     as_json: AsJson = False,
 ) -> None:
-    """Build what is missing and what is lost or damaged of what was there, and nothing else."""
+    """Build only missing, lost or damaged units."""
     from vorox.data.cache.build import BuildOptions
 
     options = BuildOptions(
@@ -79,7 +82,7 @@ def fill(
 
 
 def repair(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
-    """Check every byte of every chunk and build again what is lost or damaged."""
+    """Verify every byte of every chunk, and rebuild lost or damaged units."""
     from vorox.data.cache.build import BuildOptions
 
     _make(
@@ -88,7 +91,7 @@ def repair(words: Words, workers: Workers = 1, executor: Executor = "process", a
 
 
 def grow(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
-    """Take up files that are new into the caches that were begun with the others (data.cache.grow=true)."""
+    """Add new files to the existing caches (data.cache.grow=true)."""
     from vorox.data.cache.build import BuildOptions
 
     options = BuildOptions(workers=workers, executor=executor, wait_for="complete")
@@ -102,10 +105,10 @@ def _make(
     from vorox.training.stop import StopRequest
 
     config = load([*words, *overrides], known)
-    with StopRequest(), showing() as display:
+    with StopRequest(), progress_display() as display:
         corpus = prepare(config, on_progress=display, options=options)
         corpus.close()
-    tell(corpus)
+    print_notes(corpus)
     if as_json:
         print_json(
             {"root": str(corpus.root), "caches": {name: report_json(report) for name, report in corpus.reports.items()}}
@@ -115,7 +118,7 @@ def _make(
     seconds = sum(report.seconds for report in corpus.reports.values())
     built_bytes = sum(report.built_text_bytes for report in corpus.reports.values())
     speed = f", {built_bytes / 1e6 / seconds:.1f} MB/s" if built_bytes and seconds > 0 else ""
-    typer.echo(f"\nready in {corpus.root}: {humanize.duration(seconds)} of building{speed}")
+    typer.echo(f"\nReady in {corpus.root}; build time {humanize.duration(seconds)}{speed}")
 
 
 def _print_reports(reports: dict[str, BuildReport]) -> None:
@@ -143,10 +146,10 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
     for name, report in reports.items():
         for transform, count in report.transforms.items():
             added = f", added {count.added:,}" if count.added else ""
-            word = transform.partition("/")[2]
-            typer.echo(f"{name}: {word} removed {count.removed:,} of {pluralize(count.taken, 'document')}{added}")
+            title = transform.partition("/")[2]
+            typer.echo(f"{name}: {title} removed {count.removed:,} of {pluralize(count.taken, 'document')}{added}")
         if report.stages is not None and report.stages.bottleneck:
             stages = {stage.name: stage for stage in report.stages.stages}
             slowest = stages[report.stages.bottleneck]
             share = humanize.percent(slowest.busy_seconds / slowest.threads / report.stages.seconds)
-            typer.echo(f"{name}: the slowest stage was {slowest.name}, busy {share} of the time")
+            typer.echo(f"{name}: slowest stage {slowest.name}, busy {share} of the time")

@@ -1,4 +1,4 @@
-"""``vorox data verify``, ``stats`` and ``peek``: look at the caches of a configuration, change nothing."""
+"""``vorox data verify``, ``stats`` and ``peek``: inspect the caches of a configuration. Read only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, report_json, showing, tell
+from vorox.cli.data.loading import Words, load, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
 
 def verify(words: Words, as_json: AsJson = False) -> None:
-    """Check every byte of files and caches, and a few rows back to their documents; exit code 4 if anything is off."""
+    """Verify every byte of source files and caches, and trace a few rows to their documents; exit code 4 on damage."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
     config = load(words, ("--json",))
-    with showing() as display:
+    with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
         inspection.verify(corpus, on_progress=display.step)
-    tell(corpus)
+    print_notes(corpus)
     digests = {name: report.digest for name, report in corpus.reports.items()}
     if as_json:
         print_json({"valid": True, "caches": digests})
@@ -33,17 +33,19 @@ def verify(words: Words, as_json: AsJson = False) -> None:
 
 def stats(
     words: Words,
-    xz: Annotated[bool, typer.Option("--xz", help="Also what xz makes of the validation text (slow).")] = False,
+    xz: Annotated[
+        bool, typer.Option("--xz", help="Also compress the validation text with xz, as a baseline (slow).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count what the caches hold: tokens, packing, bytes per token, use of the vocabulary."""
+    """Print statistics of the caches: tokens, packing, bytes per token, use of the vocabulary."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
     config = load(words, ("--xz", "--json"))
-    with showing() as display:
+    with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
-    tell(corpus)
+    print_notes(corpus)
     found = inspection.stats(corpus)
     baseline = inspection.xz_bits_per_byte(corpus) if xz else None
     if as_json:
@@ -53,7 +55,7 @@ def stats(
         print_json({"vocab_size": vocabulary, "weights": weights, "caches": caches, "xz_bits_per_byte": baseline})
         return
     vocab_size = corpus.tokenizer.vocab_size
-    path = ", looked up by words" if corpus.tokenizer.is_fast else ""
+    path = ", fast path" if corpus.tokenizer.is_fast else ""
     typer.echo(f"tokenizer  {config.tokenizer.kind}, {vocab_size:,} tokens{path}")
     for name, weight in zip(corpus.names, corpus.weights, strict=True):
         typer.echo(f"source     {name}, weight {weight} ({humanize.percent(float(weight), 1)})")
@@ -91,29 +93,29 @@ def stats(
         for warning in entry.warnings:
             typer.echo(f"warning: {warning}")
     if baseline is not None:
-        typer.echo(f"\nxz needs {baseline:.3f} bits per byte for the validation text")
+        typer.echo(f"\nxz baseline: {baseline:.3f} bits/byte on the validation text")
 
 
 def peek(
     words: Words,
-    num_rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of each source.")] = 2,
-    split: Annotated[Literal["train", "validation"], typer.Option(help="Which part.")] = "train",
+    num_rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows per source.")] = 2,
+    split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
     as_json: AsJson = False,
 ) -> None:
-    """Show packed rows as text, with the documents that they come from."""
+    """Show packed rows as text, with their documents."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
     config = load(words, ("--rows", "--split", "--json"))
-    with showing() as display:
+    with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
-    tell(corpus)
+    print_notes(corpus)
     rows = inspection.peek(corpus, num_rows, split=split)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
     for row in rows:
-        typer.echo(f"{row.source} {row.split}, row {row.row:,}, {pluralize(row.padding_tokens, 'position')} of padding")
+        typer.echo(f"{row.source} {row.split}, row {row.row:,}, {pluralize(row.padding_tokens, 'padding position')}")
         for segment in row.segments:
             record = f"{segment.uri}, record {segment.ordinal:,}"
             place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"

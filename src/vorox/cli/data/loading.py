@@ -1,4 +1,4 @@
-"""What the commands of ``vorox data`` share: words to a configuration, a display during work, reports as JSON."""
+"""Shared parts of ``vorox data`` commands: loading a configuration, progress, notes, reports as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Words = Annotated[
     list[str],
-    typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then overrides."),
+    typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
 ]
 
 
@@ -32,8 +32,8 @@ def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
 
 
 @contextlib.contextmanager
-def showing() -> Generator[BuildDisplay]:
-    """A display of long work. What Vorox warns of meanwhile (data that is waited for) has lines of its own."""
+def progress_display() -> Generator[BuildDisplay]:
+    """Show progress; warnings, such as a wait for data, are printed on lines of their own."""
     from vorox.cli.build_display import BuildDisplay
 
     class Lines(logging.Handler):
@@ -49,9 +49,9 @@ def showing() -> Generator[BuildDisplay]:
         display.close()
 
 
-def tell(corpus: Corpus) -> None:
-    """Say what is validated on, and what there is to know of the sources: a fallback, duplicates, empty files."""
-    typer.echo(f"validates on {corpus.held_out}", err=True)
+def print_notes(corpus: Corpus) -> None:
+    """Print the validation split, and notes on the sources: a fallback, duplicates, empty files."""
+    typer.echo(f"validation: {corpus.held_out}", err=True)
     for note in corpus.notes:
         typer.echo(f"note: {note.text}", err=True)
 

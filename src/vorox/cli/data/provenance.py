@@ -1,4 +1,4 @@
-"""``vorox data where``, ``when`` and ``sql``: which text a step saw, which steps saw a text, and questions in SQL."""
+"""``vorox data where``, ``when`` and ``sql``: the text of a step, the steps of a text, and SQL queries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _BAR = "\N{BOX DRAWINGS LIGHT VERTICAL}"
 
 def where(
     run: RunName,
-    step: Annotated[int, typer.Option("--step", min=1, help="Which step, from 1, as in the log.")],
+    step: Annotated[int, typer.Option("--step", min=1, help="The step, from 1, as in the log.")],
     slot: Annotated[
-        int | None, typer.Option("--slot", min=0, help="Only this row of the step, from 0; all of them.")
+        int | None, typer.Option("--slot", min=0, help="Only this row of the step, from 0. Default: all.")
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Also the text, read again from the files.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Also print the text, read from the source files.")] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Show the documents that a step was trained on: files, bytes, tokens, and the text on request."""
+    """Show the documents that a step was trained on: files, bytes, tokens, optionally the text."""
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance_queries
 
@@ -96,15 +96,15 @@ def _print_text(found: FoundText | None) -> None:
 
 def when(
     run: RunName,
-    source: Annotated[str, typer.Option("--source", help="The file, or enough of the end of its name.")],
-    byte: Annotated[int | None, typer.Option("--byte", min=0, help="Only the document that has this byte.")] = None,
+    source: Annotated[str, typer.Option("--source", help="The file, or the end of its name.")],
+    byte: Annotated[int | None, typer.Option("--byte", min=0, help="Only the document with this byte.")] = None,
     record: Annotated[
-        int | None, typer.Option("--record", min=0, help="Only the document with this number in the file, from 0.")
+        int | None, typer.Option("--record", min=0, help="Only the document with this index in the file, from 0.")
     ] = None,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Show which steps were trained on a file, or on one document of it, and whether the run still stands on them."""
+    """Show which steps were trained on a file or on one of its documents, and whether they are still in the run."""
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance_queries
 
@@ -121,8 +121,8 @@ def when(
         typer.echo("No step: the file is held out for validation (data.validation.sources).")
     else:
         typer.echo(
-            "No step: no row of the training caches that this run reads has it. It is held out for validation, was "
-            "filtered or put aside, or lies between records."
+            "No step: no row of this run's training caches contains it. It is held out for validation, was filtered "
+            "or quarantined, or is between records."
             if not found
             else "No step of this run."
         )
@@ -130,21 +130,21 @@ def when(
         typer.echo(_granularity(byte, {one.granularity for one in found}))
     if len(found) > len(shown):
         beyond = len(found) - len(shown)
-        typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} behind the run's last step.")
+        typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} after the run's last step.")
 
 
 def _granularity(byte: int, known: set[str]) -> str:
-    """How closely the answer is meant."""
+    """Describe the granularity of the result."""
     if known == {"byte"}:
-        return f"Each of these rows holds byte {byte:,}."
+        return f"Each of these rows contains byte {byte:,}."
     if "row group" in known:
         return (
-            f"In Parquet byte {byte:,} means its row group: these are the rows of all its records. --record N asks for "
-            "one of them."
+            f"In Parquet, byte {byte:,} means its row group: these are the rows of all its records. Use --record N for "
+            "one record."
         )
     return (
-        f"These are the rows of the whole record that has byte {byte:,}: it lies in several, and its text is not its "
-        "bytes (jsonl, csv, a transform), so that it cannot be told which of them has the byte."
+        f"These are all rows of the record with byte {byte:,}. Its text differs from its bytes (jsonl, csv, a "
+        "transform), so the row with this byte cannot be determined."
     )
 
 
@@ -167,30 +167,28 @@ def _print_occurrences(found: Sequence[Occurrence]) -> None:
         ["STEP", "SLOT", "EPOCH", "SOURCE", "ROW", "STATE", "ATTEMPT"], rows, right="STEP SLOT EPOCH ROW ATTEMPT"
     )
     if len(found) > _MOST_LINES:
-        typer.echo(f"... and {len(found) - _MOST_LINES:,} more; --json prints all of them")
+        typer.echo(f"... and {len(found) - _MOST_LINES:,} more; use --json for all")
 
 
 def sql(
     run: RunName,
     words: Annotated[
-        list[str], typer.Argument(metavar="STATEMENT", help="Such as select '*' from consumed, in quotes or not.")
+        list[str], typer.Argument(metavar="STATEMENT", help="For example select '*' from consumed, quoted or not.")
     ],
     samples: Annotated[
         str | None,
-        typer.Option(
-            "--samples", metavar="A:B", help="First write the rows of the steps A to B into the table sample."
-        ),
+        typer.Option("--samples", metavar="A:B", help="First write the rows of steps A to B into the table sample."),
     ] = None,
     inventory: Annotated[
         bool, typer.Option("--inventory", help="First write the files, units and chunks of the run's caches.")
     ] = False,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="First write what the run directory says, if the database lacks it.")
+        bool, typer.Option("--refresh", help="First add data of the run directory that the database lacks.")
     ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the run's metadata database one question in SQL. The statement can change nothing."""
+    """Run a read-only SQL query on the run's metadata database."""
     statement = " ".join(words)
     from vorox.core.run_lookup import find_run
     from vorox.experiments.metadata import MetadataCache
@@ -205,7 +203,7 @@ def sql(
         print_json(found.records())
         return
     if not found.rows:
-        typer.echo("no rows")
+        typer.echo("No rows")
         return
     cells = [[humanize.UNKNOWN if value is None else str(value) for value in row] for row in found.rows]
     numbers = [index for index in range(len(found.columns)) if isinstance(found.rows[0][index], int | float)]
@@ -217,5 +215,5 @@ def _steps(text: str) -> tuple[int, int]:
 
     first, separator, last = text.replace(",", "").replace("_", "").partition(":")
     if not separator or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
-        raise ConfigError(f"{text!r} is no range of steps", where="--samples", hint="write it as 1:100")
+        raise ConfigError(f"{text!r} is not a range of steps", where="--samples", hint="write it as 1:100")
     return int(first), int(last)

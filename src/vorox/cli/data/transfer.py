@@ -1,4 +1,4 @@
-"""``vorox data export`` and ``download``: token data to and from the forms of other trainers."""
+"""``vorox data export`` and ``download``: token data in the formats of other trainers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, showing
+from vorox.cli.data.loading import Words, load, progress_display
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -17,18 +17,22 @@ from vorox.core.pluralize import pluralize
 def export(
     words: Words,
     to: Annotated[Literal["bin", "mds", "npy"], typer.Option("--to", help="llm.c shards, MDS, or flat numpy arrays.")],
-    output: Annotated[Path, typer.Option("--output", help="A directory that does not exist yet.")],
-    split: Annotated[Literal["train", "validation"] | None, typer.Option(help="Only this part.")] = None,
-    shard_tokens: Annotated[int | None, typer.Option("--shard-tokens", min=1, help="The most of a shard.")] = None,
+    output: Annotated[Path, typer.Option("--output", help="New directory.")],
+    split: Annotated[
+        Literal["train", "validation"] | None, typer.Option(help="Only this split. Default: both.")
+    ] = None,
+    shard_tokens: Annotated[
+        int | None, typer.Option("--shard-tokens", min=1, help="Maximum number of tokens per shard.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the tokens of complete caches for another trainer, documents whole, with a manifest."""
+    """Export complete caches to the format of another trainer, with a manifest."""
     from vorox.data.corpus import prepare
     from vorox.data.transfer.token_export import export_tokens
 
     config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
-    with showing() as display:
+    with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
         report = export_tokens(corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step)
     if as_json:
@@ -52,16 +56,16 @@ def download(
             metavar="NAME", help="fineweb10B, fineweb100B, finewebedu10B, or hf://datasets/OWNER/NAME/GLOB."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", help="Directory for the files.")],
+    output: Annotated[Path, typer.Option("--output", help="Target directory.")],
     shards: Annotated[
-        int | None, typer.Option("--shards", min=0, help="Only so many training shards, or so many files.")
+        int | None, typer.Option("--shards", min=0, help="Maximum number of training shards or files.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch token shards or other files of the Hugging Face Hub; an interrupted download goes on where it was."""
+    """Download token shards or other files from the Hugging Face Hub. Interrupted downloads resume."""
     from vorox.data.transfer.download import download as download_files
 
-    with showing() as display:
+    with progress_display() as display:
         report = download_files(name, output, shards=shards, on_progress=display.step)
     if as_json:
         print_json({**asdict(report), "directory": str(report.directory)})
@@ -72,6 +76,4 @@ def download(
     ]
     print_table(["FILE", "SIZE", "FETCHED", "VERSION"], rows, right="SIZE FETCHED")
     size = humanize.size(sum(file.size_bytes for file in report.files))
-    typer.echo(
-        f"\n{pluralize(len(report.files), 'file')}, {size}, of commit {report.commit[:12]} in {report.directory}"
-    )
+    typer.echo(f"\n{pluralize(len(report.files), 'file')}, {size}, commit {report.commit[:12]}, in {report.directory}")

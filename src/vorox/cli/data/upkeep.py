@@ -1,4 +1,4 @@
-"""``vorox data gc``, ``pin`` and ``unpin``: remove what nothing names and no run reads, and keep what is to stay."""
+"""``vorox data gc``, ``pin`` and ``unpin``: remove unused caches and files, and protect caches from removal."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def gc(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [a.b=v ...]", help="Whose caches; without it those of $VOROX_CACHE."),
+        typer.Argument(
+            metavar="[CONFIG] [a.b=v ...]", help="Configuration that names the cache directory. Default: $VOROX_CACHE."
+        ),
     ] = None,
     older_than: Annotated[
         str | None,
         typer.Option(
-            "--older-than", help="Also caches that no run reads, nobody pinned and nobody opened for so long: 30d."
+            "--older-than",
+            help="Also remove caches that no run reads, that are not pinned, and that were not opened "
+            "for this long: 30d.",
         ),
     ] = None,
     runs: Root = DEFAULT_ROOT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove unreferenced files of caches, and with --older-than whole caches; says how much that frees."""
+    """Remove unreferenced files of caches, and with --older-than unused caches."""
     from vorox.data.cache import gc
 
     root = _cache_root(words or [])
@@ -48,9 +52,8 @@ def gc(
     if not as_json:
         _print_caches(caches, unused)
         for item in garbage:
-            typer.echo(
-                f"{'would go' if dry_run else 'goes'}  {humanize.size(item.size_bytes)}  {item.path}: {item.reason}"
-            )
+            verb = "would remove" if dry_run else "removing"
+            typer.echo(f"{verb}  {humanize.size(item.size_bytes)}  {item.path}: {item.reason}")
     freed = sum(item.size_bytes for item in garbage) + sum(cache.size_bytes for cache in unused)
     if not dry_run:
         if unused:
@@ -69,16 +72,20 @@ def gc(
             }
         )
     else:
-        typer.echo(f"{'would free' if dry_run else 'freed'} {humanize.size(freed)} ({freed:,} bytes) in {root}")
+        typer.echo(f"{'Would free' if dry_run else 'Freed'} {humanize.size(freed)} ({freed:,} bytes) in {root}")
 
 
-PinName = Annotated[str, typer.Option("--name", help="What the pin is removed by.")]
+PinName = Annotated[str, typer.Option("--name", help="Name of the pin.")]
 Cache = Annotated[
-    str | None, typer.Option("--cache", help="One cache, named as `vorox data gc` lists it, instead of CONFIG's.")
+    str | None,
+    typer.Option("--cache", help="Name of one cache, as listed by `vorox data gc`, instead of those of CONFIG."),
 ]
 PinWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [a.b=v ...]", help="Whose caches; with --cache, where they lie."),
+    typer.Argument(
+        metavar="[CONFIG] [a.b=v ...]",
+        help="Configuration whose caches are meant; with --cache, the one that names the cache directory.",
+    ),
 ]
 _DEFAULT_PIN = "kept"
 
@@ -86,10 +93,10 @@ _DEFAULT_PIN = "kept"
 def pin(
     words: PinWords = None,
     name: PinName = _DEFAULT_PIN,
-    reason: Annotated[str, typer.Option("--reason", help="Why, for whoever reads the list.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, shown in the list.")] = "",
     cache: Cache = None,
 ) -> None:
-    """Keep the caches of a configuration: gc removes none of them until they are unpinned."""
+    """Protect the caches of a configuration from gc until they are unpinned."""
     from vorox.data.cache import retention
 
     for directory in _chosen(words or [], cache):
@@ -98,23 +105,23 @@ def pin(
 
 
 def unpin(words: PinWords = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
-    """Take a pin off the caches of a configuration."""
+    """Remove a pin from the caches of a configuration."""
     from vorox.data.cache import retention
 
     for directory in _chosen(words or [], cache):
-        there = ", ".join(pin.name for pin in retention.read_pins(directory))
+        remaining = ", ".join(pin.name for pin in retention.read_pins(directory))
         if retention.unpin(directory, name):
             typer.echo(f"unpinned  {directory}  ({name})")
         else:
-            typer.echo(f"not pinned as {name}  {directory}  (pins: {there or 'none'})")
+            typer.echo(f"not pinned as {name}  {directory}  (pins: {remaining or 'none'})")
 
 
 def _chosen(words: list[str], cache: str | None) -> list[Path]:
-    """The cache directories that are meant.
+    """Return the selected cache directories.
 
     Raises:
-        ConfigError: There is no such cache, or none is named.
-        DataError: The caches of the configuration are not complete.
+        ConfigError: The cache does not exist, or none is named.
+        DataError: The caches of the configuration are incomplete.
     """
     from vorox.core.errors import ConfigError
     from vorox.data.cache.gc import find_caches
@@ -125,11 +132,15 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
         known = {found.directory.name: found.directory for found in find_caches(root, root)}
         if cache not in known:
             raise ConfigError(
-                f"there is no cache {cache} in {root}", where="--cache", hint="see vorox data gc --dry-run"
+                f"Cache {cache} not found in {root}",
+                where="--cache",
+                hint="list the caches with `vorox data gc --dry-run`",
             )
         return [known[cache]]
     if not words:
-        raise ConfigError("say whose caches: a configuration, or --cache", where="vorox data pin", hint="see --help")
+        raise ConfigError(
+            "No cache is named", where="vorox data pin", hint="name a configuration, or a cache with --cache"
+        )
     with contextlib.closing(prepare(load(words, _OPTIONS), build=False)) as corpus:
         return [reader.directory for reader in (*corpus.train, *corpus.validation)]
 
@@ -149,7 +160,7 @@ def _seconds(text: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is no length of time", where="--older-than", hint="write 30d, 12h or 45m")
+        raise ConfigError(f"{text!r} is not a duration", where="--older-than", hint="write 30d, 12h or 45m")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -1,7 +1,7 @@
-"""A configuration for a text of which only the size is known (``presets/own_text.yaml``).
+"""Configurations fitted to the size of a user's text (``--data``, ``presets/own_text.yaml``).
 
-An entry of ``data.sources`` and what was measured of its text go in; a ``GivenConfig`` comes out, which the command
-line may change like any preset.
+An entry of ``data.sources`` and measurements of its text go in; a ``GivenConfig`` comes out, which overrides may change
+like any preset.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vorox.core.schema.data import TokenizerConfig
 
 _SMALLEST_BPE = 512
 _NOT_MERGES = 257
-"""The bytes and the end of text, which every byte-level vocabulary has."""
+"""Entries of every byte-level vocabulary: the bytes and the end-of-text token."""
 
 _GPT2_IDS = {"kind": "none", "vocab_size": 50257, "end_of_text_id": 50256}
-"""What token shards hold unless the command line says otherwise."""
+"""Default interpretation of token shards."""
 
 
 def expected_ids(tokenizer: TokenizerConfig) -> str:
-    """Say which ids token shards are expected to hold; empty for a run with a tokenizer."""
+    """Describe the expected ids in token shards; empty for a run with a tokenizer."""
     if tokenizer.kind != "none":
         return ""
     section = {key: getattr(tokenizer, key) for key in _GPT2_IDS}
@@ -33,7 +33,7 @@ def expected_ids(tokenizer: TokenizerConfig) -> str:
     ends = "no end of text" if end is None else f"end of text {end:,}"
     return (
         f"Token ids: {tokenizer.vocab_size:,}{whose}, {ends}. "
-        "If not: set tokenizer.vocab_size and tokenizer.end_of_text_id"
+        "Otherwise set tokenizer.vocab_size and tokenizer.end_of_text_id"
     )
 
 
@@ -45,15 +45,15 @@ def _table() -> dict[str, Json]:
 def config_for_text(
     name: str, source: dict[str, Any], *, text_bytes: int, repeated_words: int, opening: str
 ) -> GivenConfig:
-    """The configuration for a text.
+    """Return the configuration for a text.
 
     Args:
         name: For messages and the run's name.
         source: The entry of ``data.sources``.
-        text_bytes: Its size, about.
-        repeated_words: Different words that occur twice or more in its beginning. A BPE merges each of them, so a
-            vocabulary of that many is one that the text supports; half of them are left for what is held out.
-        opening: What the samples begin with.
+        text_bytes: Its approximate size.
+        repeated_words: Distinct words that occur at least twice at its beginning. A BPE merges each of them, so the
+            text supports a vocabulary of that size; half of it leaves a margin for the holdout.
+        opening: Prompt of the samples.
     """
     sizes = cast("list[dict[str, Any]]", _table()["sizes"])
     size = next(entry for entry in sizes if entry["up_to_bytes"] is None or text_bytes <= entry["up_to_bytes"])

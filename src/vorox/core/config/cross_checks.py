@@ -1,7 +1,7 @@
-"""Rules that span several settings, all reported together.
+"""Checks across settings; all violations are reported together.
 
-Only what follows from the configuration alone is judged here. What a machine, an engine, a tokenizer file or the text
-itself would say against it is for those who know them to refuse.
+Only contradictions within the configuration are checked here. Limits of the machine, the engine, the tokenizer file or
+the text are checked by the modules that know them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _ONLY_FOR_TRAINING = ("weight", "max_epochs", "on_exhausted", "split_by", "split
 
 
 def exact_weight(weight: float | str) -> Fraction:
-    """The exact value of a source's weight: a decimal number means that decimal, a text is a number or ``a/b``.
+    """Return the exact value of a source's weight: a decimal number, or a string with a number or ``a/b``.
 
     Raises:
-        ValueError: It is not a positive number.
+        ValueError: The weight is not a positive number.
     """
     try:
         value = Fraction(str(weight).replace(" ", ""))
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{weight!r} is not a number or a fraction such as '1/3'") from None
     if value <= 0:
-        raise ValueError(f"{weight} is not positive; leave the source out instead")
+        raise ValueError(f"{weight} is not positive; remove the source instead")
     return value
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
-    """Everything that contradicts something else, in the order of the sections."""
+    """Return all contradictions, in the order of the sections."""
     return [problem for check in _CHECKS for problem in check(config)]
 
 
@@ -64,13 +64,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
         yield Problem(
             f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
-            "leave it out to take exactly those",
+            "remove it to use exactly those",
             keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
         )
 
 
 def _source_lists(config: RunConfig) -> Iterator[tuple[str, Sequence[SourceConfig]]]:
-    """The lists of sources by their keys."""
+    """Return the lists of sources by key."""
     return zip(SOURCE_LISTS, (config.data.sources, config.data.validation.sources), strict=True)
 
 
@@ -80,9 +80,7 @@ def _sources(config: RunConfig) -> Iterator[Problem]:
         for index, source in enumerate(sources):
             if source.name in seen:
                 key = f"{sources_key}.{index}.name"
-                yield Problem(
-                    f"{key}={source.name} is the name of {sources_key}.{seen[source.name]} as well", keys=(key,)
-                )
+                yield Problem(f"{key}={source.name} is also the name of {sources_key}.{seen[source.name]}", keys=(key,))
             seen.setdefault(source.name, index)
             yield from _source(config, f"{sources_key}.{index}", source)
 
@@ -95,20 +93,20 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
         )
     if source.has_tokens and source.tokenizer is None and config.tokenizer.kind != "none":
         yield Problem(
-            f"{key} ({source.name}) has token shards but does not say which tokenizer wrote them; set "
+            f"{key} ({source.name}) has token shards, but their tokenizer is not set; set "
             f"{key}.tokenizer to the tokenizer.path or the fingerprint of this run's tokenizer, or tokenizer.kind=none "
-            "with tokenizer.vocab_size if nobody has it",
+            "with tokenizer.vocab_size if it is unknown",
             keys=(f"{key}.tokenizer", f"{key}.format"),
         )
     if not source.has_tokens and config.tokenizer.kind == "none":
         yield Problem(
-            f"{key} ({source.name}) has text, which tokenizer.kind=none cannot read; it is for token shards",
+            f"{key} ({source.name}) has text, but tokenizer.kind=none reads token shards only",
             keys=("tokenizer.kind", f"{key}.format"),
         )
     if source.has_tokens and config.tokenizer.kind in {"bpe", "char"}:
         yield Problem(
-            f"{key} ({source.name}) has token shards, which a tokenizer.kind={config.tokenizer.kind} that is "
-            "trained for this run cannot fit; use the tokenizer that wrote them",
+            f"{key} ({source.name}) has token shards, which a newly trained tokenizer (tokenizer.kind="
+            f"{config.tokenizer.kind}) cannot match; use the tokenizer that wrote them",
             keys=("tokenizer.kind", f"{key}.format"),
         )
     if source.format == "bin" and source.ids_dtype in {"int32", "int64"}:
@@ -119,18 +117,18 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
     for name in ("tokenizer", "end_of_text_id", "ids_dtype"):
         if source.format == "mds" and not source.has_tokens and getattr(source, name) is not None:
             yield Problem(
-                f"{key}.{name} means token ids, and {key} ({source.name}) is read as text; set {key}.tokens_field to "
-                f"the column of the ids, or leave {name} out",
+                f"{key}.{name} applies to token ids, but {key} ({source.name}) is read as text; set "
+                f"{key}.tokens_field to the column of the ids, or remove {name}",
                 keys=(f"{key}.{name}", f"{key}.tokens_field"),
             )
     if source.tokens_field is not None and source.text_field != SourceConfig.model_fields["text_field"].default:
         yield Problem(
-            f"{key} ({source.name}) names both tokens_field and text_field; leave one of them out",
+            f"{key} ({source.name}) sets both tokens_field and text_field; remove one of them",
             keys=(f"{key}.tokens_field", f"{key}.text_field"),
         )
     if source.tokens_field is not None and source.metadata_fields:
         yield Problem(
-            f"{key} ({source.name}) asks for metadata_fields of token ids; they travel with text only",
+            f"{key} ({source.name}) sets metadata_fields with token ids; only text has metadata",
             keys=(f"{key}.metadata_fields", f"{key}.tokens_field"),
         )
     try:
@@ -145,13 +143,12 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
             if getattr(source, name) != SourceConfig.model_fields[name].default:
                 key = f"data.validation.sources.{index}.{name}"
                 yield Problem(
-                    f"{key} has no effect: it says how a source is drawn from, and validation reads all of it; leave "
-                    "it out",
+                    f"{key} has no effect: it configures sampling, and validation reads the whole source; remove it",
                     keys=(key,),
                 )
 
 
-def _parts(config: RunConfig) -> Iterator[Problem]:
+def _buckets(config: RunConfig) -> Iterator[Problem]:
     for index, source in enumerate(config.data.sources):
         key = f"data.sources.{index}"
         if source.split_by is None:
@@ -159,7 +156,7 @@ def _parts(config: RunConfig) -> Iterator[Problem]:
         bounds, names = source.split_quantiles, source.split_names
         if list(bounds) != sorted(set(bounds)) or not all(0 < bound < 1 for bound in bounds):
             yield Problem(
-                f"{key}.split_quantiles={list(bounds)} must rise from above 0 to below 1",
+                f"{key}.split_quantiles={list(bounds)} must increase, from above 0 to below 1",
                 keys=(f"{key}.split_quantiles",),
             )
         if len(names) != len(bounds) + 1 or len(set(names)) < len(names):
@@ -178,14 +175,15 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
         key = f"data.stages.{index}"
         if stage.start_tokens <= before:
             yield Problem(
-                f"{key}.start_tokens={stage.start_tokens} is not after the stage before it",
+                f"{key}.start_tokens={stage.start_tokens} is not larger than that of the previous stage",
                 keys=(f"{key}.start_tokens",),
             )
         before = stage.start_tokens
         for name, weight in stage.weights.items():
             if name not in known:
                 yield Problem(
-                    f"{key}.weights names {name!r}, there are {', '.join(sorted(known))}", keys=(f"{key}.weights",)
+                    f"{key}.weights has no source {name!r}; known are {', '.join(sorted(known))}",
+                    keys=(f"{key}.weights",),
                 )
             try:
                 exact_weight(weight)
@@ -203,20 +201,20 @@ def _growth(config: RunConfig) -> Iterator[Problem]:
     growth = config.data.growth
     if config.data.mode == "streaming" and (growth.mode, growth.later_passes) != ("strict", "segments"):
         yield Problem(
-            f"data.mode=streaming keeps only some segments at a time; it needs data.growth.mode=strict and "
+            f"data.mode=streaming keeps only some segments on disk, so it needs data.growth.mode=strict and "
             f"data.growth.later_passes=segments, not {growth.mode} and {growth.later_passes}",
             keys=("data.mode", "data.growth.mode", "data.growth.later_passes"),
         )
     if config.data.mode == "streaming" and not growth.build:
         yield Problem(
-            "data.growth.build=false leaves building to another process, but with data.mode=streaming each builds what "
-            "it reads; leave data.growth.build=true",
+            "data.growth.build=false relies on another process to build, but with data.mode=streaming each process "
+            "builds what it reads; set data.growth.build=true",
             keys=("data.growth.build", "data.mode"),
         )
     if growth.mode == "strict" and growth.on_starve == "repeat":
         yield Problem(
-            "data.growth.on_starve=repeat would make the order depend on the builder's speed, which mode=strict rules "
-            "out; set data.growth.mode=elastic, or wait",
+            "data.growth.on_starve=repeat makes the order depend on build speed, which mode=strict excludes; set "
+            "data.growth.mode=elastic, or on_starve=wait",
             keys=("data.growth.on_starve", "data.growth.mode"),
         )
     if growth.mode == "strict" and growth.first_segment_units > growth.max_segment_units:
@@ -228,8 +226,8 @@ def _growth(config: RunConfig) -> Iterator[Problem]:
 
 
 def _secrets(config: RunConfig) -> Iterator[Problem]:
-    """A configuration is copied into every run directory and checkpoint, so it must not hold credentials."""
-    places: dict[str, tuple[str, ...]] = {
+    """Refuse credentials, because the configuration is copied into every run directory and checkpoint."""
+    locations: dict[str, tuple[str, ...]] = {
         "tokenizer.path": (config.tokenizer.path or "",),
         "data.cache.directory": (config.data.cache.directory or "",),
         "run.directory": (config.run.directory,),
@@ -239,13 +237,13 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
     }
     for sources_key, sources in _source_lists(config):
         for index, source in enumerate(sources):
-            places[f"{sources_key}.{index}.paths"] = source.paths
-            places[f"{sources_key}.{index}.fallback"] = source.fallback
-    for key, texts in places.items():
+            locations[f"{sources_key}.{index}.paths"] = source.paths
+            locations[f"{sources_key}.{index}.fallback"] = source.fallback
+    for key, texts in locations.items():
         if any(redact(text) != text for text in texts):
             yield Problem(
-                f"{key} holds a password or token, which would be copied into every run directory; "
-                "give credentials by the means of the storage (environment or its own file)",
+                f"{key} contains a password or token, which would be copied into every run directory; "
+                "pass credentials through the environment or the credentials file of the store",
                 keys=(key,),
             )
 
@@ -264,14 +262,12 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
     smallest, section = {"bpe": 257, "none": 1}.get(config.tokenizer.kind, 0), config.tokenizer
     if section.vocab_size < smallest:
         yield Problem(
-            f"tokenizer.vocab_size={section.vocab_size} is less than the {smallest} of a bpe: the bytes and the end of "
-            "text",
+            f"tokenizer.vocab_size={section.vocab_size} is less than {smallest}, the bytes and end of text of a BPE",
             keys=("tokenizer.vocab_size", "tokenizer.kind"),
         )
     if section.end_of_text_id is not None and section.end_of_text_id >= section.vocab_size:
         yield Problem(
-            f"tokenizer.end_of_text_id={section.end_of_text_id} is no id below tokenizer.vocab_size="
-            f"{section.vocab_size}",
+            f"tokenizer.end_of_text_id={section.end_of_text_id} is not below tokenizer.vocab_size={section.vocab_size}",
             keys=("tokenizer.end_of_text_id", "tokenizer.vocab_size"),
         )
     if config.tokenizer.end_of_text == "":
@@ -281,9 +277,9 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
 def _length(config: RunConfig) -> Iterator[Problem]:
     given = _given(config, LENGTHS)
     if len(given) != 1:
-        said = f"{' and '.join(given)} all set the length of the run" if given else "a run needs a length"
+        what = f"{' and '.join(given)} all set the length of the run" if given else "the run has no length"
         kind = "" if given else "missing"
-        yield Problem(f"{said}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS, kind=kind)
+        yield Problem(f"{what}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS, kind=kind)
     warm_ups = _given(config, WARM_UPS)
     if len(warm_ups) > 1:
         yield Problem(f"{' and '.join(warm_ups)} all set the warm-up; keep one", keys=WARM_UPS)
@@ -316,20 +312,19 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation = config.eval
     if evaluation.prompts and evaluation.every_steps is None and not evaluation.at_end:
         yield Problem(
-            "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false ask for "
-            "none",
+            "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false disable "
+            "validation",
             keys=("eval.prompts", "eval.every_steps", "eval.at_end"),
         )
     positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
     if evaluation.prompts and evaluation.sample_tokens >= positions:
         yield Problem(
-            f"eval.sample_tokens={evaluation.sample_tokens} leaves no room for a prompt in the model's {positions} "
-            "positions",
+            f"eval.sample_tokens={evaluation.sample_tokens} leaves no room for a prompt within {positions} positions",
             keys=("eval.sample_tokens", "model.max_positions_tokens", "data.sequence_length_tokens"),
         )
     if any(not prompt for prompt in evaluation.prompts):
         yield Problem(
-            "eval.prompts holds an empty text; a completion needs something to begin with", keys=("eval.prompts",)
+            "eval.prompts contains an empty text; a completion needs at least one token", keys=("eval.prompts",)
         )
 
 
@@ -337,8 +332,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.mirror is not None and not re.fullmatch(r"(gs|s3)://[^/\s]+(/.*)?", checkpoint.mirror):
         yield Problem(
-            f"checkpoint.mirror={redact(checkpoint.mirror)} is no place in a store; "
-            "write it as gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
+            f"checkpoint.mirror={redact(checkpoint.mirror)} is not a folder in an object store; "
+            "write gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
             keys=("checkpoint.mirror",),
         )
     if checkpoint.keep_best and config.eval.every_steps is None:
@@ -355,7 +350,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     elif keep is not None and every is not None and keep % every:
         yield Problem(
             f"checkpoint.keep_every_steps={keep} is not a multiple of checkpoint.every_steps={every}, "
-            "so those checkpoints would never be made",
+            "so those checkpoints would never exist",
             keys=("checkpoint.keep_every_steps", "checkpoint.every_steps"),
         )
 
@@ -372,7 +367,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _tokenizer,
     _length,
     _batch,
-    _parts,
+    _buckets,
     _stages,
     _growth,
     _evaluation,

@@ -1,4 +1,4 @@
-"""The format of a source by the ending of its files."""
+"""Source formats by file extension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT_OF_ENDING: Final[Mapping[str, str]] = {
 
 
 def format_of_path(path: str) -> str | None:
-    """The format that a file's name says, whether it is compressed or not; ``None`` where it says none."""
+    """Return the format of a file by its extension, ignoring compression; ``None`` for an unknown extension."""
     endings = [ending.lower() for ending in PurePosixPath(path).suffixes]
     while endings and endings[-1] in COMPRESSED_ENDINGS:
         endings.pop()

@@ -1,8 +1,8 @@
-"""Command-line overrides: ``a.b=v`` or ``--a.b=v`` -> an assignment to a path.
+"""Command-line overrides: parsing of ``a.b=v`` and ``--a.b=v`` into assignments to paths.
 
-The value is JSON, a YAML list, mapping or quoted text, or a plain YAML 1.2 scalar. A number in the path is an index
-into a list (``data.sources.0.weight=2``). Nothing is checked against the schema here; that happens once everything
-has been put together, so that all problems are reported in one go.
+The value is JSON, a YAML list, mapping or quoted text, or a plain YAML 1.2 scalar. A number in the path is a list index
+(``data.sources.0.weight=2``). The schema is checked later, on the merged configuration, so that all problems are
+reported together.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.(\w+))*")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A value for one path.
+    """A value assigned to a path.
 
     Attributes:
         path: Keys, and indices of lists.
-        value: What it becomes; replaces whatever was there, mappings are merged.
-        origin: Where it was said, for a person: ``my.yaml:12`` or the override itself.
-        nested: Where the parts of a list value were said, by full path.
+        value: The new value; mappings are merged.
+        origin: For messages: ``my.yaml:12`` or the override itself.
+        nested: Origins of the parts of a list value, by full path.
     """
 
     path: KeyPath
@@ -40,10 +40,10 @@ def is_override(argument: str) -> bool:
 
 
 def parse_override(text: str) -> Assignment:
-    """Cut one override into path and value.
+    """Parse an override into path and value.
 
     Raises:
-        ConfigError: It has no ``=``, no key or no value, or the value is broken JSON or YAML.
+        ConfigError: The ``=``, the key or the value is missing, or the value is invalid JSON or YAML.
     """
     name, equals, value = text.removeprefix("--").partition("=")
     if not equals:
@@ -54,7 +54,7 @@ def parse_override(text: str) -> Assignment:
         )
     if not value.strip():
         raise ConfigError(
-            f"{name} is given an empty value", where=text, hint=f"write {name}=null, or {name}='\"\"' for an empty text"
+            f"{name} has an empty value", where=text, hint=f"write {name}=null, or {name}='\"\"' for an empty text"
         )
     path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
     return Assignment(path, read_value(value, text), f"override {text}")

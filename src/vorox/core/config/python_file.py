@@ -1,7 +1,7 @@
 """A configuration written as a Python file: ``config``, a mapping or a function without arguments that returns one.
 
-The file is run, once, like a program of the user; its mapping goes on as if it had been read from YAML. Keys of a
-literal mapping keep their lines. What the file raises is a ``ConfigError`` at the line that raised it.
+The file is executed once, and its mapping is treated as if it had been read from YAML. Keys of a literal mapping keep
+their lines. An exception in the file becomes a ``ConfigError`` at its line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def read_python(path: Path, name: str) -> YamlDocument:
     """Run a file and read its ``config``.
 
     Raises:
-        ConfigError: The file cannot be run, has no ``config``, or that is not made of plain values.
+        ConfigError: The file cannot be executed, has no ``config``, or ``config`` has values that are not plain.
     """
     lines = _lines(path, name)
     try:
@@ -33,7 +33,7 @@ def read_python(path: Path, name: str) -> YamlDocument:
         raise ConfigError(f"{type(error).__name__}: {error}", where=_place(error, path, name)) from error
     if not isinstance(values, Mapping):
         kind = type(cast("object", values)).__name__
-        found = "there is none" if config is None else f"it is of type {kind}"
+        found = "it is not defined" if config is None else f"it is of type {kind}"
         raise ConfigError(
             f"`config` must be a mapping, or a function that returns one; {found}", where=name,
             hint='write config = {"train": {"num_steps": 100}, ...}',
@@ -46,7 +46,7 @@ def mapping_document(values: Mapping[Any, Any], lines: Mapping[KeyPath, int] | N
 
     Args:
         values: Sections by name, as in a YAML file.
-        lines: Line of each key, where the mapping was written in a file.
+        lines: Line of each key, if the mapping is from a file.
     """
     known = dict(lines or {})
     problems: list[tuple[str, int]] = []
@@ -62,7 +62,7 @@ def _place(error: BaseException, path: Path, name: str) -> str:
 
 
 def _plain(value: Any, path: KeyPath, lines: Mapping[KeyPath, int], problems: list[tuple[str, int]]) -> Json:
-    """A copy of plain values only; tuples are lists, paths are texts."""
+    """Return a copy with plain values only; tuples become lists, paths become texts."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, PurePath):
@@ -79,13 +79,13 @@ def _plain(value: Any, path: KeyPath, lines: Mapping[KeyPath, int], problems: li
 
 
 def _lines(path: Path, name: str) -> dict[KeyPath, int]:
-    """Lines of the keys of literal mappings that ``config`` is or returns."""
+    """Return the line of each key in literal mappings that ``config`` is or returns."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise ConfigError(f"SyntaxError: {error.msg}", where=f"{name}:{error.lineno or 1}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=name) from error
+        raise ConfigError(f"Configuration cannot be read: {error}", where=name) from error
     lines: dict[KeyPath, int] = {}
     for node in tree.body:
         targets = (

@@ -1,7 +1,7 @@
-"""What to write instead of a value that a setting does not take: the usual slips, each with its correction.
+"""Corrections for common mistakes in values of settings.
 
-A key, the refused value and the schema's field go in; a half-sentence to be put behind the complaint comes out, empty
-where nothing is known.
+A key, the refused value and the schema's field go in; a clause that is appended to the error message comes out, empty
+without a suggestion.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
     "json": "jsonl",
     "tsv": "csv",
 }
-"""Words for a choice that do not resemble ours."""
+"""Common names of choices that differ from ours."""
 
 _TEXT_FORMATS = frozenset({"md", "markdown", "text", "rst", "tex", "html", "py", "code"})
 _UNITS: Final[Mapping[str, int]] = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 def remedy(key: str, value: Json, field: SchemaField | None) -> str:
-    """What to write instead, behind a semicolon."""
+    """Return the correction after a semicolon, or an empty string."""
     if field is None:
         return ""
     found = _text_remedy(key, value, field) if isinstance(value, str) else _number_remedy(key, value, field)

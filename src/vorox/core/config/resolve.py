@@ -1,11 +1,11 @@
-"""YAML, presets and dotted overrides -> one frozen, explicit ``RunConfig``.
+"""Resolution of YAML, presets and dotted overrides to one frozen ``RunConfig``, and its digest.
 
-In: a preset's name or a YAML file (which may stand on a preset: ``preset: quickstart``) and overrides, in that order
-of precedence; environment variables change nothing. Out: the configuration with the origin of every value, or one
-``ConfigError`` that lists *all* problems with their places. The values are validated as strict JSON: ``true`` is not
-a number, ``"8"`` is not 8; ``1e9`` is taken for an integer where one is asked for, because it is one.
+A preset or a YAML file (which may be based on a preset: ``preset: quickstart``) and overrides go in; overrides take
+precedence, and environment variables have no influence. The configuration with the origin of every value comes out, or
+one ``ConfigError`` that lists *all* problems. Values are validated as strict JSON: ``true`` is not a number and ``"8"``
+is not 8, but ``1e9`` is an integer.
 
-``config_digest`` covers what decides the bits of a run, and nothing else (``NOT_IN_DIGEST``).
+``config_digest`` covers the settings that decide the bits of a run, and no others (``NOT_IN_DIGEST``).
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ NOT_IN_DIGEST = (
     "run.name",
     "run.directory",
 )
-"""Keys and sections that change no bit of the parameters: two runs that differ only here are the same run.
+"""Keys and sections that change no bit of the parameters: runs that differ only here are the same run.
 
-Names and places; how batches are read ahead; what is saved, validated and logged, and when. ``model.preset``,
-``model.family`` and a source's ``preset`` only fill in keys, and those are in the digest.
+Names and paths, prefetching, checkpoints, validation and logging. ``model.preset``, ``model.family`` and a source's
+``preset`` only fill in keys that are in the digest themselves.
 """
 
 _MAX_PRESET_CHAIN = 8
@@ -81,19 +81,19 @@ _MAX_PRESET_CHAIN = 8
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A valid configuration that knows where each value was said."""
+    """A valid configuration with the origin of each value."""
 
     config: RunConfig
     tree: ConfigTree
 
     def origin(self, key: str) -> str:
-        """``my.yaml:12``, ``override a.b=v``, ``preset quickstart:4``, ``model.preset=...`` or ``default``."""
+        """Return ``my.yaml:12``, ``override a.b=v``, ``preset quickstart:4``, ``model.preset=...`` or ``default``."""
         return self.tree.origin(key).text
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key whose value differs between two configurations; ``None`` also stands for a missing list entry."""
+    """A key whose value differs between two configurations; ``None`` also means a missing list entry."""
 
     key: str
     before: Json
@@ -105,9 +105,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class GivenConfig:
-    """A configuration that is in no file: its name, for messages and the run's name, and its values.
+    """A configuration that is not in a file: its name, for messages and the run's name, and its values.
 
-    What it leaves open is fitted to it where that is known: the learning rate to the width of the model.
+    The learning rate is fitted to the width of the model unless it is set.
     """
 
     name: str
@@ -115,26 +115,26 @@ class GivenConfig:
 
 
 ConfigSource = str | Path | GivenConfig | Mapping[str, Any]
-"""A preset or file, a configuration that is in no file, or the values of one as a mapping."""
+"""A preset or file, a generated configuration, or a mapping of values."""
 
 _MAPPING_NAME = "the mapping"
 
 
 def load_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, resolve and validate.
+    """Read, resolve and validate a configuration.
 
     Args:
         source: Name of a run preset, a YAML or Python file, or a mapping; ``None`` starts from the defaults.
         overrides: ``a.b=v`` or ``--a.b=v``.
 
     Raises:
-        ConfigError: Anything is wrong; all problems are in its text.
+        ConfigError: The configuration is invalid; the message lists all problems.
     """
     return resolve_config(source, overrides).config
 
 
 def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """As ``load_config``, with origins."""
+    """Resolve a configuration like ``load_config``, with the origins of its values."""
     tree = ConfigTree(model_presets())
     assignments: list[Assignment] = []
     for text in overrides:
@@ -144,21 +144,21 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
             what = error.what + (f"; {error.hint}" if error.hint else "")
             tree.problems.append(Problem(what, f"override {text}", kind="misread"))
     base = [assignment for assignment in assignments if assignment.path == ("preset",)]
-    said = [assignment for assignment in assignments if assignment.path != ("preset",)]
+    explicit = [assignment for assignment in assignments if assignment.path != ("preset",)]
     fit = isinstance(source, GivenConfig)
     layers = [_Layer(name, document) for name, document in _chain(source, base[-1].value if base else None)]
     for number, layer in enumerate(layers):
         for what, line in layer.document.problems:
             tree.problems.append(Problem(what, f"{layer.name}:{line}", kind="misread"))
         above = [entry for other in layers[number + 1 :] for entry in other.assignments]
-        own_text = names_sources([*above, *said])
-        tree.apply_layer(layer.assignments if own_text else [*layer.assignments, *layer.with_its_sources])
-        fit = fit or (own_text and bool(layer.with_its_sources))
-    tree.apply_layer(said)
+        has_other_sources = names_sources([*above, *explicit])
+        tree.apply_layer(layer.assignments if has_other_sources else [*layer.assignments, *layer.with_its_sources])
+        fit = fit or (has_other_sources and bool(layer.with_its_sources))
+    tree.apply_layer(explicit)
     translate_sections(tree)
     if fit:
         fit_learning_rate(tree)
-    if isinstance(source, GivenConfig) and not names_warmup(said):
+    if isinstance(source, GivenConfig) and not names_warmup(explicit):
         fit_warmup(tree)
     top = source if source is not None else (base[-1].value if base else None)
     if top is not None and not isinstance(top, Mapping):
@@ -185,7 +185,7 @@ def _name_for_messages(source: ConfigSource | None) -> str:
 
 
 class _Layer:
-    """A document of the chain, with what it says only for the sources that it names itself set apart."""
+    """A document of the chain; settings that apply only to its own sources are kept separately."""
 
     def __init__(self, name: str, document: YamlDocument) -> None:
         self.name, self.document = name, document
@@ -207,7 +207,7 @@ def _refusal(problems: list[Problem], name: str) -> ConfigError:
 
 
 def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDocument]]:
-    """The documents that a configuration is made of, base first; ``preset`` replaces what the top one stands on."""
+    """Return the documents of a configuration, base first; ``preset`` replaces the base of the top one."""
     chain: list[tuple[str, YamlDocument]] = []
     seen: list[Path] = []
     if isinstance(source, GivenConfig):
@@ -224,7 +224,9 @@ def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDoc
     while current is not None:
         name, path = current
         if path.resolve() in seen or len(seen) >= _MAX_PRESET_CHAIN:
-            raise ConfigError(f"preset {name} stands on itself or on more than {_MAX_PRESET_CHAIN} others", where=name)
+            raise ConfigError(
+                f"preset {name} is based on itself or on a chain of more than {_MAX_PRESET_CHAIN} presets", where=name
+            )
         seen.append(path.resolve())
         document = read_python(path, name) if path.suffix == ".py" else read_mapping(_read_text(path), name)
         chain.insert(0, (name, document))
@@ -245,10 +247,10 @@ def _preset_name(value: Json, where: str) -> str:
 
 
 def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[str, Path]:
-    """Name for messages and file of a preset or YAML file.
+    """Return the display name and the path of a preset or YAML file.
 
     Raises:
-        ConfigError: There is neither a preset nor a file of that name.
+        ConfigError: Neither a preset nor a file of that name exists.
     """
     presets = run_presets()
     if isinstance(source, str) and source in presets:
@@ -262,7 +264,7 @@ def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[
     files = [str(file) for pattern in ("*.y*ml", "configs/*.y*ml") for file in sorted(here.glob(pattern))]
     near = nearest(str(source), [*presets, *files])
     hint = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets)}"
-    raise ConfigError(f"there is no preset and no file {source}", hint=hint)
+    raise ConfigError(f"No preset or file {source}", hint=hint)
 
 
 def _read_text(path: Path) -> str:
@@ -271,25 +273,25 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         hint = "check the path and its permissions"
         raise disk_error(error, str(path)) or ConfigError(
-            f"cannot be read: {error.strerror}", where=str(path), hint=hint
+            f"Configuration cannot be read: {error.strerror}", where=str(path), hint=hint
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not valid UTF-8 at byte {error.start}", where=str(path)) from error
+        raise ConfigError(f"Invalid UTF-8 at byte {error.start}", where=str(path)) from error
 
 
 def slug(text: str) -> str:
-    """A name that is fine as part of a directory name everywhere."""
+    """Return a name that is valid as part of a directory name on all systems."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80] or "run"
 
 
 def model_label(config: RunConfig) -> str:
-    """Short name of the model: its preset, else family and size."""
+    """Return the short name of the model: its preset, else family and size."""
     model = config.model
     return model.preset or f"{model.family}-{model.num_layers}x{model.hidden_size}"
 
 
 def _name_run(tree: ConfigTree, source: str) -> None:
-    """Unless somebody named the run, name it after its file and its model."""
+    """Name the run after its configuration and model, unless it has a name."""
     if tree.is_explicit("run.name"):
         return
     stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
@@ -300,17 +302,17 @@ def _name_run(tree: ConfigTree, source: str) -> None:
 
 
 def config_values(config: RunConfig) -> dict[str, Json]:
-    """The configuration as plain JSON values, every key present."""
+    """Return the configuration as plain JSON values, with all keys."""
     return cast("dict[str, Json]", config.model_dump(mode="json"))
 
 
 def flat_values(config: RunConfig) -> dict[str, Json]:
-    """Every leaf by dotted key (``data.sources.0.name``); lists of texts are leaves."""
+    """Return all leaves by dotted key (``data.sources.0.name``); lists of texts are leaves."""
     return flatten(config_values(config))
 
 
 def flatten(values: Json) -> dict[str, Json]:
-    """Return every leaf of plain values by dotted key."""
+    """Return all leaves of plain values by dotted key."""
     flat: dict[str, Json] = {}
 
     def visit(value: Json, path: KeyPath) -> None:
@@ -328,13 +330,13 @@ def flatten(values: Json) -> dict[str, Json]:
 
 
 def in_digest(key: str) -> bool:
-    """Whether a key is part of what makes two runs the same run."""
+    """Whether a key is part of a run's identity."""
     name = wildcard(key)
     return not any(name == excluded or name.startswith(f"{excluded}.") for excluded in NOT_IN_DIGEST)
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256, hex, over everything that decides the bits of the run."""
+    """Return the SHA-256, in hex, of all settings that decide the bits of the run."""
     return hashlib.sha256(canonical_json(digest_values(config))).hexdigest()
 
 
@@ -344,11 +346,11 @@ def digest_values(config: RunConfig) -> dict[str, Json]:
 
 
 def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
-    """The whole configuration as YAML that ``load_config`` reads back equal.
+    """Return the whole configuration as YAML that ``load_config`` reads back unchanged.
 
     Args:
-        config: What to write.
-        resolved: If given, every line ends in a comment with the origin of its value.
+        config: The configuration.
+        resolved: If given, every line ends with a comment on the origin of its value.
     """
 
     def comment(path: KeyPath) -> str:
@@ -358,7 +360,7 @@ def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """Every key whose value differs, in schema order."""
+    """Return all keys whose values differ, in schema order."""
     old, new = flat_values(before), flat_values(after)
     keys = list(dict.fromkeys([*old, *new]))
     return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]

@@ -1,7 +1,7 @@
-"""The schema as a flat table: every key of a configuration with its type, default, bounds and description.
+"""The schema as a flat table: every key with its type, default, bounds and description.
 
-Read by everything that talks *about* settings: unknown-key suggestions, ``explain``, comparisons and the tests of the
-schema. Keys are dotted; the entries of a list of sections are ``*`` (``data.sources.*.weight``).
+Suggestions for unknown keys, ``explain`` and comparisons read it. Keys are dotted; ``*`` stands for any entry of a list
+of sections (``data.sources.*.weight``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.section import ImportPath, Section
 
 REQUIRED: Final = object()
-"""Default of a key that has none."""
+"""Default of a required key."""
 
 
 _NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
@@ -30,7 +30,7 @@ _NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
     "gradient_accumulation_steps": "train.micro_batch_sequences",
     "tokenizer_name": "tokenizer.path",
 }
-"""Settings of other trainers that ours resemble without meaning the same."""
+"""Settings of other trainers without an equivalent, and the setting to suggest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class SchemaField:
     Attributes:
         key: Dotted, ``*`` for any entry of a list.
         annotation: Its type, as annotated.
-        default: What it is when nobody sets it, ``REQUIRED`` if there is no such thing.
+        default: The default, or ``REQUIRED``.
         description: From the schema.
-        type_name: The type for a person: ``integer``, ``number or null``, ``list of texts``, ``section``.
-        accepted: Bounds, for a person; empty when the type says it all.
-        choices: The accepted words, for a key that has a fixed set.
-        is_section: Whether it holds further keys.
+        type_name: The type, for messages: ``integer``, ``number or null``, ``list of texts``, ``section``.
+        accepted: Bounds, for messages; empty without any.
+        choices: The accepted values of a key with a fixed set.
+        is_section: Whether it contains further keys.
     """
 
     key: str
@@ -60,22 +60,22 @@ class SchemaField:
 
 @functools.cache
 def schema_fields() -> Mapping[str, SchemaField]:
-    """Every key, sections and lists included, in schema order."""
+    """Return all keys, including sections and lists, in schema order."""
     return {field.key: field for field in _walk(RunConfig, "")}
 
 
 def leaf_keys() -> tuple[str, ...]:
-    """Every key that holds a value."""
+    """Return all keys that hold a value."""
     return tuple(key for key, field in schema_fields().items() if not field.is_section)
 
 
 def wildcard(key: str) -> str:
-    """The key with every list index replaced by ``*``."""
+    """Replace every list index in a key by ``*``."""
     return ".".join("*" if part.isdecimal() else part for part in key.split("."))
 
 
 def find_field(key: str) -> SchemaField | None:
-    """The field of a key with or without list indices."""
+    """Return the field of a key, with or without list indices."""
     table = schema_fields()
     direct = table.get(wildcard(key))
     if direct is not None:
@@ -84,12 +84,12 @@ def find_field(key: str) -> SchemaField | None:
 
 
 def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -> list[str]:
-    """Known keys that resemble ``key``, best first: by the whole path, or by the last part in another section."""
+    """Return known keys similar to ``key``, best first: by the whole path, or by the last part in another section."""
     pool = list(candidates) if candidates is not None else [name for name in schema_fields() if not name.endswith("*")]
     wanted = wildcard(key)
     last = wanted.rpartition(".")[2]
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, wanted, name).ratio()
         name_last = name.rpartition(".")[2]
         part = difflib.SequenceMatcher(None, last, name_last).ratio()
@@ -100,24 +100,24 @@ def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -
     elsewhere = _NAMES_ELSEWHERE.get(last) or SYNONYMS.get(last)
     if candidates is None and elsewhere is not None:
         return [elsewhere]
-    ranked = sorted(((likeness(name), name) for name in pool), key=lambda pair: (-pair[0], pair[1]))
+    ranked = sorted(((similarity(name), name) for name in pool), key=lambda pair: (-pair[0], pair[1]))
     best = ranked[0][0] if ranked else 0.0
     return [name for value, name in ranked[:limit] if value >= 0.6 and value >= best - 0.1]
 
 
 def did_you_mean(key: str, candidates: Iterable[str] | None = None) -> str:
-    """``did you mean a or b?``, or an empty text when nothing is near."""
+    """Return ``did you mean a or b?``, or an empty string without a similar key."""
     names = nearest(key, candidates)
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 def admits(annotation: Any, kind: type) -> bool:
-    """Whether a value of exactly this Python type can satisfy the annotation."""
+    """Whether the annotation accepts values of exactly this Python type."""
     return kind in _members(annotation)
 
 
 def in_yaml_words(description: str) -> str:
-    """A description as the writer of a YAML file reads it."""
+    """Return a description in terms of YAML (``null`` for ``None``)."""
     return description.replace("None:", "null:")
 
 

@@ -1,7 +1,8 @@
-"""A configuration tree -> a ``RunConfig``, or every reason why not, in words a person can act on.
+"""Validation of a configuration tree against the schema.
 
-The values are validated as strict JSON. When some are wrong, the rest is still checked for contradictions: the wrong
-ones are replaced by defaults for that purpose only, and what follows from them is not reported a second time.
+A tree goes in; a ``RunConfig`` or all problems come out. Values are validated as strict JSON. If some are invalid, the
+rest is still checked for contradictions: invalid values are replaced by defaults for these checks, and problems that
+follow from them are not reported.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from vorox.core.config.tree import ConfigTree, Problem, dotted
 from vorox.core.config.yaml_reader import Json, KeyPath, WholeFloat
 from vorox.core.schema import RunConfig
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration, if there is nothing wrong; else ``None`` and all problems."""
-    for section in ("data", "train"):  # so that what is missing is named one level deeper
+    """Return the configuration, or ``None`` and all problems."""
+    for section in ("data", "train"):  # so that missing keys are reported one level deeper
         tree.values.setdefault(section, {})
     fill_sources(tree)
     resolve_dependencies(tree)
-    values = _without_half_characters(_integers(tree.values, ()), (), tree)
+    values = _without_surrogates(_integers(tree.values, ()), (), tree)
     config, errors = _try(values)
     schema_problems = [problem for error in errors for problem in _describe(error, values, tree)]
     wrong = {key for problem in schema_problems for key in problem.keys}
@@ -44,7 +45,7 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
     independent = [problem for problem in crossing if not any(_related(key, wrong) for key in problem.keys)]
     problems = list(dict.fromkeys([*schema_problems, *independent]))
     misread = [problem for problem in problems if problem.kind == "misread"]
-    if misread:  # what seems to be missing may stand in a line that was not understood
+    if misread:  # a missing key may be in a line that could not be parsed
         rest = [problem for problem in problems if not problem.kind]
         problems = [*misread, *rest]
     return (None if problems else config), problems
@@ -65,7 +66,7 @@ def _is_above(path: KeyPath, other: KeyPath) -> bool:
 
 
 def _integers(value: Json, path: KeyPath) -> Json:
-    """A copy in which whole floats (``1e9``) stand as integers wherever the schema takes integers only."""
+    """Return a copy with whole floats (``1e9``) as integers where the schema accepts only integers."""
     if isinstance(value, dict):
         return {key: _integers(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, list):
@@ -75,17 +76,17 @@ def _integers(value: Json, path: KeyPath) -> Json:
         if field is not None and admits(field.annotation, int) and not admits(field.annotation, float):
             if isinstance(value, WholeFloat):
                 return value.exact
-            return int(value) if abs(value) <= 2**53 else value  # above, nobody knows which integer was meant
+            return int(value) if abs(value) <= 2**53 else value  # above, the intended integer is ambiguous
     return value
 
 
-def _without_half_characters(value: Json, path: KeyPath, tree: ConfigTree) -> Json:
-    """A copy with a stand-in for text that no encoding can write; each such text is a problem."""
+def _without_surrogates(value: Json, path: KeyPath, tree: ConfigTree) -> Json:
+    """Return a copy with a placeholder for text that cannot be encoded; each such text is a problem."""
     if isinstance(value, dict):
-        return {key: _without_half_characters(item, (*path, key), tree) for key, item in value.items()}
+        return {key: _without_surrogates(item, (*path, key), tree) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_half_characters(item, (*path, index), tree) for index, item in enumerate(value)]
-    half = _HALF_CHARACTER.search(value) if isinstance(value, str) else None
+        return [_without_surrogates(item, (*path, index), tree) for index, item in enumerate(value)]
+    half = _SURROGATE.search(value) if isinstance(value, str) else None
     if half is None:
         return value
     key = dotted(path)
@@ -95,7 +96,7 @@ def _without_half_characters(value: Json, path: KeyPath, tree: ConfigTree) -> Js
 
 
 def _known_path(error: ErrorDetails) -> KeyPath:
-    """The part of an error's location that names a key; what follows are members of unions."""
+    """Return the part of an error's location that names a key, without members of unions."""
     location = error["loc"]
     if error["type"] in {"extra_forbidden", "missing"}:
         return location
@@ -142,7 +143,7 @@ def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Probl
 
 
 def _leaves(value: Json, path: KeyPath) -> list[KeyPath]:
-    """The paths of everything inside an unknown section, or the path itself."""
+    """Return the paths of all leaves in an unknown section, or the path itself."""
     if isinstance(value, dict) and value:
         return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, key))]
     return [path]
@@ -174,19 +175,19 @@ def _related(key: str, others: set[str]) -> bool:
 
 
 def _origin_of(problem: Problem, tree: ConfigTree) -> str:
-    """Where the keys of a contradiction were said, the latest word first."""
+    """Return the places that set the keys of a contradiction, latest layer first."""
     origins = sorted({tree.origin(key) for key in problem.keys}, key=lambda origin: (-origin.layer, origin.text))
     return ", ".join(dict.fromkeys(origin.text for origin in origins if origin.layer >= 0))
 
 
-_STAND_INS: dict[str, Any] = {
-    "data.sources": [{"name": "stand-in", "format": "python_stdlib"}],
+_PLACEHOLDERS: dict[str, Any] = {
+    "data.sources": [{"name": "placeholder", "format": "python_stdlib"}],
     **{f"{sources}.*.format": "python_stdlib" for sources in SOURCE_LISTS},
 }
 
 
 def _repaired(values: Json, errors: list[ErrorDetails]) -> Json:
-    """A copy without the wrong values; stand-ins where a key has no default."""
+    """Return a copy without invalid values, with placeholders for required keys."""
     copy = cast(Json, json.loads(json.dumps(values)))
     for path in sorted({_known_path(error) for error in errors}, key=lambda path: [str(part) for part in path]):
         parent = _at(copy, path[:-1])
@@ -194,9 +195,9 @@ def _repaired(values: Json, errors: list[ErrorDetails]) -> Json:
             parent.pop(str(path[-1]), None)
             field = find_field(dotted(path))
             if field is not None and field.default is REQUIRED:
-                stand_in = _STAND_INS.get(field.key, {} if field.is_section else f"stand-in-{dotted(path)}")
-                parent[str(path[-1])] = stand_in
+                placeholder = _PLACEHOLDERS.get(field.key, {} if field.is_section else f"placeholder-{dotted(path)}")
+                parent[str(path[-1])] = placeholder
         elif isinstance(parent, list):
             is_source = dotted(path[:-1]) in SOURCE_LISTS
-            parent[cast(int, path[-1])] = _STAND_INS["data.sources"][0] if is_source else "stand-in"
+            parent[cast(int, path[-1])] = _PLACEHOLDERS["data.sources"][0] if is_source else "placeholder"
     return copy

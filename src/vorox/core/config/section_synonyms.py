@@ -1,4 +1,4 @@
-"""``data.settings`` and ``data.source``: the form in which streaming trainers write where their data comes from.
+"""Synonyms of sections: ``data.settings`` and ``data.source``, as streaming trainers write them.
 
 ```yaml
 data:
@@ -6,8 +6,8 @@ data:
   source: {name: dolma, urls: ["s3://bucket/part1.txt"]}
 ```
 
-Both sections are taken out of the tree, and the keys that they mean are filled in. The connection string is kept for
-this process only (``core/redaction.py``): the resolved configuration says ``log.metadata: postgres`` and no more.
+Both sections are removed from the tree, and the equivalent keys are set. The connection string is held in memory
+only (``core/redaction.py``): the resolved configuration has just ``log.metadata: postgres``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vorox.core.redaction import hold_secret
 
 _SETTINGS: Final = ("prefetch_size", "shuffle_buffer", "cache_dsn")
 _SOURCE: Final = ("name", "urls")
-_SHORTEST_PASSWORD = 8  # a shorter one is a word that occurs in every message
+_SHORTEST_PASSWORD = 8  # a shorter one may be an ordinary word, and would be redacted everywhere
 
 
 def translate_sections(tree: ConfigTree) -> None:
-    """Translate both sections, if they are there."""
+    """Translate both sections, if present."""
     settings, source = _take(tree, "data.settings", _SETTINGS), _take(tree, "data.source", _SOURCE)
     if source:
         _translate_source(tree, source)
@@ -41,7 +41,7 @@ def translate_sections(tree: ConfigTree) -> None:
 
 
 def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]:
-    """Take a section out of the tree; a key that it does not have is a problem."""
+    """Remove and return a section; unknown keys in it are problems."""
     value = tree.get(key)
     if value is None:
         return {}
@@ -51,7 +51,7 @@ def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]
         tree.add_problem(f"{key} must be a section with the keys {', '.join(known)}", origin, (key,))
         return {}
     for name in value.keys() - set(known):
-        tree.add_problem(f"unknown key {key}.{name}; there are {', '.join(known)}", origin, (f"{key}.{name}",))
+        tree.add_problem(f"unknown key {key}.{name}; known are {', '.join(known)}", origin, (f"{key}.{name}",))
     return {name: item for name, item in value.items() if name in known}
 
 
@@ -61,7 +61,7 @@ def _fill(tree: ConfigTree, key: str, value: Json, origin: str) -> None:
 
 
 def _translate_prefetch(tree: ConfigTree, samples: Json) -> None:
-    """Samples that are read ahead, as whole batches."""
+    """Convert the number of prefetched samples to whole batches."""
     batch = tree.get("train.global_batch_sequences")
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
         key = "data.settings.prefetch_size"
@@ -87,7 +87,7 @@ def _translate_dsn(tree: ConfigTree, dsn: Json) -> None:
 def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:
     key = "data.source"
     if tree.get("data.sources") is not None:
-        tree.add_problem("data.source and data.sources both say what is read; keep one", tree.origin(key), (key,))
+        tree.add_problem("data.source and data.sources both set the sources; keep one", tree.origin(key), (key,))
         return
     urls = source.get("urls")
     paths = [urls] if isinstance(urls, str) else urls if isinstance(urls, list) else []
@@ -103,10 +103,10 @@ def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:
     else:
         what = (
             "the files of data.source.urls are of different or unknown formats; write data.sources with the format "
-            "of each" if paths else f"data.source.name={name} is no named source; give data.source.urls"
+            "of each" if paths else f"data.source.name={name} is not a named source; set data.source.urls"
         )  # fmt: skip
         tree.add_problem(what, tree.origin(key), (key,))
-        entry["format"] = "python_stdlib"  # so that what follows from it is not reported as well
+        entry["format"] = "python_stdlib"  # so that consequences are not reported as well
     tree.set_default("data.sources", [entry], key)
     if all(tree.get(length) is None for length in EXCLUSIVE[0]):
-        tree.set_default("train.num_epochs", 1.0, "one pass over data.source")
+        tree.set_default("train.num_epochs", 1.0, "one epoch over data.source")

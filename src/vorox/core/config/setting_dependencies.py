@@ -1,9 +1,9 @@
-"""Keys that mean something only under a certain value of another key, their switch.
+"""Dependencies between settings: keys that have an effect only under certain values of another key, their switch.
 
-No option is ignored in silence: one that is meaningless where it is said is a problem. One that a later layer made
-meaningless by turning the switch (``tokenizer.kind=byte`` over a preset's ``tokenizer.vocab_size``) goes back to its
-default, so that the resolved configuration says nothing that is not so. The same goes for keys that exclude each
-other, such as the three lengths of a run: the latest layer that gives one of them decides.
+No setting is ignored silently: one without effect in the layer that sets it is a problem. One that a later layer
+disables (``tokenizer.kind=byte`` over a preset's ``tokenizer.vocab_size``) is reset to its default, so the resolved
+configuration is consistent. The same holds for mutually exclusive keys, such as the three lengths of a run: the latest
+layer wins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vorox.core.schema.data import SourceConfig
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """A key that means something only under a certain value of another one, its switch."""
+    """A key that has an effect only under certain values of another key, its switch."""
 
     key: str
     switch: str
@@ -37,21 +37,21 @@ def _is_or_function(*values: Json) -> Callable[[Json], bool]:
     return lambda value: value in values or is_extension(value)
 
 
-def _on_the_hub(paths: Json) -> bool:
+def _reads_the_hub(paths: Json) -> bool:
     return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
 
 
 _FILES = ("txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin")
 _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
 _TOKENS = ("bin", "mds")
-_A_FILE_FORMAT = "a format other than python_stdlib"
+_FILE_FORMAT = "a format other than python_stdlib"
 
 SOURCE_LISTS = ("data.sources", "data.validation.sources")
-"""Where sources are listed."""
+"""The keys of the lists of sources."""
 
-_OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
-    ("paths", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
-    ("fallback", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
+_SOURCE_DEPENDENCIES: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
+    ("paths", "format", _is_or_function(*_FILES), _FILE_FORMAT),
+    ("fallback", "format", _is_or_function(*_FILES), _FILE_FORMAT),
     ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
@@ -60,19 +60,19 @@ _OF_A_SOURCE: tuple[tuple[str, str, Callable[[Json], bool], str], ...] = (
     ("tokenizer", "format", _is(*_TOKENS), "format bin or mds"),
     ("end_of_text_id", "format", _is(*_TOKENS), "format bin or mds"),
     ("ids_dtype", "format", _is(*_TOKENS), "format bin or mds"),
-    ("hf_config", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
-    ("hf_split", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
-    ("revision", "format", _is_or_function(*_FILES), _A_FILE_FORMAT),
-    ("hf_config", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
-    ("hf_split", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
-    ("revision", "paths", _on_the_hub, "a path hf://OWNER/NAME"),
+    ("hf_config", "format", _is_or_function(*_FILES), _FILE_FORMAT),
+    ("hf_split", "format", _is_or_function(*_FILES), _FILE_FORMAT),
+    ("revision", "format", _is_or_function(*_FILES), _FILE_FORMAT),
+    ("hf_config", "paths", _reads_the_hub, "a path hf://OWNER/NAME"),
+    ("hf_split", "paths", _reads_the_hub, "a path hf://OWNER/NAME"),
+    ("revision", "paths", _reads_the_hub, "a path hf://OWNER/NAME"),
 )
 """(key, switch, when it holds, remedy) within one source."""
 
 
 def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, remedy) of every setting of a source that its other settings make meaningless."""
-    for key, switch, holds, remedy in _OF_A_SOURCE:
+    """Yield (key, remedy) for every setting of a source that has no effect under its other settings."""
+    for key, switch, holds, remedy in _SOURCE_DEPENDENCIES:
         is_default = getattr(source, key) == type(source).model_fields[key].get_default(call_default_factory=True)
         if not is_default and not holds(getattr(source, switch)):
             yield key, remedy
@@ -86,19 +86,19 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     *(
         Dependency(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
         for sources in SOURCE_LISTS
-        for key, switch, holds, remedy in _OF_A_SOURCE
+        for key, switch, holds, remedy in _SOURCE_DEPENDENCIES
     ),
     Dependency(
         "data.validation.held_out_fraction",
         "data.validation.sources",
         lambda value: not value,
-        "data.validation.sources to be left out: they are validated on in place of a held-out share",
+        "data.validation.sources to be empty: they replace the held-out fraction",
     ),
     Dependency(
         "data.validation.split",
         "data.validation.sources",
         lambda value: not value,
-        "data.validation.sources to be left out: they are validated on in place of a held-out share",
+        "data.validation.sources to be empty: they replace the held-out fraction",
     ),
     Dependency(
         "data.validation.held_out_fraction",
@@ -107,7 +107,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         "data.validation.split other than named",
     ),
     *(
-        Dependency(key, "data.validation.held_out_fraction", lambda value: value != 0, "text that is held out")
+        Dependency(key, "data.validation.held_out_fraction", lambda value: value != 0, "a validation split")
         for key in ("eval.every_steps", "eval.prompts", "eval.functions")
     ),
     Dependency(
@@ -180,7 +180,7 @@ IMPLIED: tuple[tuple[str, Json, str, Json], ...] = (
     ("data.growth.mode", "strict", "data.mode", "streaming"),
     ("data.growth.later_passes", "segments", "data.mode", "streaming"),
 )
-"""(key, value, switch, setting): what a key is, if nobody says it, under a setting of another one."""
+"""(key, value, switch, setting): defaults of keys under a setting of another key."""
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("train.num_steps", "train.num_tokens", "train.num_epochs"),
@@ -189,7 +189,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 
 def resolve_dependencies(tree: ConfigTree) -> None:
-    """Reset keys that a later layer made meaningless, and report those that are meaningless where they are said."""
+    """Reset keys that a later layer disables, and report keys that have no effect in the layer that sets them."""
     _fit_micro_batch(tree)
     for key, value, switch, setting in IMPLIED:
         if tree.get(switch) == setting and not tree.is_explicit(key):
@@ -200,7 +200,7 @@ def resolve_dependencies(tree: ConfigTree) -> None:
         for key in given:
             if tree.origin(key).layer < latest:
                 tree.reset(key)
-    turned: dict[str, float] = {}  # keys that were reset, by the layer that made them meaningless
+    turned: dict[str, float] = {}  # reset keys, with the layer that disabled them
     for dependency in DEPENDENCIES:
         for key in tree.expand_key(dependency.key):
             index = key.removeprefix(dependency.key.partition("*")[0]).partition(".")[0]
@@ -215,10 +215,10 @@ def resolve_dependencies(tree: ConfigTree) -> None:
                 tree.reset(key)
                 turned[key] = layer
                 continue
-            said = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
+            context = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
             tree.problems.append(
                 Problem(
-                    f"{key}={_show(value)} has no effect{said}; it needs {dependency.remedy}",
+                    f"{key}={_show(value)} has no effect{context}; it needs {dependency.remedy}",
                     tree.origin(key).text,
                     (key, switch),
                 )
@@ -226,11 +226,11 @@ def resolve_dependencies(tree: ConfigTree) -> None:
 
 
 def _fit_micro_batch(tree: ConfigTree) -> None:
-    """Lower the rows per forward pass to those of a step, where a later layer made the step smaller."""
+    """Reduce the micro-batch to the batch if a later layer makes the batch smaller."""
     rows, micro = tree.get("train.global_batch_sequences"), tree.get("train.micro_batch_sequences")
     parts = (tree.get("parallel.data_parallel_size"), tree.get("parallel.fsdp_size"))
-    said = tree.origin("train.global_batch_sequences")
-    if said.layer <= tree.origin("train.micro_batch_sequences").layer or not all(
+    batch_origin = tree.origin("train.global_batch_sequences")
+    if batch_origin.layer <= tree.origin("train.micro_batch_sequences").layer or not all(
         isinstance(number, int) and number > 0 for number in (rows, micro, *parts)
     ):
         return

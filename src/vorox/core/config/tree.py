@@ -1,8 +1,8 @@
-"""A configuration under construction: values from several layers, each remembering where it was said.
+"""The configuration tree: values merged from several layers, each with its origin.
 
-Layers are applied in order (presets, file, command line); later ones win, mappings merge, lists are replaced as a
-whole. ``model.preset`` starts the model section anew with the defaults of its family and its sizes; ``model.family``
-fills in the architecture's keys; keys of the same layer win over both. Nothing is checked against the schema here.
+Layers are applied in order (presets, file, command line): later ones win, mappings are merged, lists are replaced.
+``model.preset`` resets the model section to the defaults of its family and its sizes; ``model.family`` fills in the
+architecture's keys; keys set in the same layer take precedence over both. The schema is not checked here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a configuration.
+    """A problem in a configuration.
 
     Attributes:
-        what: For a person, with the key and the value.
-        origin: Where the value was said; empty for what nobody said.
-        keys: Keys that it is about, so that one fault is not reported twice.
-        kind: ``misread``: a part of a text was not understood; ``missing``: nobody gave a key that is needed, which
-            may follow from a misread one.
+        what: A message with the key and the value.
+        origin: The place that set the value; empty for defaults.
+        keys: The keys concerned, so that a fault is reported once.
+        kind: ``misread``: a text could not be parsed; ``missing``: a required key is not set, possibly because it was
+            misread.
     """
 
     what: str
@@ -39,9 +39,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value comes from; ``layer`` is -1 for defaults and grows with precedence.
+    """The origin of a value; ``layer`` is -1 for defaults and increases with precedence.
 
-    What a family or a size fills in lies half a layer below what the layer itself says.
+    Values filled in by a family or a size are half a layer below explicit ones.
     """
 
     layer: float
@@ -57,7 +57,7 @@ def _path(key: str) -> KeyPath:
 
 
 def _descend(value: object, path: KeyPath) -> object:
-    """What lies at a path, or ``_ABSENT``."""
+    """Return the value at a path, or ``_ABSENT``."""
     for part in path:
         if isinstance(value, dict) and part in value:
             value = cast("dict[str | int, object]", value)[part]
@@ -73,7 +73,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def document_assignments(document: YamlDocument, name: str) -> list[Assignment]:
-    """The leaves of a YAML mapping as assignments; an empty section says nothing."""
+    """Return the leaves of a YAML mapping as assignments; empty sections have none."""
     assignments: list[Assignment] = []
 
     def visit(mapping: Mapping[str, Json], path: KeyPath) -> None:
@@ -95,7 +95,7 @@ def document_assignments(document: YamlDocument, name: str) -> list[Assignment]:
 
 
 class ConfigTree:
-    """Values by path with their origins, and what went wrong on the way."""
+    """Values by path, with their origins and problems."""
 
     def __init__(self, models: ModelPresets) -> None:
         self.values: dict[str, Json] = {}
@@ -107,7 +107,7 @@ class ConfigTree:
         self._fill_model(self._models.families.get(family, {}), Origin(-1, f"default of family {family}"))
 
     def origin(self, key: str) -> Origin:
-        """Where the value of a dotted key (with indices) comes from."""
+        """Return the origin of the value of a dotted key (with indices)."""
         path = _path(key)
         if _descend(self.values, path) is _ABSENT:
             return DEFAULT_ORIGIN
@@ -118,7 +118,7 @@ class ConfigTree:
         return DEFAULT_ORIGIN
 
     def get(self, key: str) -> Json:
-        """The value of a dotted key, or its default where nobody set it (``None`` where there is none)."""
+        """Return the value of a dotted key, or its default (``None`` for a required key)."""
         value = _descend(self.values, _path(key))
         if value is not _ABSENT:
             return cast(Json, value)
@@ -140,7 +140,7 @@ class ConfigTree:
             self._origins[(*sections, name)] = Origin(-1, origin)
 
     def set_below(self, key: str, value: Json, origin: Origin) -> None:
-        """Set a key of an entry of a list, which the entry itself did not say."""
+        """Set a key of a list entry that the entry leaves open."""
         *above, last = _path(key)
         holder = _descend(self.values, tuple(above))
         if isinstance(holder, dict):
@@ -151,7 +151,7 @@ class ConfigTree:
         self.problems.append(Problem(what, origin.text, keys))
 
     def apply_layer(self, assignments: Sequence[Assignment]) -> None:
-        """Apply everything that one source says, over what is there."""
+        """Apply the assignments of one layer over the current values."""
         layer = self._num_layers
         self._num_layers += 1
         assignments = [translate(entry) for entry in assignments]
@@ -183,13 +183,13 @@ class ConfigTree:
                 self._origins[nested_path] = Origin(layer, text)
 
     def _merges(self, path: KeyPath) -> bool:
-        """Whether a mapping for this path is merged into what is there, key by key."""
+        """Whether a mapping at this path is merged key by key."""
         present = _descend(self.values, path)
         field = schema_fields().get(dotted(path))
         return isinstance(present, dict) or (present is _ABSENT and field is not None and field.type_name == "section")
 
     def _parent(self, path: KeyPath, assignment: Assignment) -> dict[str, Json] | list[Json] | None:
-        """The collection that holds the last part of ``path``; mappings are made on the way, lists are not."""
+        """Return the collection that holds the last part of ``path``; missing mappings are created, lists are not."""
         current: dict[str, Json] | list[Json] = self.values
         for depth, part in enumerate(path):
             name = dotted(path[:depth])
@@ -198,20 +198,20 @@ class ConfigTree:
                     self._problem(f"{name} is a list; write {name}.0.{part} for its first entry", assignment)
                     return None
                 if part >= len(current):
-                    self._problem(f"{name} has {len(current)} entries, so there is no {name}.{part}", assignment)
+                    self._problem(f"{name}.{part} does not exist: {name} has {len(current)} entries", assignment)
                     return None
             if depth == len(path) - 1:
                 return current
             below = self._below(current, path[: depth + 1]) if isinstance(current, dict) else current[cast(int, part)]
             if not isinstance(below, dict | list):
                 holder = dotted(path[: depth + 1])
-                self._problem(f"{holder} holds a value, not keys, so there is no {dotted(path)}", assignment)
+                self._problem(f"{dotted(path)} does not exist: {holder} holds a value, not keys", assignment)
                 return None
             current = below
         raise AssertionError("an assignment has a path")
 
     def _below(self, mapping: dict[str, Json], path: KeyPath) -> Json:
-        """What a mapping holds under the last part of ``path``; a mapping is made where the schema has no leaf."""
+        """Return the value at the last part of ``path``; a mapping is created where the schema has no leaf."""
         key = str(path[-1])
         if key not in mapping:
             field = schema_fields().get(dotted(path))
@@ -225,8 +225,8 @@ class ConfigTree:
         self.problems.append(Problem(what, assignment.origin, (dotted(assignment.path),)))
 
     def _expand_model(self, assignments: Sequence[Assignment], layer: int) -> None:
-        preset = _last_said(assignments, "preset")
-        family = _last_said(assignments, "family")
+        preset = _last_assignment(assignments, "preset")
+        family = _last_assignment(assignments, "family")
         if preset is not None and isinstance(preset.value, str):
             size = self._models.sizes.get(preset.value)
             if size is None:
@@ -255,7 +255,7 @@ class ConfigTree:
                 self._origins[("model", key)] = origin
 
     def reset(self, key: str) -> None:
-        """Give a key its default back."""
+        """Reset a key to its default."""
         *parents, last = key.split(".")
         holder = self.get(".".join(parents))
         if isinstance(holder, dict):
@@ -265,7 +265,7 @@ class ConfigTree:
             del self._origins[known]
 
     def expand_key(self, key: str) -> list[str]:
-        """The keys that a dotted key with ``*`` stands for, given the lists as they are."""
+        """Expand ``*`` in a dotted key to the indices of the current list."""
         head, star, tail = key.partition(".*.")
         if not star:
             return [key]
@@ -273,8 +273,8 @@ class ConfigTree:
         return [f"{head}.{index}.{tail}" for index in range(len(entries))] if isinstance(entries, list) else []
 
 
-def _last_said(assignments: Sequence[Assignment], key: str) -> Assignment | None:
-    """What a layer says about ``model.<key>``, also inside a ``model={...}``."""
+def _last_assignment(assignments: Sequence[Assignment], key: str) -> Assignment | None:
+    """Return a layer's last assignment of ``model.<key>``, also inside ``model={...}``."""
     found: Assignment | None = None
     for assignment in assignments:
         if assignment.path == ("model", key):

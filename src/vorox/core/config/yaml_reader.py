@@ -1,12 +1,12 @@
-"""YAML 1.2 text -> plain values that remember their line, read defensively.
+"""A defensive YAML 1.2 reader: text to plain values with line numbers.
 
-PyYAML speaks YAML 1.1: it takes ``3e-4`` for a string, ``off`` for false and ``010`` for 8. Here its parser only cuts
-the text into events; what a scalar means is decided by the YAML 1.2 core schema. The values are built without
-recursion under caps on size, depth and (expanded) nodes, so neither an alias bomb nor 10,000 brackets do harm.
-Tags are refused, so no text can construct anything but mappings, lists, strings, numbers, booleans and null.
+PyYAML implements YAML 1.1, where ``3e-4`` is a string, ``off`` is false and ``010`` is 8. Only its event parser is used
+here; scalars are resolved by the YAML 1.2 core schema. Values are built without recursion, with limits on size, depth
+and (expanded) nodes, so alias bombs and deep nesting are harmless. Tags are refused, so the result contains only
+mappings, lists, strings, numbers, booleans and null.
 
-Syntax errors and exceeded caps raise at once; duplicate keys, tags and other local faults are collected, so that they
-can be reported together with everything else that is wrong.
+Syntax errors and exceeded limits raise immediately; duplicate keys, tags and other local faults are collected and
+reported together with all other problems.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_EXACT = 1e30  # no count is larger, and a larger power of ten is a long int
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A mapping read from text.
+    """A mapping parsed from text.
 
     Attributes:
         value: The mapping.
@@ -58,7 +58,7 @@ class YamlDocument:
 
 
 def resolve_plain(text: str) -> Json:
-    """What an unquoted scalar means under the YAML 1.2 core schema."""
+    """Resolve an unquoted scalar by the YAML 1.2 core schema."""
     if text in _NULL:
         return None
     if text in _BOOLEAN:
@@ -78,7 +78,7 @@ def resolve_plain(text: str) -> Json:
 
 
 class WholeFloat(float):
-    """A float whose text is a whole number that a float would round; ``exact`` is that number."""
+    """A float whose text is an integer beyond float precision; ``exact`` is that integer."""
 
     exact: int
 
@@ -128,7 +128,7 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise self._fatal("a second YAML document begins here; one file is one configuration", line)
+                    raise self._fatal("Second YAML document in one file; keep one configuration per file", line)
             elif isinstance(event, yaml.ScalarEvent):
                 self._scalar(event, line)
             elif isinstance(event, yaml.AliasEvent):
@@ -146,11 +146,13 @@ class _Builder:
     def _count(self, num_nodes: int, line: int) -> None:
         self._num_nodes += num_nodes
         if self._num_nodes > MAX_NODES:
-            raise self._fatal(f"more than {MAX_NODES:,} values (with aliases written out)", line)
+            raise self._fatal(f"More than {MAX_NODES:,} values (with aliases expanded)", line)
 
     def _refuse_tag(self, tag: str | None, line: int) -> None:
         if tag is not None:
-            self.problems.append((f"the tag {tag} is not accepted; write the value itself, quoted if it is text", line))
+            self.problems.append(
+                (f"the tag {tag} is not supported; write the value itself, quoted if it is text", line)
+            )
 
     def _expects_key(self) -> bool:
         return bool(self._stack) and isinstance(self._stack[-1].container, dict) and self._stack[-1].key is None
@@ -163,7 +165,7 @@ class _Builder:
         return (*frame.path, last)
 
     def _place(self, value: Json, line: int) -> None:
-        """Put a finished or opened value where the innermost collection expects it."""
+        """Add a value to the innermost open collection."""
         path = self._child_path()
         if not self._stack:
             self.root, self.has_root = value, True
@@ -183,7 +185,7 @@ class _Builder:
         frame.key = text
         if text in frame.key_lines:
             name = ".".join(str(part) for part in (*frame.path, text))
-            self.problems.append((f"{name} is given twice; the first is in line {frame.key_lines[text]}", line))
+            self.problems.append((f"duplicate key {name}; the first is in line {frame.key_lines[text]}", line))
             frame.skip_value = True
         else:
             frame.key_lines[text] = line
@@ -202,9 +204,9 @@ class _Builder:
 
     def _alias(self, event: yaml.AliasEvent, line: int) -> None:
         if event.anchor not in self._anchors:
-            raise self._fatal(f"*{event.anchor} refers to nothing that is complete above it", line)
+            raise self._fatal(f"Alias *{event.anchor} has no complete anchor above it", line)
         if self._expects_key():
-            raise self._fatal("an alias cannot be a key", line)
+            raise self._fatal("Alias used as a key", line)
         value, num_nodes = self._anchors[event.anchor]
         self._count(num_nodes, line)
         self._place(_copy(value), line)
@@ -213,9 +215,9 @@ class _Builder:
         self._count(1, line)
         self._refuse_tag(event.tag, line)
         if self._expects_key():
-            raise self._fatal("a key must be a word, not a mapping or a list", line)
+            raise self._fatal("Key must be a scalar, not a mapping or a list", line)
         if len(self._stack) >= MAX_DEPTH:
-            raise self._fatal(f"nested more than {MAX_DEPTH} deep", line)
+            raise self._fatal(f"Nested more than {MAX_DEPTH} levels deep", line)
         path = self._child_path()
         self._place(container, line)
         self._stack.append(_Frame(path, container, event.anchor, self._num_nodes))
@@ -227,12 +229,12 @@ class _Builder:
 
 
 def _joined(text: str) -> str:
-    """Text with the halves of a character joined, as JSON means them; a half that stays alone stays."""
+    """Join surrogate pairs as JSON defines them; single surrogates are kept."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def _copy(value: Json) -> Json:
-    """A copy that shares nothing; depth is bounded by ``MAX_DEPTH``."""
+    """Return a deep copy; depth is bounded by ``MAX_DEPTH``."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -242,7 +244,11 @@ def _copy(value: Json) -> Json:
 
 def _parse(text: str, name: str) -> _Builder:
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise ConfigError(f"longer than {MAX_TEXT_BYTES:,} bytes", where=name, hint="a configuration is a few pages")
+        raise ConfigError(
+            f"Configuration is longer than {MAX_TEXT_BYTES:,} bytes",
+            where=name,
+            hint="check that the file is a configuration",
+        )
     builder = _Builder(name)
     try:
         builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -261,24 +267,24 @@ def read_mapping(text: str, name: str) -> YamlDocument:
     """Read one YAML document whose top level is a mapping; an empty text is an empty mapping.
 
     Raises:
-        ConfigError: Not YAML, over a cap, or not a mapping. ``name`` with the line is its ``where``.
+        ConfigError: The text is invalid YAML, exceeds a limit, or is not a mapping; ``where`` is ``name`` and the line.
     """
     builder = _parse(text, name)
     root = builder.root if builder.root is not None else {}
     if not isinstance(root, dict):
         if looks_like_toml(text):
             raise ConfigError(TOML_FAULT.what, where=f"{name}:1", hint=TOML_FAULT.hint)
-        raise ConfigError("the file must hold `key: value` pairs", where=f"{name}:1")
+        raise ConfigError("Configuration must be a mapping of `key: value` pairs", where=f"{name}:1")
     return YamlDocument(root, builder.lines, builder.problems)
 
 
 def read_value(text: str, name: str) -> Json:
-    """Read a value given on the command line: JSON, a YAML list, mapping or quoted text, or a plain scalar.
+    """Parse a command-line value: JSON, a YAML list, mapping or quoted text, or a plain scalar.
 
-    A plain scalar is taken whole, so ``*.txt``, ``a: b`` and ``x #1`` are just text there.
+    A plain scalar is not parsed further, so ``*.txt``, ``a: b`` and ``x #1`` are text.
 
     Raises:
-        ConfigError: It begins like a list, mapping or quoted text but is none.
+        ConfigError: The value starts like a list, mapping or quoted text but is invalid.
     """
     stripped = text.strip()
     if not stripped.startswith(("[", "{", '"', "'")):

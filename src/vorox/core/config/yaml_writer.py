@@ -1,7 +1,7 @@
-"""Plain values -> YAML that our own reader and any YAML 1.1 or 1.2 reader take the same way.
+"""A YAML writer whose output means the same to YAML 1.1 and 1.2 readers.
 
-One key per line, short lists in one line, texts quoted whenever some reader could take them for something else.
-Each line can carry a comment, such as where its value came from.
+One key per line, lists of scalars on one line, ambiguous texts quoted. A line may end with a comment, such as the
+origin of its value.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _AMBIGUOUS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "nu
 
 
 def write_yaml(value: dict[str, Json], comment: Comment | None = None) -> str:
-    """The text of a mapping, ending in a newline.
+    """Return the text of a mapping, ending in a newline.
 
     Args:
-        value: What to write, in the order of its keys.
-        comment: Called with the path of every line that holds a value; an empty answer writes no comment.
+        value: The mapping; keys are written in order.
+        comment: Called with the path of every line with a value; an empty result writes no comment.
     """
     return "".join(f"{line}\n" for line in _mapping(value, (), "", comment))
 
@@ -59,7 +59,7 @@ def _with_comment(line: str, path: KeyPath, comment: Comment | None) -> str:
 
 
 def write_inline(value: Json) -> str:
-    """Any value on one line."""
+    """Return any value on one line."""
     if isinstance(value, list):
         return "[" + ", ".join(write_inline(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def write_inline(value: Json) -> str:
 
 
 def write_scalar(value: bool | int | float | str | None) -> str:
-    """One scalar on one line."""
+    """Return a scalar on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -81,6 +81,6 @@ def write_scalar(value: bool | int | float | str | None) -> str:
         return f"{value:.1f}"
     text = repr(value)
     mantissa, exponent, power = text.partition("e")
-    if exponent and "." not in mantissa:  # YAML 1.1 readers take 1e-05 for a string
+    if exponent and "." not in mantissa:  # YAML 1.1 readers read 1e-05 as a string
         return f"{mantissa}.0e{power}"
     return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)
