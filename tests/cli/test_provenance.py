@@ -150,7 +150,7 @@ def test_when_prints_a_table_of_steps(vorox: Run) -> None:
 def test_when_of_a_whole_file_prints_the_first_of_many(vorox: Run) -> None:
     code, out, _ = vorox("data", "when", "latest", "--source", "text.jsonl")
     assert code == 0
-    assert "--json prints all of them" in out
+    assert "use --json for all" in out
     assert "after the run's last step" in out
     assert len(as_json(vorox("data", "when", "latest", "--source", "text.jsonl", "--json"))) > 48
 
@@ -174,8 +174,8 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
         (("when", "latest"), "--source"),
         (("sql", "latest", "DELETE FROM run"), "only reading"),
         (("sql", "latest", "SELECT nobody FROM run"), "no such column"),
-        (("sql", "latest", "SELECT 1", "--samples", "5"), "no range of steps"),
-        (("sql", "latest", "SELECT 1", "--samples", "7:5"), "no range of steps"),
+        (("sql", "latest", "SELECT 1", "--samples", "5"), "is not a range of steps"),
+        (("sql", "latest", "SELECT 1", "--samples", "7:5"), "is not a range of steps"),
         (("sql", "latest", "SELECT 1", "--samples", "1:999999"), "there is no step"),
     ],
 )
