@@ -158,8 +158,8 @@ def test_a_tokenizer(mine: Path) -> None:
     [
         (["data.sources.0.format={mine}:missing"], "Cannot import format .*mine.py:missing"),
         (["data.sources.0.format={mine}:fails"], "cannot read the file: ValueError: not such a file"),
-        (["data.sources.0.paths=['{mine}:nothing']"], "lists no file"),
-        (["data.sources.0.paths=['{mine}:paragraphs']"], "cannot be listed: TypeError"),
+        (["data.sources.0.paths=['{mine}:nothing']"], "returned no files"),
+        (["data.sources.0.paths=['{mine}:paragraphs']"], "failed: TypeError"),
         (["tokenizer.kind={mine}:a_number"], "returned a int"),
         (["tokenizer.kind={mine}:shards"], "cannot be made: TypeError"),
     ],

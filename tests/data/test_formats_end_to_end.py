@@ -138,7 +138,7 @@ def test_what_was_not_taken_as_asked_is_told(corpus: Corpus) -> None:
 
 def test_token_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     write_everything(tmp_path)
-    with pytest.raises(ConfigError, match="written with tokenizer gpt2, this run's is byte") as caught:
+    with pytest.raises(ConfigError, match="written with tokenizer gpt2, but this run uses byte") as caught:
         prepare(load_config(yaml(tmp_path, "gpt2")))
     assert caught.value.where == "data.sources.4.tokenizer"
 

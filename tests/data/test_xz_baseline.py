@@ -34,7 +34,7 @@ def test_is_what_xz_9e_makes_of_it(size_bytes: int) -> None:
 def test_covers_the_held_out_files_in_order(tmp_path: Path) -> None:
     source = corpus(tmp_path)
     found = xz_baseline([source], unit_bytes=1 << 20)
-    held_out = [place for place in source.places if file_split(RULE, place) == "validation"]
+    held_out = [place for place in source.relative_paths if file_split(RULE, place) == "validation"]
     text = b"".join((tmp_path / place).read_bytes() for place in held_out)
     assert found is not None
     assert found.text_bytes == len(text) > 0

@@ -76,7 +76,9 @@ def test_without_a_network_a_run_ends_before_step_1_and_says_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_numpy_engine(monkeypatch)
-    monkeypatch.setattr("vorox.data.text.sources.patience", lambda config: RetryPolicy(first_connection_seconds=0.5))
+    monkeypatch.setattr(
+        "vorox.data.text.sources.retry_policy", lambda config: RetryPolicy(first_connection_seconds=0.5)
+    )
     with socket.socket() as nobody:  # a port where nobody listens
         nobody.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}/text.jsonl"

@@ -73,7 +73,7 @@ def test_a_parquet_file_that_ends_early(tmp_path: Path, kept: float) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(whole[: int(len(whole) * kept)])
     error = refusal(source(tmp_path, "parquet"))
-    assert "the Parquet file cannot be read" in error.what
+    assert "The Parquet file cannot be read" in error.what
     assert error.where == str(path)
 
 
@@ -83,7 +83,7 @@ def test_parquet_with_a_broken_page(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[60] ^= 0xFF
     (tmp_path / "a.parquet").write_bytes(data)
-    assert "the Parquet file cannot be read" in refusal(source(tmp_path, "parquet")).what
+    assert "The Parquet file cannot be read" in refusal(source(tmp_path, "parquet")).what
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -125,7 +125,7 @@ def test_schemas_that_differ_between_files(tmp_path: Path) -> None:
     (folder / "d.parquet").write_bytes(parquet(text=[4]))
     error = refusal(source(folder, "parquet"))
     assert error.where == str(folder / "d.parquet")
-    assert "column 'text' holds int64, not text" in error.what
+    assert "Column 'text' holds int64, not text" in error.what
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_web_archive_behind_blank_lines_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_with_no_file_says_so(tmp_path: Path) -> None:
     error = refusal(source(tmp_path, "txt"))
-    assert "there is no file" in error.what
+    assert "no file was found" in error.what
     assert "data.sources.paths" in error.hint
 
 
@@ -363,7 +363,7 @@ class TestFallback:
     def test_that_is_not_there_either_names_both(self, tmp_path: Path) -> None:
         error = refusal(source(tmp_path / "a", "txt", fallback=[str(tmp_path / "b")]))
         assert error.where == str(tmp_path / "a")
-        assert f"fallback {tmp_path / 'b'} is not there either" in error.what
+        assert f"fallback {tmp_path / 'b'} is not available either" in error.what
 
     def test_is_not_used_for_what_is_there_and_broken(self, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text("id\n1\n")
@@ -402,7 +402,7 @@ def test_a_value_of_parquet_that_is_too_large_is_put_aside(tmp_path: Path) -> No
 
 
 def test_a_parquet_bomb_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vorox.data.text.formats.parquet._LEAST_SUSPECT_BYTES", 1 << 24)
+    monkeypatch.setattr("vorox.data.text.formats.parquet._MIN_SUSPECT_BYTES", 1 << 24)
     table = pa.table({"text": pa.array(["x" * (1 << 20)] * 20)})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     assert "decompression bomb" in refusal(source(tmp_path, "parquet")).what

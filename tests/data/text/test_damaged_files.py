@@ -93,7 +93,7 @@ def test_a_file_that_ends_early_gives_the_records_that_lie_whole_before(tmp_path
         assert rest.is_rest_of_file
         assert "data is truncated" in rest.reason
         assert f"of {size:,})" in rest.reason
-        assert "fetch or write the file again" in rest.reason
+        assert "download or write the file again" in rest.reason
         end = 0
         if form == "txt":
             text = "".join(map(text_of, kept))
@@ -223,5 +223,5 @@ def test_the_dataset_is_the_same_whatever_the_workers(
     entries = [json.loads(line) for path in listed for line in path.read_text().splitlines()]
     assert {Path(entry["uri"]).name for entry in entries} >= {"a.jsonl.gz"}
     assert all(
-        entry["byte_offset"] >= 0 and "the rest of the file is put aside" in entry["reason"] for entry in entries
+        entry["byte_offset"] >= 0 and "the rest of the file is quarantined" in entry["reason"] for entry in entries
     )

@@ -195,7 +195,7 @@ def test_endings_of_a_folder(tmp_path: Path) -> None:
         made = gzip.compress(content) if kind == "gz" else zstandard.compress(content) if kind == "zst" else content
         (tmp_path / name).write_bytes(made)
     listed = list_source(source(tmp_path, "jsonl"))
-    assert listed.places == ("a.jsonl", "b.ndjson.gz", "c.JSONL.ZST")
+    assert listed.relative_paths == ("a.jsonl", "b.ndjson.gz", "c.JSONL.ZST")
 
 
 def test_a_limit_reads_no_more_of_a_compressed_file_than_it_needs(

@@ -15,11 +15,12 @@ from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile, list_files
 from vorox.data.text.formats import (
     UnreadableRecord,
-    boundary_after,
-    boundary_before,
+    line_end_after,
+    line_end_before,
     parse_line,
     read_records,
     split_blocks,
+    text_boundary_before,
 )
 
 TXT = SourceConfig(name="s", format="txt", paths=("x",))
@@ -37,7 +38,7 @@ def read(config: SourceConfig, file: StoredFile, start: int = 0, end: int | None
 
 
 def places(config: SourceConfig, file: StoredFile, block_bytes: int) -> list[int]:
-    """The boundaries of all pieces."""
+    """The boundaries of all blocks."""
     pieces = list(split_blocks(config, file, 0, None, block_bytes))
     assert [piece.end_byte for piece in pieces[:-1]] == [piece.start_byte for piece in pieces[1:]]
     return [0, *(piece.end_byte for piece in pieces)]
@@ -176,17 +177,17 @@ def test_lines_are_read_the_same_however_the_file_is_cut(
 
 def test_text_is_cut_at_a_line_when_one_is_near(tmp_path: Path) -> None:
     file = stored(tmp_path / "a", b"one\ntwo\nthree")
-    assert boundary_before(TXT, file, 7, 0) == 4
-    assert boundary_before(TXT, file, 8, 0) == 8
-    assert boundary_before(TXT, file, 3, 0) == 3  # no line end before: between characters
-    assert boundary_before(JSONL, file, 3, 0) is None
-    assert boundary_after(file, 4, 13) == 8
-    assert boundary_after(file, 8, 13) == 13
+    assert text_boundary_before(file, 7, 0) == 4
+    assert text_boundary_before(file, 8, 0) == 8
+    assert text_boundary_before(file, 3, 0) == 3  # no line end before: between characters
+    assert line_end_before(file, 3, 0) is None
+    assert line_end_after(file, 4, 13) == 8
+    assert line_end_after(file, 8, 13) == 13
 
 
 def test_lines_longer_than_a_window_are_found(tmp_path: Path) -> None:
     long = b'{"text": "' + b"a" * (3 << 20) + b'"}\n'
     file = stored(tmp_path / "a", b'{"text": "x"}\n' + long + b'{"text": "y"}\n')
-    assert boundary_before(JSONL, file, 14 + len(long) - 1, 0) == 14
-    assert boundary_after(file, 15, file.size_bytes) == 14 + len(long)
+    assert line_end_before(file, 14 + len(long) - 1, 0) == 14
+    assert line_end_after(file, 15, file.size_bytes) == 14 + len(long)
     assert places(JSONL, file, 1 << 20) == [0, 14, 14 + len(long), file.size_bytes]

@@ -35,7 +35,7 @@ def records(source: Source, split: Any) -> list[tuple[str, int]]:
         for record in read_unit(source, unit, split, source.holdout)
     ]
     assert not any(isinstance(record, BadRecord) for record in found)
-    return [(source.places[record.file_index], record.byte_offset) for record in found]
+    return [(source.relative_paths[record.file_index], record.byte_offset) for record in found]
 
 
 def write_lines(path: Path, count: int) -> None:
@@ -114,7 +114,7 @@ class TestTheDefault:
         for number, folder in enumerate(("one", "two")):
             (tmp_path / folder).mkdir()
             write_shard(tmp_path / folder / f"s_{number}.bin", np.array([1, number, 9] * 50, np.uint16))
-        assert held(tmp_path / "one", tmp_path / "two", "bin").places == ("s_0.bin", "s_1.bin")
+        assert held(tmp_path / "one", tmp_path / "two", "bin").relative_paths == ("s_0.bin", "s_1.bin")
 
     def test_a_cache_that_grows_keeps_its_rule_whatever_files_come(self, tmp_path: Path) -> None:
         rules: set[str] = set()

@@ -103,8 +103,8 @@ def test_the_card_decides(hub: HubServer, options: dict[str, str], expected: lis
 def test_places_are_relative_to_the_repository(hub: HubServer) -> None:
     hub.commit(NAME, FILES)
     listed = list_source(source())
-    assert listed.places == ("data/2024/x.parquet", "data/2025/x.parquet")
-    assert [file.uri for file in listed.files] == [f"hf://datasets/{NAME}/{place}" for place in listed.places]
+    assert listed.relative_paths == ("data/2024/x.parquet", "data/2025/x.parquet")
+    assert [file.uri for file in listed.files] == [f"hf://datasets/{NAME}/{place}" for place in listed.relative_paths]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,7 @@ def test_without_a_card_the_names_do(
 
 def test_missing_splits_and_folders_are_named(hub: HubServer) -> None:
     hub.commit(NAME, {"en/train.jsonl": lines("x")})
-    with pytest.raises(
-        DataError, match="no file of the dataset is named after split 'test'; there are files for train"
-    ):
+    with pytest.raises(DataError, match="No file name of the dataset mentions split 'test'; there are files for train"):
         list_source(source("jsonl", hf_split="test"))
     with pytest.raises(DataError, match="no folder for configuration 'fr'; its folders are 'en'"):
         list_source(source("jsonl", hf_config="fr"))

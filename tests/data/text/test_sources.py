@@ -109,7 +109,7 @@ class TestListing:
     def test_places_are_relative_so_that_a_moved_folder_keeps_its_split(self, tmp_path: Path) -> None:
         files: dict[str, str | bytes] = {f"{n}.txt": f"text {n}\n" for n in range(40)}
         one, two = write(tmp_path / "one", files), write(tmp_path / "deep" / "two", files)
-        assert list_source(source(one)).places == list_source(source(two)).places
+        assert list_source(source(one)).relative_paths == list_source(source(two)).relative_paths
         assert list_source(source(one)).digest == list_source(source(two)).digest
         texts = [
             [r.text for r in records(list_source(source(p)), "validation", rule("file", 0.3), 100)] for p in (one, two)

@@ -1,1 +1,1 @@
-"""Where text is and what a record of it is: storage, sources, formats, the held-out split."""
+"""Text sources: file listing, formats, units of records and the holdout rule."""

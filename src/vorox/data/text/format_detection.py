@@ -1,8 +1,8 @@
-"""A user's own text by its path: its format, its text column, its size and how it begins.
+"""Format detection: from paths to a source, with its format, text column and size.
 
-Paths go in; an entry of ``data.sources`` comes out, with what is needed to choose a model for it and one line that
-says what was recognised. Only listings, headers and the first mebibyte of text are read. What is ambiguous is refused
-with the setting that decides it.
+Paths go in; an entry of ``data.sources`` comes out, with the statistics that select a model and a one-line summary.
+Only listings, headers and the first MiB of text are read. An ambiguous format or column is rejected with the setting
+that decides it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vorox.data.text.formats import arrow, mds, read_records, split_blocks, suff
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_FILES = 64
-_RECORDS_LOOKED_AT = 50
+_SAMPLED_RECORDS = 50
 _TEXT_FIELDS = ("text", "content", "body", "document", "article")
 _EXPANSION: Final[Mapping[str, int]] = {"gz": 3, "zst": 3, "parquet": 2}
 _WORD = re.compile(r"\s?\w+|[^\w\s]+")
@@ -40,14 +40,14 @@ _PROMPT_CHARACTERS = 24
 
 @dataclass(frozen=True, slots=True)
 class DetectedSource:
-    """A user's own text.
+    """A source detected from paths.
 
     Attributes:
         source: An entry of ``data.sources``.
-        text_bytes: Its text, about.
-        repeated_words: Different words that occur at least twice in the first mebibyte: what a BPE can learn at least.
-        opening: The first words, to be completed by the model; empty for token shards.
-        summary: What was found and how it is read; a second line says what is left out.
+        text_bytes: Approximate size of its text.
+        repeated_words: Distinct words that occur at least twice in the first MiB: a lower bound for BPE tokens.
+        opening: The first words, as a prompt for samples; empty for token shards.
+        summary: What was detected and how it is read; a second line lists what is left out.
     """
 
     source: dict[str, Any]
@@ -58,15 +58,15 @@ class DetectedSource:
 
 
 def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) -> DetectedSource:
-    """Recognise files, folders or globs as one source.
+    """Detect the source that files, folders or globs form.
 
     Args:
-        paths: Where the text is.
-        given: What the user says of the source already (``format``, ``text_field``, ``delimiter``); it wins.
+        paths: Locations of the text.
+        given: Settings of the user (``format``, ``text_field``, ``delimiter``), which take precedence.
 
     Raises:
-        ConfigError: The format or the text column is not obvious.
-        DataError: There is nothing there, or it cannot be read.
+        ConfigError: The format or the text column is ambiguous.
+        DataError: Nothing is found, or it cannot be read.
     """
     given = given or {}
     files = [file for path in paths for file in storage.list_files(path, ("",))]
@@ -74,7 +74,7 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
     if not sizes and "format" not in given:
         endings = ", ".join(sorted({PurePath(file.uri).suffix or "(none)" for file in files})[:6])
         raise ConfigError(
-            f"the format is not known by the name: {endings or 'no files'}", where=", ".join(paths),
+            f"The format cannot be detected from the suffixes: {endings or 'no files'}", where=", ".join(paths),
             hint="add data.sources.0.format=txt, or jsonl, csv, parquet, arrow, mds or bin",
         )  # fmt: skip
     name = str(given.get("format") or max(sizes, key=lambda key: sizes[key]))
@@ -92,7 +92,7 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
 
 
 def _bytes_by_format(files: Sequence[StoredFile]) -> dict[str, int]:
-    """Bytes of each format; a single file without a known ending is text, if its first bytes are."""
+    """Return the bytes of each format; a single file of unknown suffix counts as txt."""
     sizes: dict[str, int] = {}
     for file in files:
         known = format_of_path(file.uri)
@@ -112,7 +112,7 @@ def _name(paths: Sequence[str]) -> str:
 
 
 def _locations(paths: Sequence[str], name: str, chosen: Sequence[StoredFile]) -> list[str]:
-    """The paths as they are where a source finds its files by itself, else a glob for each ending."""
+    """Return the paths, with a glob per suffix for folders whose files have suffixes that the format does not list."""
     listed = suffixes(SourceConfig.model_validate({"name": "x", "format": name}))
     others = sorted({_ending(file.uri) for file in chosen if not file.uri.lower().endswith(listed)})
     locations: list[str] = []
@@ -149,10 +149,10 @@ def _lines(file: StoredFile) -> Iterator[str]:
 
 
 def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
-    """The column of the text: the only one that holds text, or one of the usual name.
+    """Return the text column: the first with a usual name, else the only one that holds text.
 
     Raises:
-        ConfigError: It is not obvious.
+        ConfigError: The text column is ambiguous.
     """
     columns = _text_columns(name, file, delimiter)
     by_depth = sorted(columns, key=lambda column: column.count("."))  # stable
@@ -162,15 +162,15 @@ def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
             return usual
     if len(columns) == 1:
         return columns[0]
-    said = f"{', '.join(columns[:8])} all hold text" if columns else "no column holds text"
+    found = f"{', '.join(columns[:8])} all hold text" if columns else "no column holds text"
     raise ConfigError(
-        f"the column of the text is not obvious: {said}", where=file.uri,
+        f"The text column is ambiguous: {found}", where=file.uri,
         hint=f"add data.sources.0.text_field={columns[0] if columns else 'COLUMN'}",
     )  # fmt: skip
 
 
 def _field(name: str, file: StoredFile, delimiter: str) -> dict[str, str]:
-    """The column of the text; of an MDS folder without any, the only one with token ids."""
+    """Return the text column; for MDS shards without one, the only column of token ids."""
     if name == "mds":
         texts, ids = mds.columns_of(file)
         if not texts and len(ids) == 1:
@@ -195,18 +195,18 @@ def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
         held = {column: [row[index] for row in rows[1:] if index < len(row)] for index, column in enumerate(columns)}
         return [column for column, values in held.items() if any(re.search(r"[^\W\d_]", value) for value in values)]
     found: dict[str, None] = {}
-    for line in itertools.islice((line for line in _lines(file) if line.strip()), _RECORDS_LOOKED_AT):
+    for line in itertools.islice((line for line in _lines(file) if line.strip()), _SAMPLED_RECORDS):
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # cut off, or for the reader to complain about
+            continue  # truncated by the sample, or an error that the reader will report
         if isinstance(record, dict):
             found |= dict.fromkeys(_text_values(cast("dict[str, Any]", record)))
     return list(found)
 
 
 def _text_leaves(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """The columns of a Parquet schema that hold text; ``a.b`` is the field b of the struct a."""
+    """Yield the text columns of an Arrow schema; ``a.b`` is field b of struct a."""
     types: Any = import_module("pyarrow.types")
     for name, kind in fields:
         if types.is_struct(kind):
@@ -217,7 +217,7 @@ def _text_leaves(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _text_values(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys of a JSON object that hold text; ``a.b`` is the key b of the object a."""
+    """Yield the keys of a JSON object that hold text; ``a.b`` is key b of object a."""
     for key, value in record.items():
         if isinstance(value, str):
             yield prefix + key
@@ -226,15 +226,15 @@ def _text_values(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _sample(source: Mapping[str, Any], files: Sequence[StoredFile]) -> str:
-    """The first texts, up to a mebibyte."""
+    """Return the first texts, up to a MiB."""
     config = SourceConfig.model_validate({**source, "paths": ("-",)})
     texts: list[str] = []
     left = _SAMPLE_BYTES
     for index, file in enumerate(files[:_SAMPLE_FILES]):
-        piece = next(split_blocks(config, file, 0, None, left), None) if file.size_bytes else None
-        if piece is None:
+        block = next(split_blocks(config, file, 0, None, left), None) if file.size_bytes else None
+        if block is None:
             continue
-        span = UnitSpan(index, piece.start_byte, piece.end_byte, 0)
+        span = UnitSpan(index, block.start_byte, block.end_byte, 0)
         for record in read_records(config, file, span, lambda _: True):
             if isinstance(record, Document):
                 texts.append(record.text[:left])
@@ -291,7 +291,7 @@ def _summary(
 
 
 def text_path_error(path: str) -> ConfigError | None:
-    """What to answer where a path to text stands in place of a configuration; ``None`` if it is no such path."""
+    """Return the error for a path to text given instead of a configuration; ``None`` for any other path."""
     try:
         files = storage.list_files(path, ("",))
     except DataError:

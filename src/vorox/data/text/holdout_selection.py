@@ -1,9 +1,8 @@
-"""Which text of a source is held out for validation: the rule that is configured, or the first one that fits it.
+"""Selecting the holdout rule of a source: the configured rule, or with ``auto`` the first one that fits.
 
-A listed source and ``data.validation`` go in; the source with its rule comes out, and a sentence that says what the
-rule holds out. Little is read: records up to the first one of each split. Invariants: a rule is a function of the
-configuration and of the source's files; one that leaves either split empty is refused before anything is built, and
-``auto`` never chooses one.
+A listed source and ``data.validation`` go in; the source with its rule, and a description of it, come out. Only the
+records up to the first one of each split are read. Invariants: the rule depends on the configuration and the source's
+files; a rule that leaves a split empty is rejected before anything is built, and ``auto`` never selects one.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, read_units
 from vorox.data.text.unit_splitter import UnitSplitter
 
-_FEWEST_HELD_OUT_FILES = 4
-_MOST_OFF = 4
-"""``auto`` holds out files where their share of the bytes is at most this many times too large or too small."""
-_LARGER_SHARES, _LARGEST_SHARE = (4, 16, 64), 0.5
-"""Of few records a share is held out that is this many times larger, until it holds one."""
+_MIN_HELD_OUT_FILES = 4
+_MAX_SHARE_FACTOR = 4
+"""``auto`` holds out files if their share of the bytes is within this factor of the configured one."""
+_SHARE_FACTORS, _MAX_SHARE = (4, 16, 64), 0.5
+"""A source of few records gets a share larger by these factors, until it holds a record."""
 _PROBE_BYTES = 1 << 20
-_MOST_PROBED_BYTES = 64 << 20
+_MAX_PROBED_BYTES = 64 << 20
 
 
 def select_holdout(source: Source, data: DataConfig) -> Source:
-    """The source with the rule by which its text is held out.
+    """Return the source with its holdout rule.
 
     Raises:
         ConfigError: The configured rule holds out nothing, or leaves nothing to train on.
@@ -55,19 +54,19 @@ def select_holdout(source: Source, data: DataConfig) -> Source:
     if validation.split != "auto":
         for split in SPLITS:
             if not _has_records(source, split, validation, data.cache.unit_bytes, limit_bytes=None):
-                raise _refusal(source, split, validation)
+                raise _empty_split_error(source, split, validation)
         return replace(source, holdout=validation)
     for rule in _candidates(source, validation, grows=data.cache.grow):
-        if all(_has_records(source, split, rule, data.cache.unit_bytes, _MOST_PROBED_BYTES) for split in SPLITS):
+        if all(_has_records(source, split, rule, data.cache.unit_bytes, _MAX_PROBED_BYTES) for split in SPLITS):
             return replace(source, holdout=rule)
-    note = Note("validation", f"nothing of source {source.config.name!r} can be held out, for it is a single record")
+    note = Note("validation", f"nothing of source {source.config.name!r} can be held out because it is a single record")
     return replace(source, holdout=NO_HOLDOUT, notes=(*source.notes, note))
 
 
 def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) -> Iterator[ValidationConfig]:
-    """The rules of ``auto``, the first that fits being taken.
+    """Yield the rules of ``auto`` in order of preference.
 
-    A cache that takes up new files must keep its rule, so what it is may not depend on how many files there are.
+    A cache that grows by new files must keep its rule, so its rule must not depend on the number of files.
     """
     if _has_named_files(source):
         yield _rule(validation, "named")
@@ -80,8 +79,8 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
     if has_many_records(
         source.config
     ):  # few records, and none at whose end the file may be cut: rows of a Parquet file
-        for factor in _LARGER_SHARES:
-            share = min(_LARGEST_SHARE, validation.held_out_fraction * factor)
+        for factor in _SHARE_FACTORS:
+            share = min(_MAX_SHARE, validation.held_out_fraction * factor)
             yield _rule(validation, "document").model_copy(update={"held_out_fraction": share})
 
 
@@ -90,41 +89,44 @@ def _rule(validation: ValidationConfig, split: str) -> ValidationConfig:
 
 
 def _has_named_files(source: Source) -> bool:
-    """Whether some shards are for validation by their names or folders, and others are not."""
+    """Whether the names of some shards mark them as validation data, and those of others do not."""
     return (
-        source.config.format in SPLIT_NAMED_FORMATS and len({is_validation_name(place) for place in source.places}) == 2
+        source.config.format in SPLIT_NAMED_FORMATS
+        and len({is_validation_name(place) for place in source.relative_paths}) == 2
     )
 
 
 def _held_out_files(source: Source, rule: ValidationConfig) -> list[int]:
-    return [index for index, place in enumerate(source.places) if file_split(rule, place) == "validation"]
+    return [index for index, path in enumerate(source.relative_paths) if file_split(rule, path) == "validation"]
 
 
 def _holds_out_enough_files(source: Source, rule: ValidationConfig) -> bool:
     held_out = _held_out_files(source, rule)
     share = Fraction(sum(source.files[index].size_bytes for index in held_out), max(1, source.size_bytes))
     wanted = Fraction(str(rule.held_out_fraction))
-    return len(held_out) >= _FEWEST_HELD_OUT_FILES and wanted / _MOST_OFF <= share <= wanted * _MOST_OFF < 1
+    return (
+        len(held_out) >= _MIN_HELD_OUT_FILES and wanted / _MAX_SHARE_FACTOR <= share <= wanted * _MAX_SHARE_FACTOR < 1
+    )
 
 
 def _has_records(
     source: Source, split: Split, rule: ValidationConfig, unit_bytes: int, limit_bytes: int | None
 ) -> bool:
-    """Whether a rule leaves a split any record within the first ``limit_bytes`` that it is looked for in."""
+    """Whether a rule leaves a record in a split, within the first ``limit_bytes`` probed."""
     if holds_out_files(rule):
-        return any(file_split(rule, place) == split for place in source.places)
+        return any(file_split(rule, path) == split for path in source.relative_paths)
     probe_bytes = min(_PROBE_BYTES, unit_bytes) if has_many_records(source.config) else unit_bytes
-    looked_at = 0
-    for span, size_bytes in UnitSplitter(source, split, rule, probe_bytes).pieces():
+    probed_bytes = 0
+    for span, size_bytes in UnitSplitter(source, split, rule, probe_bytes).spans():
         if any(True for _ in read_units(source, [Unit(0, (span,))], split, rule)):
             return True
-        looked_at += size_bytes
-        if limit_bytes is not None and looked_at >= limit_bytes:
+        probed_bytes += size_bytes
+        if limit_bytes is not None and probed_bytes >= limit_bytes:
             return False
     return False
 
 
-def _refusal(source: Source, split: Split, rule: ValidationConfig) -> ConfigError:
+def _empty_split_error(source: Source, split: Split, rule: ValidationConfig) -> ConfigError:
     num_files = len(source.files)
     files = f"{pluralize(num_files, 'file')}, {source.size_bytes:,} bytes"
     name = f"source {source.config.name!r} ({files})"
@@ -144,7 +146,7 @@ def _refusal(source: Source, split: Split, rule: ValidationConfig) -> ConfigErro
 
 
 def describe_holdout(source: Source) -> str:
-    """What the rule of a source holds out, for a person: ``12 of 640 files of stdlib``."""
+    """Describe what the rule of a source holds out, such as ``12 of 640 files of stdlib``."""
     rule, name, files = source.holdout, source.config.name, len(source.files)
     share = f"{rule.held_out_fraction * 100:g}%"
     if holds_out_files(rule):
@@ -159,7 +161,7 @@ def describe_holdout(source: Source) -> str:
 
 
 def held_out_bytes(source: Source) -> int:
-    """Bytes of the files that are held out; about, where records are."""
+    """Return the bytes of the held-out files; an estimate where records are held out."""
     if holds_out_files(source.holdout):
         return sum(source.files[index].size_bytes for index in _held_out_files(source, source.holdout))
     return int(source.size_bytes * source.holdout.held_out_fraction)

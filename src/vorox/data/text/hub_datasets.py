@@ -1,9 +1,9 @@
-"""Datasets of the Hugging Face Hub by name: from ``hf://OWNER/NAME``, configuration and split to the files they are.
+"""Hugging Face datasets by name: resolving ``hf://OWNER/NAME``, configuration and split to files.
 
-A source goes in, locations inside the repository come out; nothing but the repository's card and its list of files is
-asked. The card's ``configs`` decide where they name files; else the names do, as on the hub: a folder for the
-configuration, the split as a word in folder or file name. Invariant: what is chosen depends on the repository at one
-revision and on the source alone, and a choice that would be a guess is refused with what there is.
+A source goes in; locations inside the repository come out. Only the dataset card and the file list are requested. The
+``configs`` of the card decide where they name files; otherwise file names do, as on the hub: a folder per
+configuration, the split as a word in a folder or file name. Invariant: the result depends on the repository revision
+and the source alone; an ambiguous choice is rejected with the available options.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HubFiles:
     """The files of one configuration and split.
 
     Attributes:
-        root: The repository, which their places are relative to.
-        locations: Files and patterns inside of it.
+        root: The repository; relative paths start here.
+        locations: Files and globs inside it.
     """
 
     root: str
@@ -43,7 +43,7 @@ class HubFiles:
 
 
 def pin_revision(location: str, revision: str | None) -> str:
-    """The canonical location, at the source's revision where it names none itself."""
+    """Return the canonical location, pinned to the source's revision unless it names one."""
     uri = canonical_uri(location)
     if revision is None or not uri.startswith("hf://"):
         return uri
@@ -54,32 +54,32 @@ def pin_revision(location: str, revision: str | None) -> str:
 
 
 def is_dataset_name(location: str) -> bool:
-    """Whether a location is a whole dataset of the hub, not a path inside of one."""
+    """Whether a location is a whole hub dataset, not a path inside one."""
     return location.startswith("hf://") and _REPOSITORY.fullmatch(canonical_uri(location)) is not None
 
 
 def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...]) -> HubFiles:
-    """The files of a dataset by name.
+    """Resolve a dataset to its files.
 
     Args:
-        source: Says configuration, split and revision.
+        source: The source, with configuration, split and revision.
         location: The dataset.
-        endings: Of files in the source's format, for datasets whose card names none.
+        endings: File suffixes of the source's format, for datasets whose card names no files.
 
     Raises:
-        DataError: There is no such repository, configuration or split.
+        DataError: The repository, configuration or split does not exist.
     """
     root = pin_revision(location, source.revision)
     split = source.hf_split or "train"
     configurations = _configurations(_card(root))
     if configurations:
         chosen = _choose(root, configurations, source.hf_config)
-        paths = _paths_of(chosen, split)
+        paths = _split_paths(chosen, split)
         if paths is None:
-            there = sorted(str(name) for name in _splits(chosen))
+            present = sorted(str(name) for name in _splits(chosen))
             raise DataError(
-                f"configuration {chosen['config_name']!r} of the dataset has no split {split!r}; it has "
-                f"{', '.join(map(repr, there)) or 'none'}",
+                f"Configuration {chosen['config_name']!r} of the dataset has no split {split!r}; it has "
+                f"{', '.join(map(repr, present)) or 'none'}",
                 where=root, hint="set the source's hf_split to one of them",
             )  # fmt: skip
         if paths:
@@ -87,12 +87,12 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
     files = storage.list_files(root, endings)
     names = [file.uri.removeprefix(f"{root}/") for file in files]
     folder = source.hf_config if not configurations or source.hf_config != "default" else None
-    return HubFiles(root, tuple(f"{root}/{name}" for name in _by_name(root, names, folder, split)))
+    return HubFiles(root, tuple(f"{root}/{name}" for name in _match_names(root, names, folder, split)))
 
 
 def _card(root: str) -> Mapping[str, Any]:
-    """The YAML at the start of the repository's README, empty if it has none."""
-    readme = _file_there(f"{root}/README.md", root)
+    """Return the YAML header of the repository's README; empty if there is none."""
+    readme = _find_file(f"{root}/README.md", root)
     if readme is None:
         return {}
     with storage.open_range(readme, 0, min(readme.size_bytes, _CARD_BYTES)) as reader:
@@ -104,14 +104,14 @@ def _card(root: str) -> Mapping[str, Any]:
         card = yaml.safe_load(match[1])
     except yaml.YAMLError as error:
         raise DataError(
-            f"the dataset's card is not valid YAML: {' '.join(str(error).split())}", where=readme.uri,
-            hint="give the files as paths: hf://OWNER/NAME/data/*.parquet",
+            f"The dataset card is not valid YAML: {' '.join(str(error).split())}", where=readme.uri,
+            hint="set paths to the files: hf://OWNER/NAME/data/*.parquet",
         ) from error  # fmt: skip
     return _mapping(card)
 
 
-def _file_there(uri: str, root: str) -> StoredFile | None:
-    """A file, or ``None`` if the repository is there and has none of that name."""
+def _find_file(uri: str, root: str) -> StoredFile | None:
+    """Return a file, or ``None`` if the repository exists without it."""
     try:
         return storage.list_files(uri, ())[0]
     except DataError:
@@ -135,16 +135,16 @@ def _choose(root: str, configurations: Sequence[Mapping[str, Any]], wanted: str 
     else:
         found = by_name.get(wanted)
     if found is None:
-        asked = "needs one of its configurations" if wanted is None else f"has no configuration {wanted!r}; it has"
+        problem = "needs one of its configurations" if wanted is None else f"has no configuration {wanted!r}; it has"
         raise DataError(
-            f"the dataset {asked} {', '.join(map(repr, sorted(by_name)[:20]))}", where=root,
+            f"The dataset {problem} {', '.join(map(repr, sorted(by_name)[:20]))}", where=root,
             hint="set the source's hf_config to one of them",
         )  # fmt: skip
     return found
 
 
 def _splits(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Paths by split; a configuration that names files without splits has train only."""
+    """Return the paths of each split; files without a split belong to train."""
     folder = str(configuration.get("data_dir") or "").strip("/")
     listed: Any = configuration.get("data_files")
     if isinstance(listed, dict):
@@ -166,8 +166,8 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-def _paths_of(configuration: Mapping[str, Any], split: str) -> list[str] | None:
-    """The paths of a split; none if the card leaves them to the names, ``None`` if it has no such split."""
+def _split_paths(configuration: Mapping[str, Any], split: str) -> list[str] | None:
+    """Return the paths of a split; empty if file names decide, ``None`` if the split does not exist."""
     splits = _splits(configuration)
     if splits:
         return splits.get(split)
@@ -175,31 +175,31 @@ def _paths_of(configuration: Mapping[str, Any], split: str) -> list[str] | None:
     return [f"{folder}/**"] if folder else []
 
 
-def _by_name(root: str, names: Sequence[str], configuration: str | None, split: str) -> list[str]:
-    """The files whose names say the configuration and the split."""
+def _match_names(root: str, names: Sequence[str], configuration: str | None, split: str) -> list[str]:
+    """Return the files whose names mention the configuration and the split."""
     if configuration is not None:
         inside = [name for name in names if configuration in name.split("/")[:-1]]
         if not inside:
             folders = sorted({name.split("/")[0] for name in names if "/" in name})
             raise DataError(
-                f"the dataset has no folder for configuration {configuration!r}; its folders are "
+                f"The dataset has no folder for configuration {configuration!r}; its folders are "
                 f"{', '.join(map(repr, folders[:20])) or 'none'}",
-                where=root, hint="set the source's hf_config to one of them, or give the files as paths",
+                where=root, hint="set the source's hf_config to one of them, or set paths to the files",
             )  # fmt: skip
         names = inside
-    chosen = [name for name in names if _says(name, split)]
-    others = [word for word in _SPLIT_WORDS if word != split and any(_says(name, word) for name in names)]
+    chosen = [name for name in names if _mentions(name, split)]
+    others = [word for word in _SPLIT_WORDS if word != split and any(_mentions(name, word) for name in names)]
     if not chosen and split == "train" and not others:
-        return list(names)  # files without splits are all for training
+        return list(names)  # without split names, all files are for training
     if not chosen:
         raise DataError(
-            f"no file of the dataset is named after split {split!r}"
+            f"No file name of the dataset mentions split {split!r}"
             + (f"; there are files for {', '.join(others)}" if others else ""),
-            where=root, hint="set the source's hf_split, or give the files as paths",
+            where=root, hint="set the source's hf_split, or set paths to the files",
         )  # fmt: skip
     return chosen
 
 
-def _says(name: str, split: str) -> bool:
+def _mentions(name: str, split: str) -> bool:
     words = _SPLIT_WORDS.get(split, (split,))
     return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z])", name, re.IGNORECASE) for word in words)

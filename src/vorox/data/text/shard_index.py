@@ -1,8 +1,8 @@
-"""Folders with an index: which of their files count, by ``index.json`` of MDS and ``state.json`` of ``save_to_disk``.
+"""Dataset folders with a shard index: ``index.json`` of MDS, ``state.json`` of ``datasets.save_to_disk``.
 
-A location goes in; its files come out as ``storage`` lists them, without what no index names (``datasets`` keeps other
-files beside its data), and with the hashes that the index says. Invariant: a file that an index names lies in the
-index's folder and is there in the size that it says, or the source is refused.
+A location goes in; the files that its indexes name come out, with the hashes in the index. Other files are left out:
+``datasets`` keeps files of its own beside the data. Invariant: an indexed file is in the folder of its index and has
+the recorded size, or the source is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.holdout import is_validation_name
 
 _INDEX_NAME: Final[Mapping[str, str]] = {"mds": "index.json", "arrow": "state.json"}
-_MOST_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class _Entry:
     """A file that an index names.
 
     Attributes:
-        name: Relative to the folder of the index.
-        size_bytes: Its length; ``None`` where the index does not say it.
+        name: Path relative to the folder of the index.
+        size_bytes: Its length; ``None`` if the index does not record it.
         hashes: Its hashes by algorithm.
-        compression: What it is compressed with.
+        compression: Its compression; empty for none.
     """
 
     name: str
@@ -41,10 +41,10 @@ class _Entry:
 
 
 def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, ...]) -> list[StoredFile]:
-    """The files of a location of a source.
+    """List the files of a location of a source.
 
     Raises:
-        DataError: They cannot be listed; an index is damaged, or names a file that is not there.
+        DataError: The location cannot be listed, or an index is corrupt or names a missing file.
     """
     index_name = _INDEX_NAME.get(config.format)
     if index_name is None:
@@ -62,8 +62,8 @@ def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, 
     is_folder = not storage.has_magic(location) and storage.canonical_uri(location) not in data
     if without and is_folder and config.format == "mds":
         raise DataError(
-            f"there is no {index_name} beside the MDS shard", where=without[0].uri,
-            hint="the folder is not complete: write or fetch it again, or name its shards in the source's paths",
+            f"The MDS shard has no {index_name} beside it", where=without[0].uri,
+            hint="the folder is incomplete: write or download it again, or list its shards in the source's paths",
         )  # fmt: skip
     chosen |= {file.uri: file for file in without}
     return [chosen[uri] for uri in sorted(chosen)]
@@ -75,13 +75,13 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _entries(form: str, index: StoredFile) -> Iterator[list[_Entry]]:
-    """What an index names, each as the files that it may be.
+    """Yield the shards of an index, each as its alternative files.
 
     Raises:
-        DataError: The index cannot be read, or names a file outside of its folder.
+        DataError: The index cannot be read, or names a file outside its folder.
     """
     try:
-        if index.size_bytes > _MOST_INDEX_BYTES:
+        if index.size_bytes > _MAX_INDEX_BYTES:
             raise ValueError(f"it has {index.size_bytes:,} bytes")
         with storage.open_range(index) as content:
             found = list((_mds_entries if form == "mds" else _arrow_entries)(json.loads(content.read())))
@@ -91,16 +91,16 @@ def _entries(form: str, index: StoredFile) -> Iterator[list[_Entry]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise DataError(
-            f"the index cannot be read: {reason}",
+            f"The index cannot be read: {reason}",
             where=index.uri,
-            hint="it is damaged: fetch or write the folder again",
+            hint="it is corrupt: download or write the folder again",
         ) from error
     yield from found
 
 
 def _mds_entries(index: Any) -> Iterator[list[_Entry]]:
     if index["version"] != 2:
-        raise ValueError(f"version {index['version']!r} is not known, 2 is")
+        raise ValueError(f"version {index['version']!r} is not supported; only 2 is")
     for shard in index["shards"]:
         if (shard["format"], shard["version"]) != ("mds", 2):
             raise ValueError(f"a shard has the format {shard['format']!r}, version {shard['version']!r}")
@@ -122,10 +122,10 @@ def _is_inside(name: str) -> bool:
 
 
 def _named_file(index: StoredFile, alternatives: Sequence[_Entry], data: Mapping[str, StoredFile]) -> StoredFile:
-    """The first of some files that is there.
+    """Return the first of the alternative files that exists.
 
     Raises:
-        DataError: None is, or it is compressed in a way that is not read, or has another size.
+        DataError: None exists, its compression is not supported, or its size differs from the index.
     """
     folder = index.uri[: -len(_split(index.uri)[1])]
     for entry in alternatives:
@@ -134,26 +134,26 @@ def _named_file(index: StoredFile, alternatives: Sequence[_Entry], data: Mapping
             continue
         if entry.size_bytes not in {None, file.size_bytes}:
             raise DataError(
-                f"the shard has {file.size_bytes:,} bytes, its index says {entry.size_bytes:,}", where=file.uri,
-                hint="the shard is cut short or the index is of another one: fetch or write the folder again",
+                f"The shard has {file.size_bytes:,} bytes, but its index records {entry.size_bytes:,}", where=file.uri,
+                hint="the shard is truncated or the index belongs to another one: download or write the folder again",
             )  # fmt: skip
         return replace(file, hashes=tuple(sorted(entry.hashes.items())))
-    strange = next((entry for entry in alternatives if entry.compression not in {"", "gz", "zstd"}), None)
-    if strange is not None:
+    unsupported = next((entry for entry in alternatives if entry.compression not in {"", "gz", "zstd"}), None)
+    if unsupported is not None:
         raise DataError(
-            f"the shards are compressed with {strange.compression}, which is not read", where=index.uri,
+            f"The shards are compressed with {unsupported.compression}, which is not supported", where=index.uri,
             hint="write the folder with compression='zstd', or decompress its shards",
         )  # fmt: skip
     names = " or ".join(entry.name for entry in alternatives)
     raise DataError(
-        f"the index names {names or 'a shard without a file'}, which is not there", where=index.uri,
-        hint="the folder is not complete: fetch or write it again",
+        f"The index names {names or 'a shard without a file'}, which does not exist", where=index.uri,
+        hint="the folder is incomplete: download or write it again",
     )  # fmt: skip
 
 
-def training_splits(config: SourceConfig, places: Sequence[str]) -> list[str]:
-    """Those of some places that are trained or validated on: where there is a folder ``train``, it and validation."""
-    tops = {place.partition("/")[0] for place in places if "/" in place}
-    if config.format not in _INDEX_NAME or "train" not in tops:
-        return list(places)
-    return [place for place in places if place.partition("/")[0] == "train" or is_validation_name(place)]
+def select_splits(config: SourceConfig, paths: Sequence[str]) -> list[str]:
+    """Return the relative paths in the folders of train and validation, if there is a folder ``train``; else all."""
+    folders = {path.partition("/")[0] for path in paths if "/" in path}
+    if config.format not in _INDEX_NAME or "train" not in folders:
+        return list(paths)
+    return [path for path in paths if path.partition("/")[0] == "train" or is_validation_name(path)]

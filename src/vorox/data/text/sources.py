@@ -1,9 +1,9 @@
-"""Named sources: which files they are, and what a unit of them reads.
+"""Sources: their files, pinned and deduplicated, and the records of a unit.
 
-A ``SourceConfig`` goes in; ``list_source`` fixes its files (sorted, each content once, pinned by SHA-256),
-``read_unit`` yields the documents and bad records of a unit that ``cutting`` made. Invariant: the list and the
-records are functions of the configuration and of the files' content alone, so that the same files give the same rows
-on every machine and however often a build was interrupted.
+A ``SourceConfig`` goes in; ``list_source`` returns its files (sorted, deduplicated, pinned by SHA-256), and
+``read_unit`` yields the documents and bad records of a unit. Invariant: files and records depend only on the
+configuration and the content of the files, so that the same files give the same rows on every machine, whether or not
+a build was interrupted.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from vorox.data.text.signatures import compression_by_suffix
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
 
 ListingProgress = Callable[[int, int], None]
-"""Called with (bytes identified, bytes to identify)."""
+"""Called with (bytes hashed, bytes to hash)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source with its files fixed.
+    """A source with its files listed and pinned.
 
     Attributes:
-        config: What was asked for; with the keys of its fallback where that is read.
-        key: Where that stands in the configuration, for messages: ``data.sources.0``.
-        stored: The files as listed; reads refuse any other state of them.
-        files: The same files by content.
-        places: Their names relative to the location they were found under: what the held-out split goes by.
-        end_bytes: How much of each file's content belongs to the source: all of it, except where ``max_bytes`` ends.
-            ``None`` for all of a compressed, Parquet or Arrow file: its length in text is known when it is read.
-        notes: What a person should know although nothing is wrong.
-        holdout: Which of its text is held out: a rule that fits it, once ``holdout`` has chosen one.
+        config: Its configuration; that of its fallback if the fallback is read.
+        key: Its key in the configuration, for messages: ``data.sources.0``.
+        stored: The files as listed; a file that has changed since is rejected when it is read.
+        files: The same files, identified by content.
+        relative_paths: Their paths relative to the location of the source; the holdout rule hashes these.
+        end_bytes: End of the part of each file that belongs to the source: its length, unless ``max_bytes`` ends in
+            it. ``None`` for all of a compressed, Parquet or Arrow file, whose length in text is known when it is read.
+        notes: Messages for the user that are not errors.
+        holdout: Its holdout rule, once ``holdout_selection`` has selected one.
     """
 
     config: SourceConfig
     key: str
     stored: tuple[StoredFile, ...]
     files: tuple[SourceFile, ...]
-    places: tuple[str, ...]
+    relative_paths: tuple[str, ...]
     end_bytes: tuple[int | None, ...]
     notes: tuple[Note, ...] = ()
     holdout: ValidationConfig = NO_HOLDOUT
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its files that are used, as they are stored where their length in text is not known."""
+        """Bytes of its files that are used; stored bytes where the length in text is unknown."""
         pairs = zip(self.end_bytes, self.files, strict=True)
         return sum(file.size_bytes if end is None else end for end, file in pairs)
 
     @property
     def definition(self) -> dict[str, str]:
-        """What makes documents of the files' bytes. Only what differs from the default is in it."""
+        """The settings that determine the documents, without defaults; part of the recipe of caches."""
         config = self.config
         definition = {"format": config.format}
         if config.format == "python_stdlib":
             definition["selection"] = STDLIB_SELECTION
         if is_extension(config.format):
             identity = identity_text(config.format, f"{self.key}.format", kind="format")
-            definition["format"], _, definition["function"] = identity.partition(" ")  # not where its file lies
+            definition["format"], _, definition["function"] = identity.partition(" ")  # without its file path
         if config.format in _FIELDS:
             definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
                 "text_field": config.text_field,
@@ -91,13 +91,10 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the places and the content of the files and over how much of them is used.
-
-        A folder that moves as a whole keeps it.
-        """
+        """SHA-256 over the relative paths, contents and used lengths of the files; unchanged if a folder is moved."""
         content = [
-            [place, file.version, end]
-            for place, file, end in zip(self.places, self.files, self.end_bytes, strict=True)
+            [path, file.version, end]
+            for path, file, end in zip(self.relative_paths, self.files, self.end_bytes, strict=True)
         ]  # fmt: skip
         return hashlib.sha256(canonical_json(content)).hexdigest()
 
@@ -110,42 +107,42 @@ def list_source(
     remember: bool = True,
     on_progress: ListingProgress | None = None,
 ) -> Source:
-    """Fix the files of a source: sorted by uri, without empty ones, the first of each content, up to ``max_bytes``.
+    """List and pin the files of a source: sorted by URI, not empty, deduplicated by content, up to ``max_bytes``.
 
     Args:
         config: The source.
-        key: Its place in the configuration, for messages.
-        versions: Memory of content hashes, so that unchanged files are not read.
-        remember: Keep what is hashed now in that memory.
-        on_progress: Told while files are hashed.
+        key: Its key in the configuration, for messages.
+        versions: Cache of content hashes, so that unchanged files are not read again.
+        remember: Save new hashes in that cache.
+        on_progress: Called while files are hashed.
 
     Raises:
-        ConfigError: The section contradicts itself.
-        DataError: A location is missing, unreadable or holds nothing.
+        ConfigError: The settings of the source conflict.
+        DataError: A location is missing, unreadable or empty.
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    with retry_budget(patience(config)):
+    with retry_budget(retry_policy(config)):
         config, found, notes = find_files(config, key)
-    _check(config.model_copy(update={"fallback": ()}), key)  # of a fallback that is read, only its own settings count
+    _check(config.model_copy(update={"fallback": ()}), key)  # of a fallback, only its own settings count
     candidates = [file for file in found if file.stored.size_bytes > 0]
     total = sum(file.stored.size_bytes for file in candidates)
     limit = total if config.max_bytes is None else min(config.max_bytes, total)
     chosen: list[tuple[FoundFile, SourceFile, int | None]] = []
     duplicates: list[str] = []
     seen: dict[str, str] = {}
-    used = identified = 0
+    used = hashed = 0
     for file in candidates:
         stored = file.stored
         version = versions.version(stored)
-        identified += stored.size_bytes
+        hashed += stored.size_bytes
         if on_progress is not None:
-            on_progress(min(identified, limit), limit)
+            on_progress(min(hashed, limit), limit)
         first = seen.setdefault(stored.content or version, stored.uri)
         if first != stored.uri:
             duplicates.append(f"{stored.uri} (as {first})")
             continue
-        end, text_bytes, is_last = _use(config, stored, used)
+        end, text_bytes, is_last = _apply_limit(config, stored, used)
         if text_bytes or (end is None and detect_damage(stored, Limits.from_source(config)) is not None):
             chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
         used += text_bytes
@@ -158,13 +155,13 @@ def list_source(
     if config.format != "python_stdlib":
         empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
         notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
-        notes += _note("duplicates", f"file of source {config.name!r} used once: the same content is there", duplicates)
+        notes += _note("duplicates", f"duplicate file of source {config.name!r} left out", duplicates)
     return Source(
         config=config,
         key=key,
         stored=tuple(file.stored for file, _, _ in chosen),
         files=tuple(file for _, file, _ in chosen),
-        places=tuple(file.place for file, _, _ in chosen),
+        relative_paths=tuple(file.relative_path for file, _, _ in chosen),
         end_bytes=tuple(end for _, _, end in chosen),
         notes=tuple(notes),
     )
@@ -177,8 +174,8 @@ def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
     return [Note(kind, f"{len(names):,} x {what}: {', '.join(names[:3])}{more}")]
 
 
-def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
-    """How much of the next file ``max_bytes`` leaves: where it ends, its text, and whether nothing may follow it."""
+def _apply_limit(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
+    """Return (end, bytes of text, is last file) for the next file under ``max_bytes``."""
     in_text = has_row_groups(config.format) or compression_by_suffix(file.uri) is not None
     whole = None if in_text else file.size_bytes
     if config.max_bytes is None:
@@ -189,12 +186,12 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
         if size <= left:
             return whole, size, size == left
         first = first_block(config, file, None, left)
-    else:  # its length is not known, and not worth reading all of it
-        pieces = (piece for piece in split_blocks(config, file, 0, None, left) if piece.text_bytes)
-        first = next(pieces, None)
+    else:  # the length is unknown, and finding it would read the whole file
+        blocks = (block for block in split_blocks(config, file, 0, None, left) if block.text_bytes)
+        first = next(blocks, None)
         if first is None:
             return None, 0, False
-        if first.text_bytes <= left and next(pieces, None) is None:
+        if first.text_bytes <= left and next(blocks, None) is None:
             return None, first.text_bytes, first.text_bytes == left
     if first is None or first.text_bytes > left:
         return 0, 0, True
@@ -202,16 +199,16 @@ def _use(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int |
 
 
 def with_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names: Sequence[str]) -> Source:
-    """The source with what a run's tokenizer decides: where the documents of token shards end.
+    """Return a source of token shards with the end-of-text id of the run's tokenizer; other sources unchanged.
 
     Args:
-        source: Any source; one of text comes back as it is.
-        fingerprint: Of the tokenizer.
-        end_of_text_id: Its end of text, for shards that do not say their own.
-        names: What else the tokenizer is called in the configuration: its path.
+        source: The source.
+        fingerprint: Fingerprint of the tokenizer.
+        end_of_text_id: Its end-of-text id, for shards whose source does not set one.
+        names: Other names of the tokenizer in the configuration, such as its path.
 
     Raises:
-        ConfigError: The shards were written with another tokenizer.
+        ConfigError: The shards were written with a different tokenizer.
     """
     config = source.config
     if not config.has_tokens:
@@ -220,10 +217,10 @@ def with_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names:
     same = names == ["none"] or declared in names or (len(declared) >= 8 and fingerprint.startswith(declared))
     if not same:
         raise ConfigError(
-            f"the token shards of source {config.name!r} were written with tokenizer {declared or '(none given)'}, "
-            f"this run's is {', '.join([*names, fingerprint[:16]])}",
+            f"The token shards of source {config.name!r} were written with tokenizer {declared or '(none given)'}, "
+            f"but this run uses {', '.join([*names, fingerprint[:16]])}",
             where=f"{source.key}.tokenizer",
-            hint="run with the tokenizer that wrote them; if it is this one, write its path or fingerprint here",
+            hint="use the tokenizer that wrote them; if it is this one, set this to its path or fingerprint",
         )
     if config.end_of_text_id is not None:
         return source
@@ -231,24 +228,24 @@ def with_tokenizer(source: Source, fingerprint: str, end_of_text_id: int, names:
 
 
 def without_files(source: Source, indexes: Sequence[int], note: Note) -> Source:
-    """The source without some of its files, and a note that says so."""
+    """Return the source without some of its files, with a note for the user."""
     kept = [index for index in range(len(source.files)) if index not in set(indexes)]
     return replace(with_files(source, kept), notes=(*source.notes, note))
 
 
 def with_files(source: Source, indexes: Sequence[int]) -> Source:
-    """The source with some of its files, in another order."""
+    """Return the source with the files at these indexes, in this order."""
     return replace(
         source,
         stored=tuple(source.stored[index] for index in indexes),
         files=tuple(source.files[index] for index in indexes),
-        places=tuple(source.places[index] for index in indexes),
+        relative_paths=tuple(source.relative_paths[index] for index in indexes),
         end_bytes=tuple(source.end_bytes[index] for index in indexes),
     )
 
 
 def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:
-    """The files of a source by content: sorted, deduplicated, up to ``max_bytes``."""
+    """Return the files of a source: sorted, deduplicated, up to ``max_bytes``."""
     return list_source(source).files
 
 
@@ -260,7 +257,7 @@ def _check(config: SourceConfig, key: str) -> None:
         )  # fmt: skip
     if config.format != "python_stdlib" and not config.paths:
         raise ConfigError(
-            f"format {config.format} needs at least one path", where=f"{key}.paths",
+            f"Format {config.format} needs at least one path", where=f"{key}.paths",
             hint="give files, folders or globs",
         )  # fmt: skip
 
@@ -268,31 +265,31 @@ def _check(config: SourceConfig, key: str) -> None:
 def _empty(config: SourceConfig, key: str, found: list[FoundFile], candidates: list[FoundFile]) -> DataError:
     if config.max_bytes is not None and candidates:
         first = candidates[0].stored
-        what = f"source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
+        what = f"Source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
         hint = f"raise {key}.max_bytes; the first file, {first.uri}, has {first.size_bytes:,} bytes"
     elif config.format == "python_stdlib":
-        what = f"source {config.name!r} is empty: this Python has no library sources on disk"
-        hint = "use a Python that is installed as files, or another source"
+        what = f"Source {config.name!r} is empty: this Python has no library sources on disk"
+        hint = "use a Python installation with library files, or another source"
     elif not found:
-        what, hint = f"source {config.name!r} is empty: there is no file", f"put files there, or change {key}.paths"
+        what, hint = f"Source {config.name!r} is empty: no file was found", f"add files, or change {key}.paths"
     else:
-        what, hint = f"source {config.name!r} is empty: every file has 0 bytes", f"check {key}.paths"
+        what, hint = f"Source {config.name!r} is empty: every file has 0 bytes", f"check {key}.paths"
     return DataError(what, where=", ".join(config.paths) or key, hint=hint)
 
 
 def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
-    """The records of one unit that belong to the split, in order.
+    """Yield the records of one unit that belong to the split, in order.
 
     Raises:
         DataError: A file cannot be read, or changed since it was listed.
     """
-    yield from iterate_in_budget(_read_unit(source, unit, split, validation), patience(source.config))
+    yield from iterate_in_budget(_read_unit(source, unit, split, validation), retry_policy(source.config))
 
 
 def read_units(
     source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
 ) -> Iterator[Record]:  # fmt: skip
-    """Yield the records of units one after the other; a compressed file is decoded once for consecutive units."""
+    """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
     with contextlib.closing(SequentialReads()) as reads:
         for unit in units:
             yield from reads.during(read_unit(source, unit, split, validation))
@@ -300,10 +297,10 @@ def read_units(
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
     for span in unit.spans:
-        accept = document_filter(validation, split, source.places[span.file_index])
+        accept = document_filter(validation, split, source.relative_paths[span.file_index])
         yield from read_records(source.config, source.stored[span.file_index], span, accept)
 
 
-def patience(config: SourceConfig) -> RetryPolicy:
-    """How a source wants its stores to be asked."""
+def retry_policy(config: SourceConfig) -> RetryPolicy:
+    """Return the retry policy of a source."""
     return RetryPolicy(retries_per_unit=config.max_retries_per_unit, stall_seconds=config.stall_seconds)

@@ -16,7 +16,7 @@ from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_b
 from vorox.data.text.formats import has_many_records, has_row_groups
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.signatures import compression_by_suffix
-from vorox.data.text.sources import Source, patience, read_unit
+from vorox.data.text.sources import Source, read_unit, retry_policy
 
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
 
@@ -52,7 +52,7 @@ class UnitReader:
             DataError: A file cannot be read, or changed since it was listed.
         """
         ranges: list[tuple[StoredFile, int, bytes]] = []
-        with retry_budget(patience(self.source.config)):
+        with retry_budget(retry_policy(self.source.config)):
             for span in unit.spans:
                 file = self.source.stored[span.file_index]
                 if self._is_plain(file):
@@ -89,7 +89,8 @@ class SplitPairReader:
         source, rule = self._source, self._source.holdout
         kept: list[Record] = []
         is_own = {
-            span.file_index: document_filter(rule, self._split, source.places[span.file_index]) for span in unit.spans
+            span.file_index: document_filter(rule, self._split, source.relative_paths[span.file_index])
+            for span in unit.spans
         }
         by_ordinal = has_row_groups(source.config.format)
         for record in self._all_records(unit):

@@ -17,12 +17,12 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, SequentialReads
 from vorox.data.text.formats import (
     RecordBlock,
-    boundary_after,
-    boundary_before,
     has_many_records,
+    line_end_after,
     read_records,
     records_are_lines,
     split_blocks,
+    text_boundary_before,
 )
 from vorox.data.text.holdout import document_filter
 from vorox.data.text.sources import Source
@@ -111,7 +111,7 @@ def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -
     everything = budget >= size
     passed = taken = 0
     for span in spans:
-        accept = document_filter(source.holdout, "train", source.places[span.file_index])
+        accept = document_filter(source.holdout, "train", source.relative_paths[span.file_index])
         if not has_many_records(source.config) and not accept(span.start_byte):
             continue
         for piece in _pieces(source, span, block_bytes):
@@ -144,7 +144,7 @@ def _texts(
     if records_are_lines(config):
         limits = Limits.from_source(config)
         start, end = (
-            at if at in {span.start_byte, span.end_byte} else boundary_after(stored, at - 1, span.end_byte, limits)
+            at if at in {span.start_byte, span.end_byte} else line_end_after(stored, at - 1, span.end_byte, limits)
             for at in ends
         )
     else:
@@ -163,4 +163,4 @@ def _everything(_: int) -> bool:
 def _back(config: SourceConfig, stored: StoredFile, at: int, span: UnitSpan) -> int:
     if at in {span.start_byte, span.end_byte}:
         return at
-    return boundary_before(config, stored, at, span.start_byte) or span.start_byte
+    return text_boundary_before(stored, at, span.start_byte, Limits.from_source(config)) or span.start_byte

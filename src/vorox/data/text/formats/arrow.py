@@ -1,8 +1,7 @@
-"""arrow: Arrow streams as ``datasets.save_to_disk`` writes them; a row is a record, one of its columns is the text.
+"""Arrow streams as ``datasets.save_to_disk`` writes them: a row is a record, one of its columns is the text.
 
-Runs of record batches go in, documents and bad records come out. A stream has no footer: where its batches lie is
-found in one pass, and a span is then read by itself. Invariant: a stream that ends early, or goes on behind its end, is
-refused.
+Spans of record batches go in; documents and bad records come out. A stream has no footer, so one pass over the file
+locates its record batches. Invariant: a truncated stream, or one with trailing bytes, is rejected.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, length_bytes, open_content
 from vorox.data.text.formats.columnar import (
     RowGroup,
-    binary,
     check_metadata_columns,
     check_text_column,
     read_batch,
     row_group_blocks,
+    text_buffers,
 )
 from vorox.data.text.formats.record_blocks import RecordBlock
 
@@ -37,11 +36,11 @@ _STREAM_MAGIC = b"\xff" * 4
 
 
 class _Messages:
-    """The messages of a stream from a place on, one after the other, with the place behind the last one.
+    """A reader of consecutive IPC messages that tracks its offset in the stream.
 
     Args:
-        content: Where to read.
-        offset: Where in the stream that is.
+        content: The stream, positioned at a message.
+        offset: Its position; afterwards, the end of the last message.
     """
 
     closed = False
@@ -52,17 +51,17 @@ class _Messages:
         self._reader = import_module("pyarrow").PythonFile(self, mode="r")
 
     def read(self, size: int = -1) -> bytes:
-        """For Arrow, which asks for no more than a message."""
+        """Read bytes for Arrow, which reads no further than the current message."""
         piece = self._content.read(size)
         self.offset += len(piece)
         self._is_at_end = self._is_at_end or len(piece) < size
         return piece
 
     def next(self) -> Any:
-        """The next message; ``None`` at the mark that ends a stream.
+        """Return the next message; ``None`` at the end-of-stream marker.
 
         Raises:
-            EOFError: The content ends without that mark.
+            EOFError: The content ends without that marker.
         """
         try:
             return import_module("pyarrow.ipc").read_message(self._reader)
@@ -79,27 +78,27 @@ def _opened(file: StoredFile, start: int, end: int | None, limits: Limits) -> Ge
         with open_content(file, start, end, limits) as content:
             yield _Messages(content, start)
     except (arrow.ArrowException, EOFError, OSError) as error:
-        reason = "it ends early" if isinstance(error, EOFError) else " ".join(str(error).split())
+        reason = "it is truncated" if isinstance(error, EOFError) else " ".join(str(error).split())
         raise DataError(
-            f"the Arrow stream cannot be read: {reason}", where=file.uri,
-            hint="it is damaged or not complete: fetch or write it again, or take it out of data.sources",
+            f"The Arrow stream cannot be read: {reason}", where=file.uri,
+            hint="it is corrupt or incomplete: download or write it again, or remove it from data.sources",
         ) from error  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def schema_of(file: StoredFile, limits: Limits) -> Any:
-    """The columns of a stream.
+    """Return the schema of a stream.
 
     Raises:
-        DataError: It is no stream, or one of a kind that is not read.
+        DataError: The file is not an Arrow stream, or has a dictionary-encoded column.
     """
     with open_content(file, 0, len(_FILE_MAGIC), limits) as content:
         start = content.read(len(_FILE_MAGIC))
     if not start.startswith(_STREAM_MAGIC):
-        what = "an Arrow file (Feather), not an Arrow stream" if start == _FILE_MAGIC else "no Arrow stream"
+        what = "an Arrow file (Feather), not an Arrow stream" if start == _FILE_MAGIC else "not an Arrow stream"
         raise DataError(
-            f"the file is {what}", where=file.uri,
-            hint="an Arrow file can be written as Parquet: "
+            f"The file is {what}", where=file.uri,
+            hint="convert an Arrow file to Parquet: "
             "pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NEW)",
         )  # fmt: skip
     with _opened(file, 0, None, limits) as messages:
@@ -111,8 +110,8 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
     encoded = [field.name for field in schema if types.is_dictionary(field.type)]
     if encoded:
         raise DataError(
-            f"column {encoded[0]!r} is dictionary-encoded, which is not read from Arrow streams", where=file.uri,
-            hint="write the table as Parquet and say format: parquet",
+            f"Column {encoded[0]!r} is dictionary-encoded, which Arrow streams do not support here", where=file.uri,
+            hint="write the table as Parquet and set format: parquet",
         )  # fmt: skip
     return schema
 
@@ -124,7 +123,7 @@ def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
-    """A ``RowGroup`` in each row: one pass over the file."""
+    """Return one ``RowGroup`` per row of an array, from one pass over the file."""
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_text_column(file, schema, text_field)
     found: list[RowGroup] = []
@@ -134,46 +133,46 @@ def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDAr
         for index, message in enumerate(iter(messages.next, None)):
             batch = ipc.read_record_batch(message, schema)
             if batch.num_rows:
-                text_bytes = sum(length or 0 for length in binary(batch, text_field)[2])
+                text_bytes = sum(length or 0 for length in text_buffers(batch, text_field)[2])
                 found.append(RowGroup(index, first_row, batch.num_rows, start, messages.offset, text_bytes))
             start, first_row = messages.offset, first_row + batch.num_rows
         end = messages.offset
-    surplus = length_bytes(file, limits) - end
-    if surplus:
+    trailing = length_bytes(file, limits) - end
+    if trailing:
         raise DataError(
-            f"{surplus:,} bytes follow the end of the Arrow stream at byte {end:,}", where=file.uri,
-            hint="the file is damaged, or several streams in one: write it again",
+            f"{trailing:,} bytes follow the end of the Arrow stream at byte {end:,}", where=file.uri,
+            hint="the file is corrupt or holds several streams: write it again",
         )  # fmt: skip
     return np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
-    """Text up to a place in the file, about."""
+    """Return the approximate bytes of text before ``end``."""
     return sum(group.text_bytes for group in _batches(source, file) if end is None or group.start_byte < end)
 
 
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole record batches with about ``block_bytes`` of text."""
-    del first_ordinal  # the pass over the file counted it
+    """Yield blocks of whole record batches with about ``block_bytes`` of text."""
+    del first_ordinal  # known from the pass over the file
     yield from row_group_blocks(_batches(source, file), start, end, block_bytes)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Rows of the record batches in a range."""
+    """Count the rows of the record batches in a range."""
     return sum(group.num_rows for group in _batches(source, file) if start <= group.start_byte < end)
 
 
 def first_row(source: SourceConfig, file: StoredFile, start: int) -> int:
-    """Ordinal of the first row of the record batch at a place; 0 where there is none."""
+    """Return the ordinal of the first row of the record batch at an offset; 0 if none starts there."""
     return next((group.first_row for group in _batches(source, file) if group.start_byte == start), 0)
 
 
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
-    """The rows of the record batches in a span whose ordinal ``accept`` takes."""
+    """Yield the rows of the record batches in a span for whose ordinal ``accept`` is true."""
     limits = Limits.from_source(source)
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_text_column(file, schema, source.text_field)

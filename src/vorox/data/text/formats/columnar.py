@@ -1,8 +1,8 @@
-"""Runs of rows with columns, as Parquet and Arrow streams have them: where they lie, and their rows as documents.
+"""Columnar formats (Parquet, Arrow): row groups as blocks, and their rows as documents.
 
-Row groups and Arrow record batches go in, pieces, documents and bad records come out. A record's bytes are those of its
-row group: rows have no bytes of their own, their ordinal within the file tells them apart (and decides what is held
-out). Invariant: a row group is never cut, so a unit is at least one.
+Row groups and Arrow record batches go in; blocks, documents and bad records come out. A row has no byte range of its
+own: its record has that of the row group, and its ordinal within the file identifies it and decides its split.
+Invariant: a row group is never split, so a unit holds at least one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class RowGroup:
     """Rows that are stored together: a row group of Parquet, a record batch of an Arrow stream.
 
     Attributes:
-        index: Its number in the file.
+        index: Index within the file.
         first_row: Ordinal of its first row.
-        num_rows: Its rows.
+        num_rows: Number of rows.
         start_byte: Its first byte in the file.
-        end_byte: The first one behind it.
-        text_bytes: What its text column decompresses to.
+        end_byte: The first byte after it.
+        text_bytes: Uncompressed bytes of its text column.
     """
 
     index: int
@@ -46,7 +46,7 @@ class RowGroup:
 def row_group_blocks(
     groups: Iterable[RowGroup], start: int, end: int | None, block_bytes: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole row groups with about ``block_bytes`` of text."""
+    """Yield blocks of whole row groups with about ``block_bytes`` of text."""
     run: list[RowGroup] = []
     size = 0
     for group in groups:
@@ -62,10 +62,10 @@ def row_group_blocks(
 
 
 def check_text_column(file: StoredFile, schema: Any, name: str) -> None:
-    """Refuse a file that has no text in a column.
+    """Reject a file without a text column of that name.
 
     Raises:
-        DataError: The column is not there, or holds something else.
+        DataError: The column is missing, or does not hold text.
     """
     types = import_module("pyarrow.types")
     head, *rest = [name] if name in schema.names else name.split(".")
@@ -75,30 +75,30 @@ def check_text_column(file: StoredFile, schema: Any, name: str) -> None:
             is_inside = types.is_struct(field.type) and field.type.get_field_index(part) >= 0
             field = field.type.field(part) if is_inside else None
     if field is None:
-        there = ", ".join(repr(column) for column in schema.names[:20]) or "no columns"
+        present = ", ".join(repr(column) for column in schema.names[:20]) or "no columns"
         raise DataError(
-            f"the file has no column {name!r}; it has {there}", where=file.uri,
+            f"The file has no column {name!r}; it has {present}", where=file.uri,
             hint="set the source's text_field to one of them",
         )  # fmt: skip
     kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # null: no value at all
+    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)  # null: every value is null
     if not any(fits(kind) for fits in is_text):
         raise DataError(
-            f"column {name!r} holds {field.type}, not text", where=file.uri,
+            f"Column {name!r} holds {field.type}, not text", where=file.uri,
             hint="set the source's text_field to a column of text",
         )  # fmt: skip
 
 
 def check_metadata_columns(file: StoredFile, names: Sequence[str], wanted: Sequence[str]) -> None:
-    """Refuse a file without the columns that ``metadata_fields`` asks for.
+    """Reject a file that lacks a column of ``metadata_fields``.
 
     Raises:
-        DataError: One is not there.
+        DataError: A column is missing.
     """
     for name in wanted:
         if name not in names:
             raise DataError(
-                f"the file has no column {name!r}; it has {', '.join(map(repr, names[:20]))}", where=file.uri,
+                f"The file has no column {name!r}; it has {', '.join(map(repr, names[:20]))}", where=file.uri,
                 hint="set the source's metadata_fields to some of them",
             )  # fmt: skip
 
@@ -111,24 +111,24 @@ def read_batch(
     first_ordinal: int,
     accept: Callable[[int], bool],
 ) -> Iterator[Document | BadRecord]:
-    """The rows of a batch of a row group whose ordinal ``accept`` takes."""
+    """Yield the rows of a batch of a row group for whose ordinal ``accept`` is true."""
     place = (group.start_byte, group.end_byte - group.start_byte)
     metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
-    content, starts, lengths = binary(batch, source.text_field)
+    content, starts, lengths = text_buffers(batch, source.text_field)
     for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True), first_ordinal):
         if not accept(row):
             continue
         record = _record(content, start_byte, length, source.max_record_bytes)
         if isinstance(record, str):
-            asked = {name: column[row - first_ordinal].as_py() for name, column in metadata.items()}
-            shown = {name: as_text(value) for name, value in asked.items() if value is not None}
-            yield Document(file_index, row, *place, record, shown if metadata else None)
+            values = {name: column[row - first_ordinal].as_py() for name, column in metadata.items()}
+            texts = {name: as_text(value) for name, value in values.items() if value is not None}
+            yield Document(file_index, row, *place, record, texts if metadata else None)
         else:
             yield BadRecord(file_index, row, *place, None, f"column {source.text_field!r} {record[0]}")
 
 
-def binary(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:
-    """The text column as bytes, because nothing promises that its text is UTF-8: start and length of each."""
+def text_buffers(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:
+    """Return the text column as bytes, with the start and length of each value: Arrow does not validate UTF-8."""
     arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
     names = batch.schema.names
     if name in names:
@@ -147,7 +147,7 @@ def binary(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | Non
 
 
 def _record(content: memoryview, start_byte: int, length: int | None, max_record_bytes: int) -> str | tuple[str]:
-    """The text of a row, or what is wrong with it."""
+    """Return the text of a row, or a 1-tuple with the reason why it is unreadable."""
     if length is None:
         return ("is null",)
     if length > max_record_bytes:

@@ -1,8 +1,8 @@
-"""Formats of the user: a function that yields the texts in the bytes of a file.
+"""User-defined formats: a function that yields the texts in the bytes of a file.
 
-The content of a stored file goes in, documents and bad records come out; a file is read whole and is one piece. As in a
-row group, records have no bytes of their own: the ordinal tells them apart. Invariant: the function must yield the same
-texts for the same bytes; its identity is part of the recipe of the caches.
+The content of a stored file goes in; documents and bad records come out. A file is read whole and is one block. As in
+a row group, records have no byte range of their own; the ordinal identifies them. Invariant: the function must yield
+the same texts for the same bytes; its identity is part of the recipe of the caches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vorox.data.text.formats.record_blocks import RecordBlock, too_large
 
 
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
-    """Return the endings by which a folder is searched: the function's ``suffixes``, else every file."""
+    """Return the file suffixes to search folders for: the function's ``suffixes``, by default every file."""
     return tuple(getattr(_function(source), "suffixes", ("",)))
 
 
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Return the file as one piece, unless it begins before ``start``."""
+    """Yield the file as one block, if the range covers it."""
     del block_bytes
     size = length_bytes(file, Limits.from_source(source))
     if start == 0 and size and (end is None or end >= size):
@@ -35,14 +35,14 @@ def split_blocks(
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Return the number of records of a piece, which is the whole file."""
+    """Count the records of the file."""
     return sum(1 for _ in _texts(source, file)) if end > start else 0
 
 
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Record]:
-    """Yield the records of a file whose ordinals are accepted.
+    """Yield the records of a file for whose ordinal ``accept`` is true.
 
     Raises:
         DataError: The file cannot be read, or the function fails.
@@ -77,8 +77,8 @@ def _texts(source: SourceConfig, file: StoredFile) -> Iterator[Any]:
         raise
     except Exception as error:
         raise DataError(
-            f"the format {source.format} cannot read the file: {type(error).__name__}: {error}", where=file.uri,
-            hint="it is called with the bytes of the file, decompressed, and yields texts",
+            f"Format {source.format} cannot read the file: {type(error).__name__}: {error}", where=file.uri,
+            hint="the function must accept the decompressed bytes of a file and yield texts",
         ) from error  # fmt: skip
 
 

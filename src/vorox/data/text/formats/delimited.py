@@ -1,8 +1,8 @@
-"""csv as in RFC 4180: the first record names the columns, quoted fields may hold delimiters, quotes and line ends.
+"""Delimited text (CSV, RFC 4180): a header, and quoted fields that may hold delimiters, quotes and line ends.
 
-Spans that begin at a record go in, documents and bad records come out. Where a record ends depends on every quote
-before it, so a file is cut in one pass forward. Invariants: records are whole whatever the span, data rows are counted
-from 0 behind the header, and a row that has not as many fields as the header is put aside.
+Spans that begin at a record go in; documents and bad records come out. Where a record ends depends on every quote
+before it, so a file is split in one forward pass. Invariants: a span holds whole records; rows are numbered from 0
+after the header; a row whose number of fields differs from the header's is quarantined.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, detect_damage, length_bytes, open_content
 from vorox.data.text.formats.json_lines import UnreadableRecord
-from vorox.data.text.formats.plain_text import BYTE_ORDER_MARK
 from vorox.data.text.formats.record_blocks import (
+    BYTE_ORDER_MARK,
     RecordBlock,
     find_record_ends,
     iter_chunks,
@@ -31,19 +31,19 @@ from vorox.data.text.formats.record_blocks import (
 )
 from vorox.data.text.signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 
-_USUAL_HEADER_BYTES, _LARGEST_HEADER_BYTES = 1 << 16, 1 << 20
+_USUAL_HEADER_BYTES, _MAX_HEADER_BYTES = 1 << 16, 1 << 20
 
 
 class RecordEnds:
-    """Finds where records end in a content that is given chunk by chunk from the start of a record."""
+    """Finds the record ends in consecutive chunks of content that begins at a record."""
 
     def __init__(self, delimiter: bytes) -> None:
         self._delimiter = delimiter[0]
         self._opening = delimiter + b'"'
-        self._state = "start"  # of a field; in a "plain" one; in a "quoted" one; behind a "quote" in it
+        self._state = "start"  # of a field; inside a "plain" or "quoted" field; after a "quote" inside a quoted one
 
     def __call__(self, chunk: bytes) -> npt.NDArray[np.int64] | list[int]:
-        """Offsets in the chunk behind which records end."""
+        """Return the offsets in the chunk at which records end."""
         if self._state in {"start", "plain"} and b'"' not in chunk:
             self._state = "start" if chunk[-1] in {self._delimiter, 0x0A} else "plain"
             return np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + 1
@@ -56,7 +56,7 @@ class RecordEnds:
             if state == "quoted":
                 quote = chunk.find(b'"', at)
                 state, at = ("quoted", size) if quote < 0 else ("quote", quote + 1)
-            elif state == "quote":  # doubled it stands for itself, else the field is over
+            elif state == "quote":  # a doubled quote is a literal quote, any other ends the field
                 state, at = ("quoted", at + 1) if chunk[at] == 0x22 else ("plain", at)
             elif state == "start" and chunk[at] == 0x22:
                 state, at = "quoted", at + 1
@@ -75,10 +75,10 @@ class RecordEnds:
 
 
 def split_fields(record: bytes, delimiter: bytes) -> list[bytes]:
-    """The fields of one record, without quotes and line end.
+    """Split one record into fields, without quotes and line end.
 
     Raises:
-        UnreadableRecord: A quote is never closed, or text follows behind a closing quote.
+        UnreadableRecord: A quote is never closed, or text follows a closing quote.
     """
     body = record[:-1] if record.endswith(b"\n") else record
     body = body.removesuffix(b"\r")
@@ -115,21 +115,21 @@ def _closing_quote(body: bytes, at: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 12)
 def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str, ...], int]:
-    """The columns of a file and where its data begins.
+    """Return the column names of a file and the offset of its first data record.
 
     Raises:
-        DataError: There is no header that can be read.
+        DataError: The header cannot be read.
     """
     start, ends = _start_of(file, _USUAL_HEADER_BYTES, delimiter, limits)
     if not len(ends) and len(start) == _USUAL_HEADER_BYTES:
-        start, ends = _start_of(file, _LARGEST_HEADER_BYTES, delimiter, limits)
+        start, ends = _start_of(file, _MAX_HEADER_BYTES, delimiter, limits)
     reject_binary(file, start[:SIGNATURE_BYTES])
     if not start:
         return (), 0
     end = int(ends[0]) if len(ends) else len(start)
     problem = ""
-    if not len(ends) and len(start) == _LARGEST_HEADER_BYTES:
-        problem = f"the first record has more than {_LARGEST_HEADER_BYTES:,} bytes"
+    if not len(ends) and len(start) == _MAX_HEADER_BYTES:
+        problem = f"the first record has more than {_MAX_HEADER_BYTES:,} bytes"
     try:
         names = split_fields(start[:end].removeprefix(BYTE_ORDER_MARK), delimiter.encode())
         columns = tuple(name.decode("utf-8").strip() for name in names)
@@ -137,8 +137,8 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
         columns, problem = (), problem or str(error)
     if problem:
         raise DataError(
-            f"the header of the csv cannot be read: {problem}", where=file.uri,
-            hint="the first record has to name the columns",
+            f"The CSV header cannot be read: {problem}", where=file.uri,
+            hint="the first record must name the columns",
         )  # fmt: skip
     return columns, end
 
@@ -146,7 +146,7 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
 def _start_of(
     file: StoredFile, size: int, delimiter: str, limits: Limits
 ) -> tuple[bytes, npt.NDArray[np.int64] | list[int]]:  # fmt: skip
-    """Return the first bytes of a file, and where records end in them."""
+    """Return the first bytes of a file, and the record ends in them."""
     end = min(size, file.size_bytes) if compression_by_suffix(file.uri) is None else None
     with open_content(file, 0, end, limits) as reader:
         start = reader.read(size)
@@ -157,16 +157,16 @@ def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
     columns, _ = header(file, source.delimiter, Limits.from_source(source))
     if columns.count(name) == 1:
         return columns.index(name)
-    there = ", ".join(repr(column) for column in columns[:20]) or "no columns"
-    twice = f"names column {name!r} {columns.count(name)} times" if name in columns else f"has no column {name!r}"
+    present = ", ".join(repr(column) for column in columns[:20]) or "no columns"
+    problem = f"names column {name!r} {columns.count(name)} times" if name in columns else f"has no column {name!r}"
     raise DataError(
-        f"the csv {twice}; its header has {there}", where=file.uri,
-        hint="set the source's text_field, or its delimiter; a csv needs a header",
+        f"The CSV file {problem}; its header has {present}", where=file.uri,
+        hint="set the source's text_field, or its delimiter; a CSV file needs a header",
     )  # fmt: skip
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
-    """Bytes of data up to a place, without the header."""
+    """Return the bytes before ``end``, without the header."""
     limits = Limits.from_source(source)
     _, data_start = header(file, source.delimiter, limits)
     return max(0, (length_bytes(file, limits) if end is None else end) - data_start)
@@ -175,12 +175,12 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole records, behind the header."""
+    """Yield blocks of whole records after the header."""
     limits, delimiter = Limits.from_source(source), source.delimiter
     _, data_start = header(file, delimiter, limits)
     damage = detect_damage(file, limits) if end is None else None
     if damage is not None and data_start >= damage.end_byte:
-        yield RecordBlock(0, 0, first_ordinal, 0)  # not even the header can be read
+        yield RecordBlock(0, 0, first_ordinal, 0)  # the header itself is damaged
         return
     if data_start == 0:
         return
@@ -192,7 +192,7 @@ def split_blocks(
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Records in a range."""
+    """Count the records in a range."""
     find = RecordEnds(source.delimiter.encode())
     with open_content(file, start, end, Limits.from_source(source)) as reader:
         total, last = 0, start
@@ -205,7 +205,7 @@ def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
-    """The records in a span whose first byte ``accept`` takes."""
+    """Yield the records in a span for whose first byte ``accept`` is true."""
     limits, delimiter = Limits.from_source(source), source.delimiter.encode()
     columns, data_start = header(file, source.delimiter, limits)
     wanted = [_column(source, file, name) for name in (source.text_field, *source.metadata_fields)]
@@ -216,7 +216,7 @@ def read_records(
         records = iter_records(chunks, start, source.max_record_bytes)
         for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
             if not accept(offset) or (record is not None and not record.strip()):
-                continue  # a blank line is no record, but it keeps its ordinal
+                continue  # a blank line keeps its ordinal
             place = (span.file_index, ordinal, offset, length)
             try:
                 if record is None:

@@ -1,7 +1,7 @@
-"""jsonl: a line is a record, one of its fields is the text.
+"""JSON Lines: a line is a record, one of its fields is the text.
 
-Lines go in, documents and bad records with their line come out. Invariants: a blank line is no record but keeps its
-ordinal, and a line that is larger than the source allows is put aside without having been loaded.
+Lines go in; documents, and bad records with their line number, come out. Invariants: a blank line is skipped but keeps
+its ordinal, and a line larger than the source allows is quarantined without being loaded.
 """
 
 from __future__ import annotations
@@ -16,27 +16,49 @@ from pydantic_core import from_json
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits
-from vorox.data.text.formats.plain_text import BYTE_ORDER_MARK, read_lines_of
-from vorox.data.text.formats.record_blocks import too_large
+from vorox.data.text.file_content import Limits, open_content
+from vorox.data.text.formats.record_blocks import (
+    BYTE_ORDER_MARK,
+    WINDOW_BYTES,
+    RecordBlock,
+    count_lines,
+    line_ends,
+    memoize_blocks,
+    split_content,
+    too_large,
+)
 from vorox.data.text.signatures import SIGNATURE_BYTES, reject_binary
 
 _ABSENT = object()
 
 
 class UnreadableRecord(ValueError):
-    """A record that holds no text; the message says why."""
+    """A record without readable text; the message is the reason."""
+
+
+def split_blocks(
+    source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
+) -> Iterator[RecordBlock]:
+    """Yield blocks of whole lines, in one pass over the content."""
+    limits = Limits.from_source(source)
+    if end == start:
+        return
+    key = ("lines", file, start, end, block_bytes, first_ordinal, limits)
+    yield from memoize_blocks(
+        key, lambda: split_content(file, start, end, block_bytes, first_ordinal, limits, line_ends)
+    )  # fmt: skip
+
+
+def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
+    """Count the lines in a range."""
+    return count_lines(file, start, end, Limits.from_source(source))
 
 
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
-    """The records of the lines in a span whose first byte ``accept`` takes."""
-    lines = read_lines_of(
-        file, span.start_byte, span.end_byte, span.first_ordinal,
-        max_record_bytes=source.max_record_bytes, limits=Limits.from_source(source),
-    )  # fmt: skip
-    for ordinal, offset, length, line in lines:
+    """Yield the records of the lines in a span for whose first byte ``accept`` is true."""
+    for ordinal, offset, length, line in _read_lines(source, file, span):
         place = (span.file_index, ordinal, offset, length)
         if line is None:
             if accept(offset):
@@ -46,7 +68,7 @@ def read_records(
             reject_binary(file, line[:SIGNATURE_BYTES])
             line = line.removeprefix(BYTE_ORDER_MARK)
         if not accept(offset) or not line or line.isspace():
-            continue  # a blank line is no record, but it keeps its ordinal
+            continue  # a blank line keeps its ordinal
         try:
             text, metadata = parse_record(line, source.text_field, source.metadata_fields)
         except UnreadableRecord as error:
@@ -55,11 +77,30 @@ def read_records(
             yield Document(*place, text, metadata)
 
 
+def _read_lines(
+    source: SourceConfig, file: StoredFile, span: UnitSpan
+) -> Iterator[tuple[int, int, int, bytes | None]]:  # fmt: skip
+    """Yield (ordinal, byte offset, length, bytes with the line end); the bytes of an oversized line are ``None``."""
+    offset, max_bytes = span.start_byte, source.max_record_bytes
+    with open_content(file, span.start_byte, span.end_byte, Limits.from_source(source)) as reader:
+        ordinal = span.first_ordinal
+        while line := reader.readline(max_bytes + 1):
+            size = len(line)
+            whole: bytes | None = line
+            if size > max_bytes:
+                whole = None
+                while not line.endswith(b"\n") and (line := reader.readline(WINDOW_BYTES)):
+                    size += len(line)
+            yield ordinal, offset, size, whole
+            offset += size
+            ordinal += 1
+
+
 def parse_line(line: bytes, text_field: str) -> str:
-    """The text of one jsonl record.
+    """Return the text of one record.
 
     Raises:
-        UnreadableRecord: It is not UTF-8, not JSON, not an object, or has no text in that field.
+        UnreadableRecord: The line is not UTF-8, not JSON, not an object, or has no text in that field.
     """
     return parse_record(line, text_field)[0]
 
@@ -67,18 +108,18 @@ def parse_line(line: bytes, text_field: str) -> str:
 def parse_record(
     line: bytes, text_field: str, metadata_fields: Sequence[str] = ()
 ) -> tuple[str, Mapping[str, str] | None]:
-    """The text of one jsonl record and the other fields that are asked for; those that it lacks are left out.
+    """Return the text of one record and the requested metadata fields; absent ones are omitted.
 
     Raises:
-        UnreadableRecord: It is not UTF-8, not JSON, not an object, or has no text in that field.
+        UnreadableRecord: The line is not UTF-8, not JSON, not an object, or has no text in that field.
     """
     if not metadata_fields:
-        with contextlib.suppress(ValueError):  # what it takes, it reads as `json` does; of the rest that one decides
+        with contextlib.suppress(ValueError):  # what pydantic rejects, the standard library decides below
             fields = from_json(line, cache_strings="keys")
             if isinstance(fields, dict):
                 found = cast("dict[str, object]", fields).get(text_field)
                 if isinstance(found, str):
-                    return found, None  # the quick way: no half of a surrogate pair comes through it
+                    return found, None  # pydantic rejects lone surrogates itself
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -87,10 +128,10 @@ def parse_record(
         raise UnreadableRecord("invalid JSON: nested too deeply") from error
     except json.JSONDecodeError as error:
         raise UnreadableRecord(f"invalid JSON at column {error.colno}: {error.msg}") from error
-    except ValueError as error:  # a number of more digits than Python converts
+    except ValueError as error:  # a number with more digits than Python converts
         raise UnreadableRecord(f"invalid JSON: {error}") from error
     if not isinstance(record, dict):
-        raise UnreadableRecord(f"the record is not an object but {_kind(record)}")
+        raise UnreadableRecord(f"the record is not an object but {_json_type(record)}")
     fields = cast("dict[str, object]", record)
     text = _field(fields, text_field)
     if text is _ABSENT:
@@ -99,7 +140,7 @@ def parse_record(
             f"no field {text_field!r}; the record has {present or 'no fields'}: set the source's text_field"
         )
     if not isinstance(text, str):
-        raise UnreadableRecord(f"field {text_field!r} is not a string but {_kind(text)}")
+        raise UnreadableRecord(f"field {text_field!r} is not a string but {_json_type(text)}")
     surrogate = lone_surrogate(text)
     if surrogate is not None:
         raise UnreadableRecord(f"field {text_field!r} has half a surrogate pair at character {surrogate}")
@@ -110,7 +151,7 @@ def parse_record(
 
 
 def _field(fields: Mapping[str, Any], name: str) -> object:
-    """The value under a name, else under the path that it is with its dots."""
+    """Return the value of a key, or of a dotted path if the key is absent."""
     if name in fields or "." not in name:
         return fields.get(name, _ABSENT)
     head, _, rest = name.partition(".")
@@ -119,18 +160,18 @@ def _field(fields: Mapping[str, Any], name: str) -> object:
 
 
 def as_text(value: object) -> str:
-    """A metadata value as text: strings as they are, everything else as JSON."""
+    """Return a metadata value as text: strings unchanged, everything else as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     names = {"dict": "an object", "list": "an array", "bool": "a boolean", "str": "a string", "NoneType": "null"}
     return names.get(type(value).__name__, "a number")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Index of the first character that no UTF-8 can hold, if there is one."""
+    """Return the index of the first lone surrogate, which UTF-8 cannot encode; ``None`` if there is none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

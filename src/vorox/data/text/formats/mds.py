@@ -1,8 +1,9 @@
-"""mds: shards as mosaicml-streaming writes them; a sample is a record, one of its columns is the text or the token ids.
+"""MDS shards of mosaicml-streaming: a sample is a record, one of its columns is the text or the token ids.
 
-A shard: the number of samples and where each begins and the last one ends, as uint32; the columns as JSON; the samples.
-A sample: the sizes of its columns that have no fixed one, as uint32; the values. So a record has bytes of its own.
-Invariant: before a shard is cut, its bytes have the hashes that ``index.json`` says.
+A shard holds the number of samples, their offsets and the end of the last one (uint32), the columns as JSON, and the
+samples. A sample holds the sizes of its variable-size columns (uint32) and the values. Invariants: a shard is split
+only after its bytes match the hashes of ``index.json``; a value that contradicts its encoding is a bad record; nothing
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +27,27 @@ from vorox.data.documents import BadRecord, Document, Record, TokenDocument, Uni
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.file_content import Limits, length_bytes, open_content
 from vorox.data.text.formats.json_lines import UnreadableRecord
-from vorox.data.text.formats.mds_values import IDS, dtype_of, ids_of, shown, text_of, values_of
 from vorox.data.text.formats.record_blocks import RecordBlock, blocks_from_ends, too_large
 from vorox.data.text.formats.token_shards import end_of_text
 
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
+
+_ID_DTYPES = frozenset({"uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64"})
+"""Dtypes of token ids."""
+
+_TEXT_ENCODINGS = frozenset({"str", "bytes", "json", "str_int", "str_float", "str_decimal"})
+_NUMBER_ENCODINGS = _ID_DTYPES | {"int8", "float16", "float32", "float64"}
+_DTYPE_OF_CODE = {8: "uint8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The beginning of a shard.
+    """The header of a shard.
 
     Attributes:
-        offsets: Where each sample begins in the content, and where the last one ends.
-        encodings: Type of each column by its name, in the order of the values.
-        sizes: Bytes of each column; ``None`` where every sample says its own.
+        offsets: First byte of each sample in the content, and the end of the last one.
+        encodings: Encoding of each column by name, in the order of the values.
+        sizes: Bytes of each column; ``None`` where it varies by sample.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -49,10 +57,10 @@ class Shard:
 
 @functools.lru_cache(maxsize=64)
 def shard(file: StoredFile, limits: Limits) -> Shard:
-    """What the beginning of a shard says.
+    """Read the header of a shard.
 
     Raises:
-        DataError: It is no shard, or contradicts its length.
+        DataError: The file is not a shard, or its header contradicts its length.
     """
     size_bytes = length_bytes(file, limits)
     with open_content(file, 0, None, limits) as content:
@@ -62,7 +70,7 @@ def shard(file: StoredFile, limits: Limits) -> Shard:
             raise _damaged(file, f"{num_samples:,} samples cannot be in {size_bytes:,} bytes")
         offsets = np.frombuffer(content.read(head - 4), "<u4").astype(np.int64)
         if offsets[0] < head or offsets[-1] != size_bytes or not (np.diff(offsets) > 0).all():
-            raise _damaged(file, "the places of its samples contradict its length")
+            raise _damaged(file, "the offsets of its samples contradict its length")
         described = content.read(int(offsets[0]) - head)
     try:
         columns = json.loads(described)
@@ -79,7 +87,7 @@ def shard(file: StoredFile, limits: Limits) -> Shard:
 
 def _damaged(file: StoredFile, reason: str) -> DataError:
     return DataError(
-        f"the MDS shard cannot be read: {reason}", where=file.uri, hint="it is damaged: fetch or write it again"
+        f"The MDS shard cannot be read: {reason}", where=file.uri, hint="it is corrupt: download or write it again"
     )
 
 
@@ -93,18 +101,18 @@ def _check_hashes(file: StoredFile) -> None:
             digest = getattr(xxhash, name, bytes)()
         if not hasattr(digest, "hexdigest"):
             raise DataError(
-                f"index.json has a hash of a kind that is not known: {name}", where=file.uri,
+                f"index.json has a hash of unknown type {name}", where=file.uri,
                 hint="write the folder with hashes=['sha256']",
             )  # fmt: skip
         with open_range(file) as content:
-            while piece := content.read(_PIECE_BYTES):
-                digest.update(piece)
+            while chunk := content.read(_CHUNK_BYTES):
+                digest.update(chunk)
         if digest.hexdigest() != expected:
-            raise _damaged(file, f"its {name} is {digest.hexdigest()}, index.json says {expected}")
+            raise _damaged(file, f"its {name} is {digest.hexdigest()}, but index.json has {expected}")
 
 
 def _opened(source: SourceConfig, file: StoredFile) -> Shard:
-    """The shard, with the columns that the source asks for."""
+    """Return the header of a shard that has the columns of the source."""
     found = shard(file, Limits.from_source(source))
     name, key = (
         (source.text_field, "text_field") if source.tokens_field is None else (source.tokens_field, "tokens_field")
@@ -112,20 +120,20 @@ def _opened(source: SourceConfig, file: StoredFile) -> Shard:
     for column, setting in ((name, key), *((other, "metadata_fields") for other in source.metadata_fields)):
         if column not in found.encodings:
             raise DataError(
-                f"the shard has no column {column!r}; it has {', '.join(map(repr, found.encodings)) or 'none'}",
+                f"The shard has no column {column!r}; it has {', '.join(map(repr, found.encodings)) or 'none'}",
                 where=file.uri, hint=f"set the source's {setting} to one of them",
             )  # fmt: skip
     encoding = found.encodings[name]
     if source.tokens_field is None and encoding not in {"str", "bytes"}:
         raise DataError(
-            f"column {name!r} holds {encoding}, not text", where=file.uri,
+            f"Column {name!r} holds {encoding}, not text", where=file.uri,
             hint=f"set the source's text_field to a column of text, or tokens_field={name} if it is token ids",
         )  # fmt: skip
-    if source.tokens_field is not None and dtype_of(encoding, source.ids_dtype) not in {*IDS, ""}:
+    if source.tokens_field is not None and _ids_dtype(encoding, source.ids_dtype) not in {*_ID_DTYPES, ""}:
         raise DataError(
-            f"column {name!r} holds {encoding}, of which it is not known what its ids are",
+            f"Column {name!r} holds {encoding}, which does not name the dtype of its ids",
             where=file.uri,
-            hint="set the source's ids_dtype to what they were written with"
+            hint="set the source's ids_dtype to the dtype they were written with"
             if encoding == "bytes"
             else "set the source's tokens_field to a column of integers",
         )
@@ -133,7 +141,7 @@ def _opened(source: SourceConfig, file: StoredFile) -> Shard:
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
-    """Bytes of samples up to a place."""
+    """Return the bytes of samples before ``end``."""
     limits = Limits.from_source(source)
     return max(0, (length_bytes(file, limits) if end is None else end) - int(shard(file, limits).offsets[0]))
 
@@ -141,7 +149,7 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole samples."""
+    """Yield blocks of whole samples."""
     _check_hashes(file)
     offsets = _opened(source, file).offsets
     begin, stop = max(start, int(offsets[0])), int(offsets[-1]) if end is None else end
@@ -150,7 +158,7 @@ def split_blocks(
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Samples that begin in a range."""
+    """Count the samples that begin in a range."""
     begins = shard(file, Limits.from_source(source)).offsets[:-1]
     return int(((begins >= start) & (begins < end)).sum())
 
@@ -158,7 +166,7 @@ def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Record]:
-    """The samples in a span whose first byte ``accept`` takes."""
+    """Yield the samples in a span for whose first byte ``accept`` is true."""
     opened, limits = _opened(source, file), Limits.from_source(source)
     first, last = np.searchsorted(opened.offsets, (span.start_byte, span.end_byte)).tolist()
     places = opened.offsets[first : last + 1].tolist()
@@ -188,24 +196,97 @@ def read_records(
 
 def _skip(content: Any, size_bytes: int) -> None:
     while size_bytes > 0:
-        size_bytes -= len(content.read(min(size_bytes, _PIECE_BYTES)))
+        size_bytes -= len(content.read(min(size_bytes, _CHUNK_BYTES)))
 
 
 def _record(source: SourceConfig, opened: Shard, sample: bytes, place: tuple[int, int, int, int]) -> Record | None:
-    """The document of a sample; ``None`` for one without tokens, which keeps its ordinal."""
-    values = values_of(opened.encodings, opened.sizes, sample)
+    """Return the document of a sample; ``None`` if it has no tokens, in which case it keeps its ordinal."""
+    values = _split_columns(opened.encodings, opened.sizes, sample)
     if source.tokens_field is None:
-        metadata = {name: shown(name, opened.encodings[name], values[name]) for name in source.metadata_fields}
-        return Document(*place, text_of(source.text_field, values[source.text_field]), metadata or None)
+        metadata = {name: _as_text(name, opened.encodings[name], values[name]) for name in source.metadata_fields}
+        return Document(*place, _decode_text(source.text_field, values[source.text_field]), metadata or None)
     name = source.tokens_field
-    tokens = ids_of(name, opened.encodings[name], values[name], source.ids_dtype)
+    tokens = _decode_ids(name, opened.encodings[name], values[name], source.ids_dtype)
     if len(tokens) and tokens[-1] == end_of_text(source):
         tokens = tokens[:-1]
     return TokenDocument(*place, tokens) if len(tokens) else None
 
 
 def columns_of(file: StoredFile) -> tuple[Sequence[str], Sequence[str]]:
-    """Names of the columns of text, and of those of token ids."""
+    """Return the names of the text columns, and of the columns that can hold token ids."""
     encodings = shard(file, Limits()).encodings
     texts = [name for name, encoding in encodings.items() if encoding == "str"]
-    return texts, [name for name, encoding in encodings.items() if dtype_of(encoding, None) in {*IDS, ""}]
+    return texts, [name for name, encoding in encodings.items() if _ids_dtype(encoding, None) in {*_ID_DTYPES, ""}]
+
+
+def _ids_dtype(encoding: str, ids_dtype: str | None) -> str:
+    """Return the dtype of the ids in a column; empty where every value names its own."""
+    if encoding == "bytes":
+        return ids_dtype or "unknown"
+    kind, _, rest = encoding.partition(":")
+    return rest.partition(":")[0] if kind == "ndarray" else "unknown"
+
+
+def _split_columns(encodings: Mapping[str, str], fixed_sizes: Sequence[int | None], sample: bytes) -> dict[str, bytes]:
+    """Split a sample into its encoded columns.
+
+    Raises:
+        UnreadableRecord: The sizes of the columns contradict the length of the sample.
+    """
+    place = 4 * fixed_sizes.count(None)
+    sizes = iter(np.frombuffer(sample[:place], "<u4").tolist() if len(sample) >= place else ())
+    values: dict[str, bytes] = {}
+    for name, size in zip(encodings, fixed_sizes, strict=True):
+        length = next(sizes, len(sample)) if size is None else size
+        values[name] = sample[place : place + length]
+        place += length
+    if place != len(sample):
+        raise UnreadableRecord(f"its columns have {place:,} bytes, the sample has {len(sample):,}")
+    return values
+
+
+def _decode_text(name: str, value: bytes) -> str:
+    """Decode a text value.
+
+    Raises:
+        UnreadableRecord: The value is not UTF-8.
+    """
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableRecord(f"column {name!r} has invalid UTF-8 at byte {error.start}: {error.reason}") from error
+
+
+def _as_text(name: str, encoding: str, value: bytes) -> str:
+    """Return a metadata value as text."""
+    if encoding in _TEXT_ENCODINGS:
+        return _decode_text(name, value)
+    kind = "int64" if encoding == "int" else encoding
+    return str(np.frombuffer(value, kind)[0]) if kind in _NUMBER_ENCODINGS else f"({encoding}, {len(value):,} bytes)"
+
+
+def _decode_ids(
+    name: str, encoding: str, value: bytes, ids_dtype: str | None
+) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
+    """Decode the token ids of a value; an array of several axes is flattened in row-major order.
+
+    Raises:
+        UnreadableRecord: The value is not an array of token ids.
+    """
+    dtype, shape = _ids_dtype(encoding, ids_dtype), encoding.split(":")[2:]
+    try:
+        if not dtype:
+            dtype, value = _DTYPE_OF_CODE[value[0]], value[1:]
+        expected = math.prod(map(int, shape[0].split(","))) if shape else None
+        if encoding != "bytes" and expected is None:
+            axes, width = value[0] >> 2, 1 << (value[0] & 3)
+            expected = math.prod(np.frombuffer(value[1 : 1 + axes * width], f"<u{width}").tolist())
+            value = value[1 + axes * width :]
+        ids = np.frombuffer(value, np.dtype(dtype).newbyteorder("<"))
+    except (ValueError, LookupError) as error:
+        raise UnreadableRecord(f"column {name!r} is not an array of token ids") from error
+    if expected is not None and len(ids) != expected:
+        raise UnreadableRecord(f"column {name!r} holds {len(ids):,} ids, but its shape requires {expected:,}")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 32:
+        raise UnreadableRecord(f"column {name!r} holds {int(ids.min())}, which is not a token id")
+    return ids.astype(np.uint16) if ids.dtype.itemsize <= 2 else ids.astype(np.uint32)

@@ -1,7 +1,7 @@
 """Parquet: a row is a record, one of its columns is the text.
 
-Runs of row groups go in, documents and bad records come out; nothing but the wanted columns is read, in batches of
-bounded size. A span's bytes are those of its row groups in the file, as the footer says them.
+Spans of row groups go in; documents and bad records come out. Only the requested columns are read, in batches of
+bounded size. The byte range of a span is that of its row groups according to the footer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vorox.data.text.formats.record_blocks import RecordBlock
 
 _BATCH_BYTES = 8 << 20
 _BUFFER_BYTES = 8 << 20
-_LEAST_SUSPECT_BYTES = 1 << 28
+_MIN_SUSPECT_BYTES = 1 << 28
 
 
 @contextlib.contextmanager
@@ -44,16 +44,16 @@ def _opened(file: StoredFile, limits: Limits) -> Generator[Any]:
                 yield opened
         except (arrow.ArrowException, OSError) as error:
             raise DataError(
-                f"the Parquet file cannot be read: {' '.join(str(error).split())}", where=file.uri,
-                hint="it is damaged or not complete: fetch or write it again, or take it out of data.sources",
+                f"The Parquet file cannot be read: {' '.join(str(error).split())}", where=file.uri,
+                hint="it is corrupt or incomplete: download or write it again, or remove it from data.sources",
             ) from error  # fmt: skip
 
 
 def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[RowGroup]:
-    """The row groups of a file that have rows.
+    """Yield the row groups of a file that are not empty.
 
     Raises:
-        DataError: It is no Parquet file, has not that column, or its footer cannot be true.
+        DataError: The file is not Parquet, lacks the text column, or has an inconsistent footer.
     """
     for row in _row_groups(file, text_field, limits).tolist():
         yield RowGroup(*row)
@@ -61,7 +61,7 @@ def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[Ro
 
 @functools.lru_cache(maxsize=1 << 10)
 def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
-    """A row for each: numbers, because there are many in large files, and many such files."""
+    """Return one ``RowGroup`` per row of an array, which is compact for many large files."""
     with _opened(file, limits) as opened:
         check_text_column(file, opened.schema_arrow, text_field)
         footer = opened.metadata
@@ -78,15 +78,15 @@ def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArra
                 start = min(_start(chunk) for chunk in chunks)
                 end = max(_start(chunk) + chunk.total_compressed_size for chunk in chunks)
                 text = group.column(column)
-                _refuse_bombs(file, text, limits)
+                _reject_bomb(file, text, limits)
                 found.append(RowGroup(index, first_row, group.num_rows, start, end, text.total_uncompressed_size))
             first_row += group.num_rows
     size_bytes, previous = length_bytes(file, limits), 0
     for group in found:
         if not previous <= group.start_byte < group.end_byte <= size_bytes:
             raise DataError(
-                f"row group {group.index} is said to lie at bytes {group.start_byte:,} to {group.end_byte:,}, which "
-                "cannot be", where=file.uri, hint="the footer is damaged: fetch or write the file again",
+                f"The footer places row group {group.index} at bytes {group.start_byte:,} to {group.end_byte:,}, which "
+                "is impossible", where=file.uri, hint="the footer is corrupt: download or write the file again",
             )  # fmt: skip
         previous = group.end_byte
     return np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
@@ -97,18 +97,18 @@ def _start(chunk: Any) -> int:
     return min(offset for offset in offsets if offset is not None)
 
 
-def _refuse_bombs(file: StoredFile, chunk: Any, limits: Limits) -> None:
+def _reject_bomb(file: StoredFile, chunk: Any, limits: Limits) -> None:
     size, stored = chunk.total_uncompressed_size, max(chunk.total_compressed_size, 1)
-    if size > limits.max_bytes or size > max(_LEAST_SUSPECT_BYTES, limits.max_ratio * stored):
+    if size > limits.max_bytes or size > max(_MIN_SUSPECT_BYTES, limits.max_ratio * stored):
         option = "max_decompressed_bytes" if size > limits.max_bytes else "max_decompression_ratio"
         raise DataError(
-            f"{stored:,} compressed bytes come to {size:,}: this looks like a decompression bomb", where=file.uri,
-            hint=f"take the file out of data.sources; if you trust it, raise the source's {option}",
+            f"{stored:,} compressed bytes expand to {size:,}: this looks like a decompression bomb", where=file.uri,
+            hint=f"remove the file from data.sources; if you trust it, raise the source's {option}",
         )  # fmt: skip
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
-    """Text up to a place in the file, about."""
+    """Return the approximate bytes of text before ``end``."""
     groups = row_groups(file, source.text_field, Limits.from_source(source))
     return sum(group.text_bytes for group in groups if end is None or group.start_byte < end)
 
@@ -116,15 +116,15 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole row groups with about ``block_bytes`` of text."""
-    del first_ordinal  # the footer knows it
+    """Yield blocks of whole row groups with about ``block_bytes`` of text."""
+    del first_ordinal  # known from the footer
     yield from row_group_blocks(
         row_groups(file, source.text_field, Limits.from_source(source)), start, end, block_bytes
     )
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Rows of the row groups in a range."""
+    """Count the rows of the row groups in a range."""
     groups = row_groups(file, source.text_field, Limits.from_source(source))
     return sum(group.num_rows for group in groups if start <= group.start_byte < end)
 
@@ -132,7 +132,7 @@ def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
-    """The rows of the row groups in a span whose ordinal ``accept`` takes."""
+    """Yield the rows of the row groups in a span for whose ordinal ``accept`` is true."""
     limits = Limits.from_source(source)
     groups = list(row_groups(file, source.text_field, limits))
     with _opened(file, limits) as opened:

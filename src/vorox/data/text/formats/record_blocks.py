@@ -1,8 +1,8 @@
-"""Cutting a content at the ends of its records, in one pass forward and in bounded memory.
+"""Record boundaries, and content split at them into blocks of whole records.
 
-Where records end goes in, chunk by chunk; pieces with the ordinal of their first record, or the records themselves,
-come out. Invariant: the pieces are those that going back from every multiple of the size to the last end of a record
-would give, so that a file is cut alike whether it can be read backwards or not.
+Content, read chunk by chunk, goes in; blocks with the ordinal of their first record, or the records themselves, come
+out, in one forward pass and bounded memory. Invariant: a block ends at the last record boundary within its size limit,
+so that a file is split the same way whether it can be read backwards or not.
 """
 
 from __future__ import annotations
@@ -16,34 +16,82 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits, detect_damage, open_content
+from vorox.data.text.file_content import DEFAULT_LIMITS, Limits, detect_damage, open_content
 from vorox.data.text.signatures import compression_by_suffix
 
-_MOST_CUTS_REMEMBERED = 1 << 16
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+WINDOW_BYTES = 1 << 20
+"""Bytes per read in search of a line end."""
+
+_MAX_MEMOIZED = 1 << 16
 _CHUNK_BYTES = 1 << 20
 
 EndsOfChunk = tuple[int, npt.NDArray[np.int64]]
-"""(where a chunk of the content ends, where records end in it)."""
+"""(offset at which a chunk of the content ends, offsets at which records end in it)."""
 
 FindEnds = Callable[[bytes], npt.NDArray[np.int64] | list[int]]
-"""Returns the offsets in a chunk behind which records end; called with chunk after chunk."""
+"""Returns the offsets in a chunk at which records end; called with consecutive chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordBlock:
-    """A run of whole records; an empty one says that the rest of the file cannot be read.
+    """A run of whole records; an empty block marks the rest of a file as unreadable.
 
     Attributes:
         start_byte: Its first byte in the content.
-        end_byte: The first one behind it.
+        end_byte: The first byte after it.
         first_ordinal: Ordinal of its first record within the file.
-        text_bytes: Text in it, about: what the size of units is counted in.
+        text_bytes: Approximate bytes of text; unit sizes are measured in these.
     """
 
     start_byte: int
     end_byte: int
     first_ordinal: int
     text_bytes: int
+
+
+def read_range(file: StoredFile, start: int, end: int, limits: Limits) -> bytes:
+    """Return the bytes of a range of the content."""
+    with open_content(file, start, end, limits) as reader:
+        return reader.read(end - start)
+
+
+def line_end_before(file: StoredFile, at: int, low: int, limits: Limits = DEFAULT_LIMITS) -> int | None:
+    """Return the last line end in ``(low, at]``; ``None`` if there is none."""
+    end = at
+    while end > low:
+        start = max(low, end - WINDOW_BYTES)
+        newline = read_range(file, start, end, limits).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return None
+
+
+def line_end_after(file: StoredFile, at: int, high: int, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Return the first line end at or after ``at``, or ``high``."""
+    start = at
+    while start < high:
+        end = min(high, start + WINDOW_BYTES)
+        newline = read_range(file, start, end, limits).find(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        start = end
+    return high
+
+
+def line_ends(chunk: bytes) -> npt.NDArray[np.int64]:
+    """Return the offsets in a chunk at which lines end."""
+    return np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + 1
+
+
+def count_lines(file: StoredFile, start: int, end: int, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Count the line ends in a range."""
+    count = 0
+    with open_content(file, start, end, limits) as reader:
+        while chunk := reader.read(WINDOW_BYTES):
+            count += chunk.count(b"\n")
+    return count
 
 
 def blocks_from_ends(
@@ -54,12 +102,12 @@ def blocks_from_ends(
     *,
     is_damaged: bool = False,
 ) -> Iterator[RecordBlock]:
-    """Pieces of at most ``block_bytes``, larger only where a single record is.
+    """Yield blocks of at most ``block_bytes``, or of a single record that is larger.
 
-    Behind the last record that is whole, damaged content has an empty piece: what follows is put aside.
+    Damaged content ends after its last complete record, with an empty block for the rest.
     """
     low, low_ordinal = start_byte, first_ordinal
-    last, last_ordinal = start_byte, first_ordinal  # the last end of a record, and the ordinal behind it
+    last, last_ordinal = start_byte, first_ordinal  # the last record boundary, and the ordinal after it
     stop, passed = start_byte, first_ordinal
     for stop, ends in chunks:
         while stop - low > block_bytes:
@@ -68,7 +116,7 @@ def blocks_from_ends(
                 last, last_ordinal = int(ends[fitting - 1]), passed + fitting
             elif last <= low:
                 if fitting == len(ends):
-                    break  # one record, larger than a piece so far
+                    break  # so far a single record, larger than a block
                 last, last_ordinal = int(ends[fitting]), passed + fitting + 1
             yield RecordBlock(low, last, low_ordinal, last - low)
             low, low_ordinal = last, last_ordinal
@@ -92,9 +140,9 @@ def split_content(
     limits: Limits,
     find_ends: FindEnds,
 ) -> Iterator[RecordBlock]:
-    """Cut a range of a content in one pass, at the ends of records."""
+    """Split a range of a file's content into blocks in one pass."""
     if end == file.size_bytes and compression_by_suffix(file.uri) is None:
-        end = None  # little is read ahead of an open end, in case that few pieces are wanted
+        end = None  # an open end limits the read-ahead, in case the caller wants only the first blocks
     with open_content(file, start, end, limits) as reader:
         is_damaged = end is None and detect_damage(file, limits) is not None
         yield from blocks_from_ends(
@@ -103,7 +151,7 @@ def split_content(
 
 
 def find_record_ends(reader: BinaryIO, start: int, find_ends: FindEnds) -> Iterator[EndsOfChunk]:
-    """Yield where records end in a content that is read from ``start`` on."""
+    """Yield the record boundaries of content whose first byte has the offset ``start``."""
     for chunk in iter_chunks(reader):
         ends = np.asarray(find_ends(chunk), dtype=np.int64) + start
         start += len(chunk)
@@ -117,30 +165,30 @@ def iter_chunks(reader: BinaryIO) -> Iterator[bytes]:
 _memoized: OrderedDict[Hashable, tuple[RecordBlock, ...]] = OrderedDict()
 
 
-def memoize_blocks(key: Hashable, make: Callable[[], Iterator[RecordBlock]]) -> Iterator[RecordBlock]:
-    """The pieces that ``make`` gives; once it gave all, they are known without it. Both splits ask for the same."""
+def memoize_blocks(key: Hashable, split: Callable[[], Iterator[RecordBlock]]) -> Iterator[RecordBlock]:
+    """Yield the blocks of ``split``, remembered after the first complete pass: both splits need the same blocks."""
     known = _memoized.get(key)
     if known is not None:
         yield from known
         return
-    pieces: list[RecordBlock] = []
-    for piece in make():
-        pieces.append(piece)
-        yield piece
-    _memoized[key] = tuple(pieces)
-    while len(_memoized) > _MOST_CUTS_REMEMBERED:
+    blocks: list[RecordBlock] = []
+    for block in split():
+        blocks.append(block)
+        yield block
+    _memoized[key] = tuple(blocks)
+    while len(_memoized) > _MAX_MEMOIZED:
         _memoized.popitem(last=False)
 
 
 def iter_records(
     chunks: Iterable[tuple[bytes, npt.NDArray[np.int64] | list[int]]], start_byte: int, max_record_bytes: int
 ) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, length, bytes) of every record; no bytes of one that is larger than ``max_record_bytes``.
+    """Yield (offset, length, bytes) of every record; the bytes of an oversized record are ``None``.
 
     Args:
-        chunks: The content in chunks, each with where records end in it, counted from the chunk's start.
-        start_byte: Where the first chunk starts.
-        max_record_bytes: No more of a record is held.
+        chunks: The content in chunks, each with the record ends in it, relative to the start of the chunk.
+        start_byte: Offset of the first chunk.
+        max_record_bytes: Larger records are not buffered.
     """
     offset, size = start_byte, 0
     parts: list[bytes] = []
@@ -161,4 +209,5 @@ def iter_records(
 
 
 def too_large(length_bytes: int, max_record_bytes: int) -> str:
+    """Return the reason for quarantining an oversized record."""
     return f"the record has {length_bytes:,} bytes, more than max_record_bytes={max_record_bytes:,}"

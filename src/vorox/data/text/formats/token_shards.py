@@ -1,9 +1,8 @@
-"""Token shards (.bin) as a source: a record is a document, the ids up to and with an end-of-text id.
+"""Token shards (.bin): a record is a document, the ids up to and including an end-of-text id.
 
-Spans of a shard go in, token documents come out. Writers that put the end of text in front of every document and
-those that put it behind give the same documents; what an end of text alone would be is no document but keeps its
-ordinal. A document that one shard ends and the next goes on with is two. Invariant: ids are given out as they are
-stored; whether they are in the vocabulary is for the builder to refuse.
+Spans of a shard go in; token documents come out. An end of text before or after every document gives the same
+documents; an empty document is skipped but keeps its ordinal. A document that continues in the next shard becomes two.
+Invariant: ids are returned as stored; the builder rejects those outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 def header(source: SourceConfig, file: StoredFile) -> ShardHeader:
-    """What a stored shard is.
+    """Return the header of a stored shard.
 
     Raises:
-        DataError: It is none, or does not agree with its header or with the source's ``ids_dtype``.
+        DataError: The file is not a shard, or contradicts its header or the source's ``ids_dtype``.
     """
     return _header(file, source.ids_dtype)
 
@@ -52,22 +51,22 @@ def _header(file: StoredFile, ids_dtype: str | None) -> ShardHeader:
 def end_of_text(source: SourceConfig) -> int:
     if source.end_of_text_id is None:
         raise ConfigError(
-            f"the token shards of source {source.name!r} need an end-of-text id before the tokenizer is known",
+            f"The token shards of source {source.name!r} need an end-of-text id before the tokenizer is known",
             where="data.sources", hint="set the source's end_of_text_id",
         )  # fmt: skip
     return source.end_of_text_id
 
 
 def _chunks(source: SourceConfig, file: StoredFile, start: int, end: int | None) -> Iterator[bytes]:
-    """Whole tokens."""
+    """Yield chunks of whole tokens."""
     size = header(source, file).token_bytes
     with open_content(file, start, None if end == file.size_bytes else end) as reader:
         rest = b""
-        while piece := reader.read(_CHUNK_BYTES):
-            piece = rest + piece
-            whole = len(piece) // size * size
-            rest = piece[whole:]
-            yield piece[:whole]
+        while chunk := reader.read(_CHUNK_BYTES):
+            chunk = rest + chunk
+            whole = len(chunk) // size * size
+            rest = chunk[whole:]
+            yield chunk[:whole]
 
 
 def _ends(
@@ -82,14 +81,14 @@ def _ends(
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
-    """Bytes of tokens up to a place, without the header."""
+    """Return the bytes of tokens before ``end``, without the header."""
     return max(0, (file.size_bytes if end is None else end) - header(source, file).header_bytes)
 
 
 def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
-    """Runs of whole documents, behind the header."""
+    """Yield blocks of whole documents after the header."""
     begin = max(start, header(source, file).header_bytes)
     end_of_text_id = end_of_text(source)
     key = ("bin", source.ids_dtype, file, begin, end, block_bytes, first_ordinal, end_of_text_id)
@@ -98,7 +97,7 @@ def split_blocks(
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
-    """Records in a range."""
+    """Count the records in a range."""
     total, last = 0, max(start, header(source, file).header_bytes)
     for _, ends in _ends(source, file, last, end, end_of_text(source)):
         total += len(ends)
@@ -109,7 +108,7 @@ def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
 def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[TokenDocument | BadRecord]:
-    """The documents in a span whose first byte ``accept`` takes."""
+    """Yield the documents in a span for whose first byte ``accept`` is true."""
     shard, end_of_text_id = header(source, file), end_of_text(source)
     start = max(span.start_byte, shard.header_bytes)
     chunks = (
