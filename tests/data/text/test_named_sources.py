@@ -120,7 +120,7 @@ def test_dolma_is_every_address_of_its_list(hub: HubServer, tmp_path: Path) -> N
 
 def test_a_list_with_something_else_than_addresses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "urls.txt").write_text("# shards\nhttps://example.org/a.jsonl\n<html>\n")
-    with pytest.raises(DataError, match=r"a line that is none: '<html>'"):
+    with pytest.raises(DataError, match=r"a line that is not a URL: '<html>'"):
         addresses_in(str(tmp_path / "urls.txt"))
 
 
@@ -139,6 +139,6 @@ def test_the_stack_is_gated_and_says_what_to_do(preset: str, hub: HubServer, mon
     with pytest.raises(DataError) as refused:
         list_source(named(preset))
     assert "HF_TOKEN" in refused.value.hint
-    assert "accept the conditions" in refused.value.hint
+    assert "accept the repository's conditions" in refused.value.hint
     with pointed_at(hub.environment()):
         assert texts(named(preset)) == ["python"]
