@@ -222,9 +222,9 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     """CPU seconds of the parts of a build, one after the other over the whole corpus, in one thread."""
     from vorox.core.atomic import write_file
     from vorox.core.config import load_config
-    from vorox.data.cache.assemble import chunk_contents
     from vorox.data.cache.format import encode_chunk
     from vorox.data.cache.unit_builder import UnitBuilder
+    from vorox.data.cache.unit_rows import chunk_contents
     from vorox.data.cache_opener import recipe_for
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader

@@ -148,7 +148,7 @@ def make_workload(
     if not dist.is_main:  # where caches are shared, they are built by then
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
-    options = BuildOptions(on_mend=log.warning)
+    options = BuildOptions(on_repair=log.warning)
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:
         dist.barrier("corpus")

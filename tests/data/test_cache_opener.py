@@ -287,7 +287,7 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
     config = configuration(tmp_path)
     expected = rows(held(prepare(config))[0], 5)
     told: list[str] = []
-    reader = held(prepare(config, options=BuildOptions(on_mend=told.append)))[0]
+    reader = held(prepare(config, options=BuildOptions(on_repair=told.append)))[0]
     path = sorted(reader.directory.glob("chunks/02/*.psc"))[0]
     path.write_bytes(path.read_bytes()[:-3])
     assert rows(reader, 5) == expected
@@ -295,7 +295,7 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
     assert "building unit 2 again" in told[0]
     strict = held(prepare(config, build=False))[0]
     path.unlink()
-    with pytest.raises(DataError, match="cannot open a chunk"):
+    with pytest.raises(DataError, match="Cannot open a chunk"):
         rows(strict, 5)
 
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_mended_is_said_with_the_damage(tmp_path: Path) -> None:
     path.unlink()
     for file in (tmp_path / "text").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match="cannot open a chunk") as caught:
+    with pytest.raises(DataError, match="Cannot open a chunk") as caught:
         rows(reader, 5)
     assert caught.value.where == str(path)
     assert "building the unit again failed" in caught.value.hint

@@ -102,7 +102,7 @@ def test_garbage_collection_removes_nothing_in_use_when_the_clock_jumps(
         assert caches[built].is_busy
         assert caches[read].runs
         idle = [cache for cache in caches.values() if cache.idle_seconds > DAY]
-        assert not [cache for cache in idle if cache.may_go]
+        assert not [cache for cache in idle if cache.is_removable]
         assert caches[made].idle_seconds < DAY
         assert remove_unused([cache for cache in caches.values() if cache.directory == built]) == 0
         build(fresh, work_of(corpus), corpus.units)
@@ -122,7 +122,7 @@ def test_temporaries_of_another_host_are_swept_by_the_clock_of_the_disk(
     os.utime(left, (then, then))
     for jump_seconds in (-400 * DAY, 400 * DAY):
         monkeypatch.setattr(time, "time", lambda jump_seconds=jump_seconds: then + jump_seconds)
-        assert atomic.is_temporary_of_the_dead(left) == is_swept
+        assert atomic.is_stale_temporary(left) == is_swept
     assert atomic.sweep_temporary(tmp_path) == ([left] if is_swept else [])
     assert [path.name for path in tmp_path.iterdir()] == ([] if is_swept else [left.name])
 

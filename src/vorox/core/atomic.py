@@ -186,7 +186,7 @@ _TEMPORARY = re.compile(
 def sweep_temporary(directory: Path) -> list[Path]:
     """Remove what dead writers left in ``directory``: of this host, or of another one a day ago; returns what was."""
     removed: list[Path] = []
-    for path in filter(is_temporary_of_the_dead, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
+    for path in filter(is_stale_temporary, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
         if path.is_dir() and not path.is_symlink():
             _perform("remove", path, lambda path=path: shutil.rmtree(path, ignore_errors=True))
         else:
@@ -195,7 +195,7 @@ def sweep_temporary(directory: Path) -> list[Path]:
     return removed
 
 
-def is_temporary_of_the_dead(path: Path) -> bool:
+def is_stale_temporary(path: Path) -> bool:
     """Whether a path is the temporary one of a process that is no more.
 
     Whether a process of another host lives cannot be known, and a container that is started again has another name:
@@ -236,12 +236,12 @@ def stage_file(path: Path, data: Buffer, *, private: bool = False) -> Path:
             write(file, temporary, data)
             sync_file(file, temporary)
     except BaseException:
-        drop_staged(temporary)
+        discard_staged(temporary)
         raise
     return temporary
 
 
-def drop_staged(temporary: Path) -> None:
+def discard_staged(temporary: Path) -> None:
     """Remove what was staged and will not be used; what a full or failing disk keeps is swept later."""
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
@@ -253,7 +253,7 @@ def write_file(path: Path, data: Buffer, *, private: bool = False) -> None:
     try:
         rename(temporary, path)
     except BaseException:
-        drop_staged(temporary)
+        discard_staged(temporary)
         raise
 
 

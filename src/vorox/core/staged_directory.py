@@ -147,7 +147,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointError(f"no readable manifest: {error.strerror}", where=str(path)) from error
     except OSError as error:
-        raise unreadable(error, path) from error
+        raise unreadable_error(error, path) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError("the manifest is not valid", where=str(path)) from error
     if not intact or body.get("format") != "vorox-directory/1":
@@ -155,7 +155,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return body
 
 
-def unreadable(error: OSError, path: Path) -> UnreadableCheckpointError:
+def unreadable_error(error: OSError, path: Path) -> UnreadableCheckpointError:
     """What to say when a checkpoint cannot be read: the disk, not the checkpoint, is at fault."""
     return UnreadableCheckpointError(
         f"a checkpoint cannot be read: {error.strerror or error}; this says nothing about its content",
@@ -164,12 +164,12 @@ def unreadable(error: OSError, path: Path) -> UnreadableCheckpointError:
     )
 
 
-def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -> dict[str, Any]:
+def verify_directory(directory: Path, *, extra_files: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Check every file of a committed directory against its manifest, and that nothing else lies in it.
 
     Args:
         directory: The directory.
-        beside: Names of files that may lie in it though the manifest does not know them.
+        extra_files: Names of files that may lie in it though the manifest does not know them.
 
     Returns:
         The manifest's ``metadata``.
@@ -182,7 +182,7 @@ def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -
     body = read_manifest(directory)
     expected: dict[str, dict[str, Any]] = body["files"]
     present = _files_below(directory)
-    for name in sorted(present - set(expected) - {MANIFEST_NAME} - beside):
+    for name in sorted(present - set(expected) - {MANIFEST_NAME} - extra_files):
         raise CheckpointError("a file that the manifest does not know", where=str(directory / name))
     for name, entry in sorted(expected.items()):
         path = directory / name
@@ -193,7 +193,7 @@ def verify_directory(directory: Path, *, beside: frozenset[str] = frozenset()) -
         except FileNotFoundError as error:
             raise CheckpointError("a file of the manifest is missing", where=str(path)) from error
         except OSError as error:
-            raise unreadable(error, path) from error
+            raise unreadable_error(error, path) from error
         if actual.size_bytes != entry["size_bytes"]:
             raise CheckpointError(
                 f"the file has {actual.size_bytes:,} bytes, the manifest says {entry['size_bytes']:,}", where=str(path)
@@ -207,7 +207,7 @@ def _files_below(directory: Path) -> set[str]:
     """Names of all files and of links to folders, which are not entered."""
 
     def fail(error: OSError) -> None:
-        raise unreadable(error, directory) from error
+        raise unreadable_error(error, directory) from error
 
     found: set[str] = set()
     for folder, inner, names in os.walk(directory, onerror=fail):

@@ -246,14 +246,14 @@ class CacheOpener:
         reader = CacheReader.open(place.directory, recipe, complete=complete)
         mark_used(place.directory)
         if self.options.build:
-            reader.mend = functools.partial(self._mend, place, recipe, units, name)
+            reader.repair = functools.partial(self._repair, place, recipe, units, name)
         return reader
 
-    def _mend(
+    def _repair(
         self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
     ) -> None:
-        if self.options.on_mend is not None:
-            self.options.on_mend(f"{name}: {error}; building unit {unit} again")
+        if self.options.on_repair is not None:
+            self.options.on_repair(f"{name}: {error}; building unit {unit} again")
         try:
             rebuild_unit(place.directory, self.unit_builder(place.source, recipe), units, unit)
         except DataError as failure:

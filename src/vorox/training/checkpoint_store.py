@@ -79,7 +79,7 @@ def translate_read_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise staged_directory.unreadable(error, path) from error
+        raise staged_directory.unreadable_error(error, path) from error
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -256,7 +256,7 @@ def _check_restorable(path: Path, step: int, target: Path, heads: dict[int, str 
     if target.exists() or target.is_symlink():
         return f"{target.name} was saved again since"
     try:
-        metadata = staged_directory.verify_directory(path, beside=frozenset({REASON_NAME}))
+        metadata = staged_directory.verify_directory(path, extra_files=frozenset({REASON_NAME}))
     except UnreadableCheckpointError:
         raise
     except CheckpointError as error:

@@ -58,11 +58,11 @@ def read_all_the_while(directory: Path, expected: dict[int, str], work: UnitBuil
         time.sleep(0.001)
     mend = functools.partial(rebuild, directory, work)
     reader = CacheReader.open(directory, complete=False)
-    reader.mend = mend
+    reader.repair = mend
     while not ended.exists():
         reader = reader.refreshed()
         other = CacheReader.open(directory, complete=False)
-        other.mend = mend
+        other.repair = mend
         for seen in (reader, other):
             found = rows_of_units(seen)
             assert found == {unit: expected[unit] for unit in found}

@@ -34,12 +34,12 @@ def waiting(queue: BuildQueue, unit: int, errors: list[BaseException]) -> thread
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    wait_until(lambda: unit in queue._waited)
+    wait_until(lambda: unit in queue._awaited)
     return thread
 
 
 def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> None:
-    queue = BuildQueue(lasting=True)
+    queue = BuildQueue(keep_open=True)
     assert queue.next_batch(manifest, ()) == [1, 2, 3]
     queue.plan([2])
     assert queue.next_batch(manifest, {0}) == [2, 0, 1, 3]
@@ -47,7 +47,7 @@ def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> N
     thread = waiting(queue, 3, [])
     assert queue.next_batch(manifest, ()) == [3, 2, 1]
     assert queue.preempts([2, 1]), "somebody waits for another unit"
-    queue.settle(3)
+    queue.mark_done(3)
     thread.join(20)
     assert not thread.is_alive()
     queue.close()
@@ -55,7 +55,7 @@ def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> N
 
 
 def test_an_error_goes_to_who_waits_and_the_unit_is_left_until_somebody_waits_again(manifest: Manifest) -> None:
-    queue, errors = BuildQueue(last_unit=0, lasting=True), list[BaseException]()
+    queue, errors = BuildQueue(last_unit=0, keep_open=True), list[BaseException]()
     thread = waiting(queue, 2, errors)
     assert queue.fail(2, DataError("no text"))
     thread.join(20)
@@ -73,7 +73,7 @@ def test_an_error_goes_to_who_waits_and_the_unit_is_left_until_somebody_waits_ag
 def test_a_scheduler_in_a_thread_builds_what_is_waited_for_first(tmp_path: Path) -> None:
     corpus = small_corpus(lines_per_unit=5)
     prepare_directory(tmp_path, work_of(corpus), corpus.units)
-    queue = BuildQueue(last_unit=0, lasting=True)
+    queue = BuildQueue(last_unit=0, keep_open=True)
     scheduler = BuildScheduler(tmp_path, work_of(corpus), corpus.units, queue)
     scheduler.start()
     try:
@@ -94,7 +94,7 @@ def test_a_scheduler_in_a_thread_builds_what_is_waited_for_first(tmp_path: Path)
 
 def test_what_ends_the_thread_is_raised_where_somebody_waits(tmp_path: Path) -> None:
     corpus = small_corpus()
-    queue = BuildQueue(lasting=True)
+    queue = BuildQueue(keep_open=True)
     scheduler = BuildScheduler(tmp_path / "cache", work_of(corpus), corpus.units, queue)
 
     def fail() -> None:

@@ -263,7 +263,7 @@ def test_files_of_a_later_version_are_refused_with_what_they_are(tmp_path, offse
     raw[offset] = value
     raw[252:256] = struct.pack("<I", zlib.crc32(raw[:252]))
     path.write_bytes(raw)
-    with pytest.raises(DataError, match="which this version does not read"):
+    with pytest.raises(DataError, match="Unsupported chunk"):
         Chunk.open(path)
 
 

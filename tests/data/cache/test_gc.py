@@ -105,7 +105,7 @@ def test_caches_are_listed_with_who_reads_them(tmp_path: Path) -> None:
     remove_cache(root / OTHER)
     assert sorted(path.name for path in root.iterdir()) == [TRAIN, VALIDATION, "versions"]
     (runs / "first" / "plan.jsonl").write_bytes(b"{}\n{}\n{}\n")
-    with pytest.raises(DataError, match="the plan of run first cannot be read"):
+    with pytest.raises(DataError, match="Cannot read the plan of run first"):
         find_caches(root, runs)
 
 
@@ -147,7 +147,7 @@ def test_a_rebuild_that_fails_leaves_the_old_cache(tmp_path: Path) -> None:
     (place,) = tmp_path.glob(".rebuild-*")
     for name in ("RECIPE.json", "manifest/log.jsonl"):
         os.utime(place / name, (time.time() - 100,) * 2)
-    assert [item.reason for item in find_garbage(tmp_path)] == ["a rebuild that was given up"]
+    assert [item.reason for item in find_garbage(tmp_path)] == ["abandoned rebuild"]
     assert rebuild(directory) == digest  # goes on from what was there
     assert find_garbage(tmp_path) == []
 
@@ -176,14 +176,14 @@ def test_a_pin_keeps_a_cache_and_is_seen_at_the_last_moment(tmp_path: Path) -> N
     directory = tmp_path / TRAIN
     build_corpus(directory, CORPUS)
     (before,) = find_caches(tmp_path, tmp_path / "runs")
-    assert before.may_go
+    assert before.is_removable
     pin(directory, "a", "one")
     assert remove_unused([before]) == 0, "it was pinned after it was looked at"
     pin(directory, "a", "two")
     (directory / PINS_NAME / "b.json").write_bytes(b"\0torn")
     (cache,) = find_caches(tmp_path, tmp_path / "runs")
     assert [str(one) for one in cache.pins] == ["a: two", "b: unreadable pin"]
-    assert not cache.may_go
+    assert not cache.is_removable
     assert remove_unused([cache]) == 0
     assert CacheReader.open(directory).verify() is None
     assert unpin(directory, "a")

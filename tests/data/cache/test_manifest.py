@@ -290,7 +290,7 @@ def test_a_repair_may_change_the_file_and_never_the_content(tmp_path):
     assert after.unit_chunks(0) == [chunk(0, 0, 8), repaired]
     assert after.content_digest(0, 2) == manifest.content_digest(0, 2)
     assert len(after.units) == 2
-    with pytest.raises(DataError, match="two contents"):
+    with pytest.raises(DataError, match="two different contents"):
         after.commit(tmp_path, [unit_of(1, [6])])
 
 

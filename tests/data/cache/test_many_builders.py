@@ -182,7 +182,7 @@ def test_a_reader_mends_what_it_finds_broken_and_says_so(tmp_path: Path, clean: 
         rebuild(tmp_path, work_of(CORPUS), unit, error)
 
     fresh = CacheReader.open(tmp_path)
-    reader.mend = fresh.mend = mend
+    reader.repair = fresh.repair = mend
     assert rows_of_units(reader) == expected
     assert rows_of_units(fresh) == expected
     assert asked == [4, 9]

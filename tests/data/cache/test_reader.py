@@ -228,5 +228,5 @@ def test_an_incomplete_cache_is_refused_unless_asked_for(broken):
     assert reader.num_rows == reader.rows_in(0, 2) > 0
     reader.read_rows(np.arange(reader.num_rows))
     for action in (reader.rows_in, reader.content_digest):
-        with pytest.raises(DataError, match="unit 2 is not built"):
+        with pytest.raises(DataError, match="unit 2 is missing"):
             action(0, 3)

@@ -305,7 +305,7 @@ class FaultyTokenizer(ByteTokenizer):
 @pytest.mark.parametrize("wrong", [257, 70_000, -1])
 def test_a_token_outside_the_vocabulary_is_refused_with_the_document(tmp_path, wrong):
     corpus = corpus_of([["a", "b"], ["c", "unspeakable", "d"]], 10)
-    with pytest.raises(DataError, match=f"id {wrong}, its vocabulary has 257 tokens") as caught:
+    with pytest.raises(DataError, match=f"id {wrong}, but its vocabulary has 257 tokens") as caught:
         build_corpus(tmp_path, corpus, tokenizer=FaultyTokenizer(wrong=wrong))
     assert caught.value.where == "/corpus/1.txt, record 2 at byte 2"
     assert caught.value.exit_code == 4
@@ -343,7 +343,7 @@ def test_a_cache_of_another_recipe_is_refused(tmp_path):
 
 
 def test_the_tokenizer_must_be_that_of_the_recipe(tmp_path):
-    with pytest.raises(DataError, match="is not the one of the recipe"):
+    with pytest.raises(DataError, match="does not match the recipe"):
         build_corpus(tmp_path, small_corpus(), recipe=recipe_for(ByteTokenizer(2)))
     assert list(tmp_path.iterdir()) == []
 
@@ -361,7 +361,7 @@ def test_an_unreadable_source_is_told_from_an_unwritable_cache(tmp_path):
         yield from corpus.read_unit(corpus.units[0])
         raise PermissionError(errno.EACCES, "Permission denied", "/corpus/0.txt")
 
-    with pytest.raises(DataError, match="unit 0 of the source cannot be read") as caught:
+    with pytest.raises(DataError, match="Cannot read unit 0 of the source") as caught:
         build(tmp_path, dataclasses.replace(work_of(corpus), read_unit=read_unit), corpus.units)
     assert caught.value.where == "/corpus/0.txt"
 

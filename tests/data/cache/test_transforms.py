@@ -289,15 +289,15 @@ def test_a_damaged_list_of_duplicates_is_refused_and_found_again(tmp_path):
     for place in range(0, len(raw), 7):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
         with pytest.raises(DataError, match="Cannot read the duplicates"):
-            next(work.at(tmp_path).run([corpus.units[3]]))
+            next(work.with_directory(tmp_path).run([corpus.units[3]]))
     path.write_bytes(duplicates_path(tmp_path, work.transforms[0], 2).read_bytes())
     with pytest.raises(DataError, match="belongs to a different unit"):
-        next(work.at(tmp_path).run([corpus.units[3]]))
+        next(work.with_directory(tmp_path).run([corpus.units[3]]))
     for file in path.parent.iterdir():
         file.unlink()
-    work.at(tmp_path).find_duplicates(corpus.units)
+    work.with_directory(tmp_path).find_duplicates(corpus.units)
     assert path.read_bytes() == raw
-    (built,) = work.at(tmp_path).run([corpus.units[3]])
+    (built,) = work.with_directory(tmp_path).run([corpus.units[3]])
     assert [record for _, record in built.chunks] == Manifest.open(tmp_path).unit_chunks(3)
     assert digest_of(tmp_path) == digest
 
@@ -308,22 +308,22 @@ def test_lists_that_follow_from_other_text_are_refused(tmp_path):
     other = corpus_of([["other text", *["x"] * 4], ["y"]], 5)
     lists = {}
     for name, corpus in {"small": small, "other": other}.items():
-        work = work_of(corpus, transforms).at(tmp_path / name)
+        work = work_of(corpus, transforms).with_directory(tmp_path / name)
         work.find_duplicates(corpus.units)
         lists[name] = lists_of(work, tmp_path / name)
     lists["small"](0).write_bytes(lists["other"](0).read_bytes())
-    grown = work_of(large, transforms).at(tmp_path / "small")
+    grown = work_of(large, transforms).with_directory(tmp_path / "small")
     with pytest.raises(DataError, match="computed from a different text") as caught:
         grown.find_duplicates(large.units)
     assert caught.value.where == str(lists["small"](0))
-    work = work_of(small, transforms).at(tmp_path / "again")
+    work = work_of(small, transforms).with_directory(tmp_path / "again")
     work.find_duplicates(small.units)
     again = lists_of(work, tmp_path / "again")
     again(0).write_bytes(
         dataclasses.replace(read_unit_duplicates(again(0)), removed_R3=np.array([[0, 0, 0]])).to_bytes()[0]
     )
     with pytest.raises(DataError, match="computed from a different text") as caught:  # unit 1 names another unit 0
-        work_of(large, transforms).at(tmp_path / "again").find_duplicates(large.units)
+        work_of(large, transforms).with_directory(tmp_path / "again").find_duplicates(large.units)
     assert caught.value.where == str(again(1))
 
 
@@ -336,7 +336,7 @@ def test_near_duplicates_need_their_library(monkeypatch):
 
 def test_a_first_pass_that_was_stopped_goes_on(tmp_path):
     corpus = larger_corpus()
-    whole = work_of(corpus, [config("exact_duplicates")]).at(tmp_path / "whole")
+    whole = work_of(corpus, [config("exact_duplicates")]).with_directory(tmp_path / "whole")
     whole.find_duplicates(corpus.units)
     parts = dataclasses.replace(whole, directory=tmp_path / "parts")
     path = lists_of(parts, tmp_path / "parts")
@@ -445,7 +445,7 @@ def test_records_that_are_tokens_are_packed_as_they_are(tmp_path, dtype):
     (built,) = UnitBuilder(files, read_unit, TOKENIZER, recipe, transforms=reverse_only).run([unit])
     assert built.statistics.tokens == report.tokens
     documents[2][3] = 257
-    with pytest.raises(DataError, match="the source has id 257, the vocabulary has 257 tokens") as caught:
+    with pytest.raises(DataError, match="The source contains id 257, but the vocabulary has 257 tokens") as caught:
         list(UnitBuilder(files, read_unit, TOKENIZER, recipe).run([unit]))
     assert caught.value.where == "/shards/a.bin, record 3 at byte 20"
 
@@ -478,7 +478,7 @@ def test_progress_and_statistics_are_told_in_the_thread_that_asks():
         told.append((documents, text_bytes, tokens))
         threads.add(threading.current_thread())
 
-    units = list(work_of(CORPUS, ALL).at(Path("unused")).run([], on_documents=on_documents))
+    units = list(work_of(CORPUS, ALL).with_directory(Path("unused")).run([], on_documents=on_documents))
     assert units == []
     work = work_of(CORPUS, [config("length", min_characters=6)])
     built = list(work.run(CORPUS.units, on_documents=on_documents, on_statistics=statistics.append))

@@ -53,7 +53,7 @@ def test_no_unit_is_taken_after_a_stop():
 def test_a_unit_of_nothing_but_bad_records_gives_up_and_says_where():
     corpus = corpus_of([["!"] * 150], 200)
     (unit,) = work_of(corpus).run(corpus.units)
-    assert unit.gave_up
+    assert unit.aborted
     assert unit.chunks == ()
     assert (len(unit.bad_records), unit.records_read) == (100, 100)
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_read_is_named_behind_the_units_before_it(tmp_path
 
     built = UnitBuilder(corpus.files, read, TOKENIZER, recipe_for(TOKENIZER)).run(corpus.units)
     assert [next(built).unit_id, next(built).unit_id] == [0, 1]
-    with pytest.raises(DataError, match="unit 2 of the source cannot be read") as caught:
+    with pytest.raises(DataError, match="Cannot read unit 2 of the source") as caught:
         next(built)
     assert caught.value.where == "/corpus/gone.txt"
 

@@ -174,7 +174,7 @@ def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, val
 
     forge(tmp_path, change)
     for action in (lambda: CacheReader.open(tmp_path), lambda: build_corpus(tmp_path, CORPUS)):
-        with pytest.raises(DataError, match="the manifest cannot be true") as caught:
+        with pytest.raises(DataError, match="The manifest is inconsistent") as caught:
             action()
         assert caught.value.exit_code == 4
         assert caught.value.where.endswith(LOG_NAME)
@@ -202,7 +202,7 @@ def test_a_manifest_of_another_cache_is_refused(tmp_path: Path) -> None:
     build_corpus(tmp_path / "b", CORPUS, recipe=recipe_for(work_of(CORPUS).tokenizer, packing="concat"))
     shutil.copytree(tmp_path / "b" / "manifest", tmp_path / "a" / "manifest", dirs_exist_ok=True)
     for action in (lambda: CacheReader.open(tmp_path / "a"), lambda: build_corpus(tmp_path / "a", CORPUS)):
-        with pytest.raises(DataError, match="the manifest belongs to another cache"):
+        with pytest.raises(DataError, match="The manifest belongs to another cache"):
             action()
 
 
@@ -223,7 +223,7 @@ def test_lists_of_another_source_are_found(tmp_path: Path) -> None:
     log.path.unlink()
     text = json.dumps(bodies).replace(CORPUS.files[1].version[:8], "version?")
     log.append(json.loads(text))
-    with pytest.raises(DataError, match="was not built from what the lists"):
+    with pytest.raises(DataError, match="does not match the listed files"):
         CacheReader.open(tmp_path).verify()
     (tmp_path / "UNITS.jsonl").unlink()
     with pytest.raises(DataError, match="the list of units has 0"):
@@ -281,9 +281,9 @@ def test_what_is_held_at_the_same_time_is_bounded(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(verify_module, "usable_cores", lambda: 8)
     largest = max(manifest.chunk(index).size_bytes for index in range(len(manifest.chunks)))
     assert verify_module.check_threads(manifest) == 8
-    monkeypatch.setattr(verify_module, "MOST_BYTES_HELD", 10 * largest)
+    monkeypatch.setattr(verify_module, "MAX_BYTES_HELD", 10 * largest)
     assert verify_module.check_threads(manifest) < 8
-    monkeypatch.setattr(verify_module, "MOST_BYTES_HELD", 0)
+    monkeypatch.setattr(verify_module, "MAX_BYTES_HELD", 0)
     assert verify_module.check_threads(manifest) == 1
     busy, most, lock, original = [0], [0], threading.Lock(), Chunk.verify
 

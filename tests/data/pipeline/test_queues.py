@@ -29,7 +29,7 @@ def test_items_come_out_by_number_whoever_was_first():
         assert queue.put(sequence, f"item {sequence}", 10)
     queue.finish(3)
     assert [queue.get() for _ in range(4)] == [(0, "item 0"), (1, "item 1"), (2, "item 2"), None]
-    assert queue.taken == 3
+    assert queue.num_taken == 3
 
 
 def test_a_producer_without_credits_waits_until_something_is_taken():

@@ -160,7 +160,7 @@ def test_what_was_removed_comes_back_as_it_was_or_not_at_all(tmp_path, cached):
     with Opened(tmp_path, text, work=work_of(text, changed.read_unit)) as opened:
         good = opened.reader.unit_row_starts[7] - 1
         assert_same_rows(cached, opened.reader, np.array([good]))
-        with pytest.raises(DataError, match="building unit 7 again gives other rows than were recorded"):
+        with pytest.raises(DataError, match="Rebuilding unit 7 gives different rows than were committed"):
             opened.reader.read_rows(np.array([good + 1]))
 
 

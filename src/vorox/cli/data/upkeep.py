@@ -48,7 +48,7 @@ def gc(
     garbage = gc.find_garbage(root)
     caches = gc.find_caches(root, Path(runs))
     longest = _seconds(older_than)
-    unused = [cache for cache in caches if longest is not None and cache.idle_seconds > longest and cache.may_go]
+    unused = [cache for cache in caches if longest is not None and cache.idle_seconds > longest and cache.is_removable]
     if not as_json:
         _print_caches(caches, unused)
         for item in garbage:

@@ -1,7 +1,7 @@
-"""Build: bring a cache to completion, in this process, in several, or on several machines.
+"""Build a cache completely: in this process, in several, or on several machines.
 
-A cache directory, a ``UnitBuilder``, the units and options go in; a report comes out. A cache that is complete is only
-read, so it may lie on a read-only disk.
+A cache directory, a ``UnitBuilder``, the units and options go in; a report comes out. A complete cache is only read, so
+it may be on a read-only disk.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 
 from vorox.core.errors import DataError
 from vorox.data.cache.build_queue import BuildQueue, Mode, never
-from vorox.data.cache.companion import HeldRecords, PairedScheduler
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.paired_scheduler import HeldRecords, PairedScheduler
 from vorox.data.cache.planning import has_planned, prepare_directory
 from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
 from vorox.data.cache.quarantine import first_quarantined, report_quarantine
@@ -34,21 +34,21 @@ _BACKGROUND_DRAIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How caches are built.
+    """Options of a build. None of them changes a row.
 
     Attributes:
-        build: Build what is missing. Off: refuse instead.
-        verify: Check all chunks first, this closely, and rebuild damaged ones.
-        mode: Which missing unit is next: ``forward`` the lowest, ``inverse`` the highest, ``gaps`` those below one that
-            is done, then the others.
-        workers: Builders that work at once; 1 builds with the threads of this process.
-        executor: What several workers are: processes, or Ray tasks (also a single one).
-        force_rebuild: Build everything again and replace what is there once the new cache is complete.
-        wait_for: ``first_segment`` returns when the first units of the training text are built and lets the others
-            follow; ``complete`` when all are. None: as ``data.growth.mode`` says.
-        last_unit: Build only units below this; None for all.
-        stop: Polled between units; once it returns true, the build ends and what was committed stays.
-        on_mend: Called with a message for every unit that is rebuilt because a chunk was found damaged while reading.
+        build: Build missing units. False: refuse an incomplete cache.
+        verify: First check all chunks, this thoroughly, and rebuild damaged ones.
+        mode: Order of the missing units: ``forward`` lowest first, ``inverse`` highest first, ``gaps`` first those
+            below the highest one built.
+        workers: Number of concurrent builders; 1 builds with the threads of this process.
+        executor: Run workers as processes or as Ray tasks (also a single one).
+        force_rebuild: Rebuild everything, and replace the existing cache once the new one is complete.
+        wait_for: ``first_segment`` returns when the first units of the training text are built and builds the others
+            in the background; ``complete`` waits for all. None: follow ``data.growth.mode``.
+        last_unit: Build only units below this; None: all.
+        stop: Polled between units; once it returns true, the build ends and committed units stay.
+        on_repair: Called with a message for every unit that is rebuilt because reading found a damaged chunk.
     """
 
     build: bool = True
@@ -60,7 +60,7 @@ class BuildOptions:
     wait_for: Literal["complete", "first_segment"] | None = None
     last_unit: int | None = None
     stop: Callable[[], bool] = never
-    on_mend: Callable[[str], None] | None = None
+    on_repair: Callable[[str], None] | None = None
 
 
 _DEFAULTS = BuildOptions()
@@ -72,11 +72,10 @@ class BuildTarget:
 
     Attributes:
         directory: The cache; created if need be.
-        builder: What its units are a function of. Of its files, those recorded in the cache must be the first,
-            unchanged.
-        units: The units of work, likewise.
+        builder: The unit builder. Its files must start with those recorded in the cache, unchanged.
+        units: The units, which must start with the recorded ones too.
         on_progress: Called after every batch of documents and every unit.
-        on_verified: Called with (bytes of chunk files checked, all of them) by ``BuildOptions.verify``.
+        on_verified: Called with (bytes of chunk files checked, total bytes) during ``BuildOptions.verify``.
     """
 
     directory: Path
@@ -95,12 +94,12 @@ def build(
     on_progress: OnProgress | None = None,
     on_verified: Callable[[int, int], None] | None = None,
 ) -> BuildReport:
-    """Build what a cache lacks; the arguments are those of ``BuildTarget``.
+    """Build the missing units of a cache; the arguments are those of ``BuildTarget``.
 
     Raises:
         ConfigError: Ray is requested and not installed.
-        DataError: The cache has another recipe or source, a text cannot be tokenised, too many records are bad, there
-            is no text at all, or the disk is full or refuses to be written to. What was committed stays.
+        DataError: The cache has a different recipe or source, a text cannot be tokenised, too many records are bad,
+            the source is empty, or the disk is full or not writable. Committed units stay.
     """
     started = time.perf_counter()
     one = _Build(BuildTarget(directory, builder, units, on_progress, on_verified), options)
@@ -111,13 +110,13 @@ def build(
 def build_pair(
     first: BuildTarget, second: BuildTarget, held: HeldRecords, options: BuildOptions = _DEFAULTS
 ) -> tuple[BuildReport, BuildReport]:
-    """Build what the caches of both splits of a source lack, and read the text once. For one worker.
+    """Build the missing units of both splits of a source, reading the text once. For one worker.
 
     Args:
         first: The cache whose reader reads the text.
-        second: The other one, which is built from the records that ``held`` holds back.
-        held: Belongs to the reader of the first.
-        options: How to build both.
+        second: The other cache, which is built from the records that ``held`` holds.
+        held: Part of the reader of the first.
+        options: Options of both builds.
 
     Raises:
         ConfigError, DataError: As ``build``.
@@ -131,7 +130,7 @@ def build_pair(
 
 
 class _Build:
-    """One cache on its way to completion; planned and checked once it is made."""
+    """The build of one cache; the constructor plans and checks it."""
 
     def __init__(self, target: BuildTarget, options: BuildOptions) -> None:
         _check_tokenizer(target.builder)
@@ -160,13 +159,13 @@ class _Build:
         self._manifest = manifest or Manifest.empty()
 
     def run(self, companion: BuildScheduler | None = None, held: HeldRecords | None = None) -> None:
-        """Build what is missing, and on the side what a companion lacks."""
+        """Build the missing units, and alongside them those of a companion."""
         target, scheduler = self._target, self.scheduler
         if not self.num_missing:
             return
         self._manifest = self._manifest.refreshed(target.directory)
-        left = len(self._manifest.missing_units(0, scheduler.queue.last_unit)) + len(scheduler.residency.damaged)
-        if not left:  # another build made it on the side
+        remaining = len(self._manifest.missing_units(0, scheduler.queue.last_unit)) + len(scheduler.residency.damaged)
+        if not remaining:  # built alongside another cache
             scheduler.poll()
             return
         if companion is not None and held is not None:
@@ -174,18 +173,18 @@ class _Build:
                 target.directory, target.builder, target.units, scheduler.queue, companion=companion, held=held,
                 residency=scheduler.residency, on_progress=target.on_progress, stop=self._options.stop,
             )  # fmt: skip
-        _run(scheduler, self._options, left)
+        _run(scheduler, self._options, remaining)
         self._manifest = scheduler.manifest
 
     def report(self, seconds: float) -> BuildReport:
-        """What the cache holds now, and what this build did for it.
+        """Return the report of this build.
 
         Raises:
-            DataError: It is complete and holds nothing.
+            DataError: The cache is complete and empty.
         """
         manifest, scheduler, builder = self._manifest, self.scheduler, self._target.builder
         if manifest.num_rows == 0 and len(manifest.units) == len(self._target.units):
-            raise _nothing_to_build(self._target.directory)
+            raise _empty_source(self._target.directory)
         report = build_report(
             manifest,
             builder.recipe.row_tokens,
@@ -204,9 +203,9 @@ class _Build:
 def build_in_background(
     directory: Path, builder: UnitBuilder, units: Sequence[Unit], options: BuildOptions = _DEFAULTS
 ) -> BuildScheduler:
-    """Build what a planned cache lacks in processes of their own, while it is read; ``close`` ends them at any instant.
+    """Build the missing units of a planned cache in worker processes while it is read.
 
-    Whatever ends the build is raised by ``check``.
+    ``close`` stops the build at any time; ``check`` raises the exception that ended it.
     """
     scheduler = BuildScheduler(directory, builder, units, BuildQueue(options.mode))
     scheduler.start(lambda: run_processes(scheduler, options.workers, drain_seconds=_BACKGROUND_DRAIN_SECONDS))
@@ -214,17 +213,17 @@ def build_in_background(
 
 
 def rebuild_unit(directory: Path, builder: UnitBuilder, units: Sequence[Unit], unit: int) -> None:
-    """Rebuild one unit of which a chunk is lost or damaged, in this thread, unless somebody else does.
+    """Rebuild one unit with a lost or damaged chunk in this thread, unless another builder does.
 
     Raises:
-        DataError: It cannot be built, or is no longer what was committed.
+        DataError: It cannot be built, or its content differs from what was committed.
     """
     residency = Permanent(directory, {unit}, "full")
     BuildScheduler(directory, builder, units, BuildQueue(last_unit=0), residency=residency).run()
 
 
 def _run(scheduler: BuildScheduler, options: BuildOptions, num_units: int) -> None:
-    """Build so many units, with one worker or several."""
+    """Build ``num_units`` missing units with the configured workers."""
     if options.executor == "ray":
         from vorox.data.cache.ray_workers import run_on_ray
 
@@ -235,19 +234,19 @@ def _run(scheduler: BuildScheduler, options: BuildOptions, num_units: int) -> No
         scheduler.run()
 
 
-def _nothing_to_build(directory: Path) -> DataError:
-    """The error for a source without a single document, and why it has none."""
+def _empty_source(directory: Path) -> DataError:
+    """Return the error for a source without documents, with the reason."""
     first = first_quarantined(directory, 1)
     if not first:
         return DataError(
-            "there is no text to build a cache from", where=str(directory),
-            hint="check the source's paths; for a validation split, hold out a larger fraction",
+            "The source has no text to build a cache from", where=str(directory),
+            hint="check the paths of the source; for a validation split, hold out a larger fraction",
         )  # fmt: skip
     place, reason = first[0]
     return DataError(
-        f"no record of the source can be read; the first: {reason}", where=place,
+        f"Cannot read any record of the source; the first error: {reason}", where=place,
         hint="convert the file to UTF-8, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW" if "UTF-8" in reason
-        else f"mend the records; all are listed in {directory / QUARANTINE_NAME}",
+        else f"repair the records; all are listed in {directory / QUARANTINE_NAME}",
     )  # fmt: skip
 
 
@@ -256,18 +255,18 @@ def _check_tokenizer(builder: UnitBuilder) -> None:
     given = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text_id)
     if given != (recipe.tokenizer, recipe.vocab_size, recipe.end_of_text_id):
         raise DataError(
-            f"tokenizer {tokenizer.fingerprint} ({tokenizer.vocab_size} tokens, end of text "
-            f"{tokenizer.end_of_text_id}) is not the one of the recipe: {recipe.tokenizer} "
+            f"Tokenizer {tokenizer.fingerprint} ({tokenizer.vocab_size} tokens, end of text "
+            f"{tokenizer.end_of_text_id}) does not match the recipe: {recipe.tokenizer} "
             f"({recipe.vocab_size} tokens, end of text {recipe.end_of_text_id})",
-            hint="build with the tokenizer that the recipe was made with",
+            hint="build with the tokenizer named in the recipe",
         )
 
 
 def _complete(directory: Path, builder: UnitBuilder, units: Sequence[Unit], last_unit: int | None) -> Manifest | None:
-    """The state of a cache in which there is nothing to do; ``None`` if there is.
+    """Return the manifest of a complete cache; None if units are missing.
 
     Raises:
-        DataError: The cache is not of this recipe or source, or is damaged.
+        DataError: The cache has a different recipe or source, or is damaged.
     """
     if not (directory / RECIPE_NAME).exists():
         return None

@@ -1,9 +1,9 @@
-"""Which units of a cache are wanted, and how urgently.
+"""The build queue of a cache: which units are requested, by priority.
 
-Readers request units; a scheduler takes batches. A unit that somebody waits for comes before one that is planned, one
-that is planned before the backlog of everything that is missing. There is no I/O in here; ``changed`` guards the state
-and is notified whenever it changes. Invariant: an error of a unit goes to who waits for it; a planned unit that failed
-is not tried again before somebody waits for it.
+Readers request units, and a scheduler takes batches. Awaited units come first, then planned ones, then the backlog of
+all missing units. The queue does no I/O; ``changed`` guards its state and is notified of every change. Invariant: the
+error of a unit is raised in the threads that wait for it; a planned unit that failed is retried only once it is
+awaited.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 from vorox.data.cache.manifest import Manifest
 
 Mode = Literal["forward", "inverse", "gaps"]
+"""Order of the backlog: lowest unit first, highest first, or first the missing units below the highest one built."""
 
 
 def never() -> bool:
@@ -23,13 +24,13 @@ def never() -> bool:
 
 
 class BuildQueue:
-    """The units of one cache that are wanted, by priority.
+    """The requested units of one cache, by priority.
 
     Args:
         mode: The order of the backlog.
-        last_unit: The backlog is what is missing below this unit; None: everything, 0: nothing.
-        lasting: Stay open when nothing is wanted, until ``close``; else the build ends there.
-        changed: Guards this queue; several queues and a disk budget may share one.
+        last_unit: The backlog contains missing units below this one; None: all, 0: none.
+        keep_open: Stay open when no unit is requested, until ``close``; else the build ends.
+        changed: Guards the queue; several queues and a disk budget may share it.
     """
 
     def __init__(
@@ -37,81 +38,81 @@ class BuildQueue:
         mode: Mode = "forward",
         last_unit: int | None = None,
         *,
-        lasting: bool = False,
+        keep_open: bool = False,
         changed: threading.Condition | None = None,
     ) -> None:
         self.mode: Mode = mode
-        self.last_unit, self.lasting = last_unit, lasting
+        self.last_unit, self.keep_open = last_unit, keep_open
         self.changed = changed or threading.Condition()
         self.closed = False
         self._fatal: BaseException | None = None
-        self._waited: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
         self._planned: list[int] = []
-        self._settled: set[int] = set()
+        self._done: set[int] = set()
         self._postponed: set[int] = set()
         self._errors: dict[int, BaseException] = {}
 
-    # What readers request.
+    # Called by readers.
 
     def wait_for(self, unit: int) -> None:
-        """Return when the chunks of a unit are on disk.
+        """Block until the chunks of a unit are on disk.
 
         Raises:
-            DataError: The unit cannot be built. The next call tries again.
-            RuntimeError: The queue was closed meanwhile.
+            DataError: The unit cannot be built. The next call retries.
+            RuntimeError: The queue was closed.
         """
         with self.changed:
-            self._waited[unit] += 1
-            self._settled.discard(unit)
+            self._awaited[unit] += 1
+            self._done.discard(unit)
             self._postponed.discard(unit)
             self.changed.notify_all()
             try:
-                self.changed.wait_for(lambda: self.closed or unit in self._settled or unit in self._errors)
+                self.changed.wait_for(lambda: self.closed or unit in self._done or unit in self._errors)
                 error = self._errors.get(unit, self._fatal)
                 if error is not None:
                     raise error
-                if unit not in self._settled:
-                    raise RuntimeError("the build was closed while a unit was waited for")
+                if unit not in self._done:
+                    raise RuntimeError("The build was closed while a thread waited for a unit")
             finally:
-                self._waited[unit] -= 1
-                if not self._waited[unit]:
-                    del self._waited[unit]
+                self._awaited[unit] -= 1
+                if not self._awaited[unit]:
+                    del self._awaited[unit]
                     if self._errors.pop(unit, None):
                         self._postponed.add(unit)
 
     def plan(self, units: Iterable[int]) -> None:
-        """Replace the planned units by these, the most urgent first."""
+        """Replace the planned units, the most urgent first."""
         with self.changed:
             self._planned = list(dict.fromkeys(units))
             self.changed.notify_all()
 
-    def lost(self, unit: int) -> None:
-        """The chunks of a unit are no longer on disk: it is wanted again wherever it is planned."""
+    def mark_lost(self, unit: int) -> None:
+        """Record that the chunks of a unit are no longer on disk, so a request for it counts again."""
         with self.changed:
-            self._settled.discard(unit)
+            self._done.discard(unit)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the build after what is in flight, and wake everybody who waits, with ``error`` if there is one."""
+        """End the build after the units in flight and wake all waiting threads, which raise ``error`` if given."""
         with self.changed:
             self.closed = True
             self._fatal = self._fatal or error
             self.changed.notify_all()
 
-    # What the scheduler asks and reports; it holds no lock when it does.
+    # Called by the scheduler, which holds no lock.
 
     def next_batch(self, manifest: Manifest, damaged: Collection[int]) -> list[int] | None:
-        """Units to build, the most urgent first; None when there will be no more.
+        """Return units to build, the most urgent first; None at the end of the build.
 
         Args:
             manifest: The state of the cache.
-            damaged: Units that are done and must be built again.
+            damaged: Committed units that must be rebuilt.
         """
         with self.changed:
             while not self.closed:
-                urgent = [*sorted(self._waited), *self._planned]
-                first = [unit for unit in urgent if unit not in self._settled | self._postponed | self._errors.keys()]
+                urgent = [*sorted(self._awaited), *self._planned]
+                first = [unit for unit in urgent if unit not in self._done | self._postponed | self._errors.keys()]
                 wanted = dict.fromkeys(first) | dict.fromkeys(self._backlog(manifest, damaged))
-                if wanted or not self.lasting:
+                if wanted or not self.keep_open:
                     return list(wanted) or None
                 self.changed.wait()
             return None
@@ -127,24 +128,24 @@ class BuildQueue:
         return units
 
     def preempts(self, batch: Collection[int]) -> bool:
-        """Whether a unit outside the batch is waited for, or the queue was closed: no more of the batch is begun."""
+        """Whether to abandon the rest of a batch: the queue is closed, or a thread waits for a unit outside it."""
         with self.changed:
             return self.closed or any(
-                unit not in batch and unit not in self._settled and unit not in self._errors for unit in self._waited
+                unit not in batch and unit not in self._done and unit not in self._errors for unit in self._awaited
             )
 
-    def settle(self, unit: int) -> None:
-        """The chunks of a unit are on disk."""
+    def mark_done(self, unit: int) -> None:
+        """Record that the chunks of a unit are on disk."""
         with self.changed:
-            self._settled.add(unit)
+            self._done.add(unit)
             self.changed.notify_all()
 
     def fail(self, unit: int, error: BaseException) -> bool:
-        """Give the error of a unit to who waits for it. False: the queue does not last, so it ends the build."""
-        if not self.lasting:
+        """Raise an error in the threads that wait for a unit. False: no ``keep_open``, so the error ends the build."""
+        if not self.keep_open:
             return False
         with self.changed:
-            if unit in self._waited:
+            if unit in self._awaited:
                 self._errors[unit] = error
             else:
                 self._postponed.add(unit)
@@ -152,7 +153,7 @@ class BuildQueue:
         return True
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for a change, such as another builder's progress, for some time at most."""
+        """Wait for a change of the queue, up to a timeout."""
         with self.changed:
             if not self.closed:
                 self.changed.wait(timeout_seconds)

@@ -1,8 +1,7 @@
-"""A chunk file mapped into memory: rows, segments and documents by number, each checked when it is read.
+"""A memory-mapped chunk file: rows, segments and documents by index, checked when they are read.
 
-Opening checks header, footer, block index and segments; reading a row checks its block; reading documents checks
-them; ``verify`` checks every byte and that what the file says of itself is true. Invariant: nothing is handed out that
-is not what was written.
+Opening checks header, footer, block index and segments; reading a row checks its block; reading documents checks them;
+``verify`` checks every byte and the consistency of the header. Invariant: every value returned is what was written.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from vorox.data.cache.format import (
     content_digest,
 )
 
-_lz4: Any = lz4.block  # has no types
-_zstd = threading.local()  # a decompressor serves one thread
+_lz4: Any = lz4.block  # untyped
+_zstd = threading.local()  # a decompressor is not thread-safe
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
 def _decompress_zstd(stored: memoryview, raw_bytes: int) -> bytes:
     if zstandard.frame_content_size(stored) != raw_bytes:
-        raise ValueError("it says that it is larger or smaller")
+        raise ValueError("its frame declares another size")
     try:
         decompressor = _zstd.decompressor
     except AttributeError:
@@ -62,17 +61,17 @@ _DECOMPRESSORS: dict[int, Callable[[memoryview, int], bytes]] = {
     CODECS["zstd"]: _decompress_zstd,
 }
 
-REMEDY = "`vorox data build --repair` with the same configuration rebuilds what is damaged"
+REMEDY = "run `vorox data build --repair` with the same configuration to rebuild damaged units"
 
 
-def damaged(path: Path, what: str) -> DataError:
-    return DataError(f"damaged chunk: {what}", where=str(path), hint=REMEDY)
+def damaged_chunk(path: Path, what: str) -> DataError:
+    return DataError(f"Damaged chunk: {what}", where=str(path), hint=REMEDY)
 
 
 class Chunk:
-    """An open chunk file. Reading takes no lock and changes nothing, so any number of threads may.
+    """An open chunk file. Any number of threads may read it.
 
-    What was handed out keeps the mapping alive; dropping the last reference unmaps it.
+    Returned views keep the mapping alive; dropping the last reference unmaps it.
     """
 
     __slots__ = (
@@ -85,7 +84,7 @@ class Chunk:
         self.last_used = 0
         self._view = view
         self._documents_checked = False
-        self.header = header = self._checked_header()
+        self.header = header = self._read_header()
         self._row_bytes = header.row_tokens * header.token_bytes
         self._block_rows = header.rows_per_block
         self._block_bytes = self._block_rows * self._row_bytes
@@ -100,7 +99,7 @@ class Chunk:
         block_ends = np.zeros(len(stored_bytes) + 1, np.uint64)
         np.cumsum(stored_bytes, out=block_ends[1:])
         if header.payload_bytes < 1 << 32:
-            block_ends = block_ends.astype(np.uint32)  # half the memory of a chunk that is open
+            block_ends = block_ends.astype(np.uint32)  # halves the memory of an open chunk
         self._block_ends = block_ends.data
         self._expect("payload length", int(block_ends[-1]), header.payload_bytes)
         row_ptr_bytes = 4 * (header.num_rows + 1)
@@ -113,18 +112,18 @@ class Chunk:
         """Map a file and check its header, footer, block index and segments.
 
         Raises:
-            DataError: It is missing, cut short, or damaged in one of these places.
+            DataError: It is missing, truncated, or damaged in one of these places.
         """
         try:
             with path.open("rb", buffering=0) as file:
                 size_bytes = file.seek(0, 2)
                 if size_bytes < HEADER_BYTES + FOOTER.size:
-                    raise damaged(path, f"the file has only {size_bytes} bytes")
-                # Without trackfd every mapping would keep a file descriptor, of which there are few.
+                    raise damaged_chunk(path, f"the file has only {size_bytes} bytes")
+                # trackfd=False releases the file descriptor, of which a process has few.
                 extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
                 mapped = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ, **extra)
         except OSError as error:
-            raise DataError(f"cannot open a chunk: {error.strerror}", where=str(path), hint=REMEDY) from error
+            raise DataError(f"Cannot open a chunk: {error.strerror}", where=str(path), hint=REMEDY) from error
         return cls(path, memoryview(mapped))
 
     def _section(self, offset: int, size_bytes: int) -> memoryview:
@@ -132,9 +131,9 @@ class Chunk:
 
     def _expect(self, what: str, found: object, expected: object) -> None:
         if found != expected:
-            raise damaged(self.path, f"the {what} should be {expected} and is {found}")
+            raise damaged_chunk(self.path, f"{what} is {found}, expected {expected}")
 
-    def _checked_header(self) -> ChunkHeader:
+    def _read_header(self) -> ChunkHeader:
         view = self._view
         header = ChunkHeader(*HEADER.unpack_from(view))
         self._expect("signature", header.magic, MAGIC)
@@ -147,8 +146,7 @@ class Chunk:
         understood = header.version == VERSION and header.codec in CODECS.values()
         if not understood or header.flags or header.byte_shuffle or header.reserved:
             raise DataError(
-                f"a chunk of version {header.version} with codec {header.codec} and flags {header.flags}, "
-                "which this version does not read",
+                f"Unsupported chunk: version {header.version}, codec {header.codec}, flags {header.flags}",
                 where=str(self.path),
                 hint="read it with the version that wrote it, or build the cache again",
             )
@@ -160,26 +158,28 @@ class Chunk:
         return ChunkOrigin(header.unit, header.part, header.num_parts, header.recipe, header.source_set)
 
     def block(self, block: int) -> memoryview | bytes:
-        """The rows of one block as bytes, checked.
+        """Return the rows of a block as bytes, checked.
 
         Raises:
-            DataError: The stored bytes are not what was written.
+            DataError: The block is damaged.
         """
         start, end = self._block_ends[block], self._block_ends[block + 1]
         stored = self._payload[start:end]
         if _xxh3(stored) & LARGEST_UINT32 != self._index[2 * block + 1]:
             first = block * self.header.rows_per_block
-            raise damaged(self.path, f"block {block}, from row {first} of the chunk, does not match its checksum")
+            raise damaged_chunk(self.path, f"block {block}, from row {first} of the chunk, does not match its checksum")
         raw_bytes = self._last_block_bytes if end == self._payload.nbytes else self._block_bytes
         if end - start == raw_bytes:
             return stored
         try:
             return _DECOMPRESSORS[self.header.codec](stored, raw_bytes)
-        except (ValueError, RuntimeError, zstandard.ZstdError) as error:  # RuntimeError is what lz4 raises
-            raise damaged(self.path, f"block {block} does not decompress to {raw_bytes} bytes: {error}") from error
+        except (ValueError, RuntimeError, zstandard.ZstdError) as error:  # lz4 raises RuntimeError
+            raise damaged_chunk(
+                self.path, f"block {block} does not decompress to {raw_bytes} bytes: {error}"
+            ) from error
 
     def row(self, row: int) -> memoryview | bytes:
-        """The tokens of one row as bytes, checked."""
+        """Return the tokens of a row as bytes, checked."""
         if self._block_rows == 1:
             return self.block(row)
         block, row_in_block = divmod(row, self._block_rows)
@@ -187,11 +187,11 @@ class Chunk:
         return self.block(block)[start : start + self._row_bytes]
 
     def segments(self, row: int) -> memoryview:
-        """The segments of one row as they are stored: ``SEGMENT_BYTES`` each."""
+        """Return the stored segments of a row, ``SEGMENT_BYTES`` each."""
         return self._segments[SEGMENT_BYTES * self._row_ptr[row] : SEGMENT_BYTES * self._row_ptr[row + 1]]
 
     def documents(self) -> npt.NDArray[np.void]:
-        """The ``DOCUMENT`` records, checked at the first call."""
+        """Return the ``DOCUMENT`` records, checked at the first call."""
         section = self._section(self.header.documents_offset, self.header.documents_bytes)
         if not self._documents_checked:
             self._expect("documents", _xxh3(section), self.header.documents_xxh3)
@@ -199,7 +199,7 @@ class Chunk:
         return np.frombuffer(section, DOCUMENT)
 
     def rows_of(self, file_index: int, byte: int | None, ordinal: int | None) -> npt.NDArray[np.int64]:
-        """Rows with tokens of the documents of a file (whose record has this byte, or this ordinal), ascending."""
+        """Return the rows with tokens of a file's documents (with this byte, or this ordinal), ascending."""
         documents_D = self.documents()
         wanted_D = documents_D["file"] == file_index
         if byte is not None:
@@ -212,7 +212,7 @@ class Chunk:
         return np.unique(np.searchsorted(np.frombuffer(self._row_ptr, "<u4"), chosen, side="right") - 1)
 
     def content(self) -> ChunkContent:
-        """Everything in the chunk, every block checked."""
+        """Return the whole content, every block checked."""
         header = self.header
         num_blocks = len(self._block_ends) - 1
         payload = b"".join([self.block(block) for block in range(num_blocks)])
@@ -226,10 +226,10 @@ class Chunk:
         )
 
     def verify(self) -> ChunkContent:
-        """Check every byte of the file, and that what it says of itself is true; returns what is in it.
+        """Check every byte of the file and the consistency of its header; return the content.
 
         Raises:
-            DataError: Something is not as it was written.
+            DataError: The chunk is damaged.
         """
         view, header = self._view, self.header
         file_xxh3 = FOOTER.unpack(view[len(view) - FOOTER.size :])[1]
@@ -249,11 +249,11 @@ class Chunk:
             and int(tokens_R.sum()) == header.num_tokens
             and header.num_tokens + header.num_padding_tokens == content.tokens_RC.size
         )
-        self._expect("structure", "sound" if well_formed else "contradictory", "sound")
+        self._expect("structure", "consistent" if well_formed else "inconsistent", "consistent")
         return content
 
     def matches(self, record: ChunkRecord) -> bool:
-        """Whether what the file says of itself is what the manifest says of it."""
+        """Whether the header matches the manifest record."""
         header = self.header
         found = (header.unit, header.part, header.num_rows, header.num_tokens, header.num_padding_tokens)
         expected = (record.unit, record.part, record.rows, record.tokens, record.padding_tokens)
@@ -264,7 +264,7 @@ class Chunk:
         )
 
     def record(self) -> ChunkRecord:
-        """What the manifest should say of this file; hashes all of it."""
+        """Return the manifest record of this file; hashes the whole file."""
         header = self.header
         return ChunkRecord(
             unit=header.unit,

@@ -1,10 +1,10 @@
-"""Making a unit count, however many builders there are.
+"""Commit built units to a cache, safely with any number of concurrent builders.
 
-A built unit goes in, a manifest that names its chunks comes out. In this order: the quarantine list; the chunk files,
-durable under temporary names; then, under the manifest's lock, their names and the log entry. A crash anywhere leaves
-a readable cache; chunks that have their name and no entry are checked and adopted. Invariants: the log never names a
-chunk that is not durable; a chunk that it names is only ever replaced by one of the same content, because who comes
-second finds the unit done and drops what it made.
+A built unit goes in, a manifest that names its chunks comes out. The order is: the quarantine list; the chunk files,
+durable under temporary names; then, under the manifest's lock, the renames and the log entry. A crash at any point
+leaves a readable cache; renamed chunks without a log entry are verified and adopted. Invariants: the log never names a
+chunk that is not durable; a committed chunk is only replaced by one with the same content, because a second builder of
+the unit finds it committed and drops its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vorox.core.atomic import drop_staged, make_directory, rename, stage_file, sync_directory
+from vorox.core.atomic import discard_staged, make_directory, rename, stage_file, sync_directory
 from vorox.core.errors import DataError
-from vorox.data.cache.assemble import unit_statistics
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
 from vorox.data.cache.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.unit_rows import unit_statistics
 from vorox.data.documents import Unit
 
 
@@ -34,22 +34,22 @@ def commit_unit(
     replace: bool,
     on_written: Callable[[int], None],
 ) -> tuple[Manifest, bool]:
-    """Write a unit and make it count.
+    """Write and commit a unit.
 
     Args:
-        manifest: A state of the cache, the newer the better.
+        manifest: A recent state of the cache.
         directory: The cache.
         built: The unit.
-        builder: What it was built by.
-        replace: Write the chunks of a unit that is done again, because they are lost; else what is done stays. The log
-            gets an entry only if the files are not the same, byte for byte.
-        on_written: Called with the bytes of each chunk file that is durable.
+        builder: The builder that built it.
+        replace: Rewrite the lost chunks of a committed unit; else a committed unit stays as it is. The log gets an
+            entry only if the new files differ in any byte.
+        on_written: Called with the size of each durable chunk file.
 
     Returns:
-        The manifest now, and whether it was this call that made the unit count.
+        The new manifest, and whether this call committed the unit.
 
     Raises:
-        DataError: Too many records are bad, or the manifest has other content for the unit.
+        DataError: Too many records are bad, or the manifest has different content for the unit.
     """
     write_quarantine(directory, built.unit_id, built.bad_records, builder.files)
     check_budget(directory, built, builder.files, builder.bad_record_fraction)
@@ -78,43 +78,43 @@ def commit_unit(
         return now, True
     finally:
         for temporary, _ in staged:
-            drop_staged(temporary)
+            discard_staged(temporary)
 
 
 def check_same_content(directory: Path, manifest: Manifest, unit: int, records: Sequence[ChunkRecord]) -> None:
-    """Refuse rows in the place of others.
+    """Refuse a unit whose rows differ from the committed ones.
 
     Raises:
-        DataError: The manifest has other content for the unit.
+        DataError: The manifest has different content for the unit.
     """
     committed = [record.content for record in manifest.unit_chunks(unit)]
     if manifest.has_unit(unit) and committed != [record.content for record in records]:
         raise DataError(
-            f"building unit {unit} again gives other rows than were recorded", where=str(directory),
-            hint="the source or the tokenizer's library changed: build into another data.cache.directory, "
-            "or `vorox data build --force-rebuild` to replace the cache as a whole",
+            f"Rebuilding unit {unit} gives different rows than were committed", where=str(directory),
+            hint="the source or the tokenizer library has changed: build into another data.cache.directory, "
+            "or run `vorox data build --force-rebuild` to replace the whole cache",
         )  # fmt: skip
 
 
 def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[Manifest, bool]:
-    """Make a unit count whose chunks somebody wrote who died before the log named them.
+    """Commit a unit whose chunks were written by a builder that died before the log entry.
 
     Returns:
-        The manifest now, and whether the unit was adopted.
+        The new manifest, and whether the unit was adopted.
     """
-    found = _whole_chunks(directory, unit, builder)
+    found = _read_intact(directory, unit, builder)
     if found is None:
         return manifest, False
     records, statistics = found
-    sync_directory(chunk_path(directory, unit.unit_id, 0).parent)  # the crash may have come before renames were durable
+    sync_directory(chunk_path(directory, unit.unit_id, 0).parent)  # the crash may have preceded the sync of the renames
     with manifest.exclusive(directory) as current:
         if current.has_unit(unit.unit_id):
             return current, False
         return current.appended(directory, [unit_entry(statistics, records)]), True
 
 
-def _whole_chunks(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[list[ChunkRecord], UnitStatistics] | None:
-    """The chunks of a unit that are on disk, if they are whole and what would be built."""
+def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[list[ChunkRecord], UnitStatistics] | None:
+    """Return the chunks of a unit on disk if they are complete, intact and of this recipe and source; else None."""
     first = chunk_path(directory, unit.unit_id, 0)
     if not first.exists():
         return None

@@ -1,16 +1,16 @@
-"""The chunk file ``.psc``: some thousand packed rows, immutable, every byte of it covered by a checksum.
+"""The chunk file format ``.psc``: an immutable file of packed rows, every byte covered by a checksum.
 
-    HEADER       256 bytes: what is in the file, where, hashes of the sections, CRC-32 of itself
-    PAYLOAD      blocks of rows, each compressed on its own (stored as it is where compression does not help)
+    HEADER       256 bytes: shape, section offsets, section hashes, and the CRC-32 of the header
+    PAYLOAD      blocks of rows, each compressed separately (stored raw where compression does not help)
     BLOCK INDEX  {u32 stored bytes, u32 low half of xxh3-64 of the stored bytes} per block
     SEGMENTS     u32 row_ptr[rows + 1]; {u32 document, u32 token offset in the document, u32 tokens} per segment
-    DOCUMENTS    one ``DOCUMENT`` record per document that has a segment here
-    FOOTER       32 bytes: file length, xxh3-64 of everything before the footer, CRC-32 of itself
+    DOCUMENTS    one ``DOCUMENT`` record per document with a segment in the chunk
+    FOOTER       32 bytes: file length, xxh3-64 of everything before it, and the CRC-32 of the footer
 
-Little-endian; sections begin at multiples of 8. ``encode_chunk`` makes the bytes, ``chunk.Chunk`` reads them. The
-CRC-32 is zlib's; the hashes of blocks and sections are xxh3-64, seed 0. The *content digest* covers rows, segments
-and documents as they are before compression: it is the identity of the chunk and stays the same under another codec
-or another version of its library, while the file's own hash may change.
+Little-endian; sections start at multiples of 8. ``encode_chunk`` writes chunks, ``chunk.Chunk`` reads them. The CRC-32
+is zlib's; the hashes of blocks and sections are xxh3-64, seed 0. The *content digest* covers rows, segments and
+documents before compression. It identifies the chunk and does not depend on the codec or its version, unlike the hash
+of the file.
 
 Legend: R rows of the chunk, C tokens of a row, S segments, D documents.
 """
@@ -56,12 +56,12 @@ DOCUMENT = np.dtype(
         ("text_xxh3", "<u8"),
     ]
 )
-"""A document: index of its file in the source's list, its place there, and what its text came to."""
+"""A document: index of its file, its place in the file, and the size and hash of its text."""
 
 Uint32Array = npt.NDArray[np.uint32]
 
 LARGEST_UINT32 = (1 << 32) - 1
-_lz4: Any = lz4.block  # has no types
+_lz4: Any = lz4.block  # untyped
 _xxh3 = xxhash.xxh3_64_intdigest
 
 
@@ -84,7 +84,7 @@ class ChunkContent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
-    """What a chunk belongs to: part ``part`` of the ``num_parts`` of a unit built by a recipe from pinned files."""
+    """The origin of a chunk: part ``part`` of ``num_parts`` of a unit, with digests of recipe and source files."""
 
     unit: int
     part: int
@@ -95,7 +95,7 @@ class ChunkOrigin:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """What the manifest says of a chunk. ``content`` and ``file_sha256`` are SHA-256 in hex."""
+    """The manifest's record of a chunk. ``content`` and ``file_sha256`` are SHA-256 in hex."""
 
     unit: int
     part: int
@@ -109,7 +109,7 @@ class ChunkRecord:
 
 
 class ChunkHeader(NamedTuple):
-    """The header, field by field, in the order of the file."""
+    """The header fields, in file order."""
 
     magic: bytes
     version: int
@@ -146,7 +146,7 @@ class ChunkHeader(NamedTuple):
 
 
 def content_digest(content: ChunkContent, unit: int, part: int) -> bytes:
-    """SHA-256 of what a chunk holds and of its address."""
+    """Return the SHA-256 of a chunk's content and address."""
     tokens_RC = content.tokens_RC
     shape = (tokens_RC.itemsize, tokens_RC.shape[1], tokens_RC.shape[0], unit, part)
     digest = hashlib.sha256(b"psc-content/1" + struct.pack("<5Q", *shape))
@@ -156,14 +156,14 @@ def content_digest(content: ChunkContent, unit: int, part: int) -> bytes:
 
 
 def default_block_rows(row_tokens: int) -> int:
-    """Rows compressed together: about a thousand tokens, one row where rows are that long."""
+    """Return the rows per compressed block: about a thousand tokens, at least one row."""
     return max(1, 1024 // (row_tokens - 1))
 
 
 def encode_chunk(
     content: ChunkContent, origin: ChunkOrigin, *, codec: str = "lz4", block_rows: int | None = None
 ) -> tuple[bytearray, ChunkRecord]:
-    """The bytes of a chunk file and what the manifest says of it."""
+    """Return the bytes of a chunk file and its manifest record."""
     tokens_RC = np.ascontiguousarray(content.tokens_RC)
     num_rows, row_tokens = tokens_RC.shape
     block_rows = block_rows or default_block_rows(row_tokens)

@@ -1,8 +1,8 @@
-"""What can go: files in a cache that nothing names any more, and caches that no run reads and nobody pinned.
+"""Garbage collection: unreferenced files in caches, and caches that no run uses and that are not pinned.
 
-The root of the caches goes in; what was found comes out, with sizes and reasons, and is removed when asked to.
-Invariants: nothing that a manifest names and nothing that a living process holds is ever found, wherever the wall clock
-may have jumped; a cache goes with its recipe first, so that a half-removed one does not count as a cache.
+The root of the caches goes in; removable files and caches come out, with sizes and reasons. Invariants: no file that a
+manifest names or that a live process holds counts as garbage, even if the wall clock jumps; a cache's recipe is removed
+first, so a partly removed cache is not a cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.atomic import is_temporary_of_the_dead, remove_directory, remove_file, sync_directory
+from vorox.core.atomic import is_stale_temporary, remove_directory, remove_file, sync_directory
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
@@ -27,18 +27,18 @@ from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
 from vorox.data.cache.retention import Pin, disk_time_or_local, idle_seconds, read_pins
 
 STREAMS_NAME = "streams"
-"""Below the root: caches of which chunks come and go."""
+"""Folder below the root with the caches of streams, whose chunks are evicted and rebuilt."""
 _CHUNK_NAME = re.compile(r"u(?P<unit>\d{9,})-(?P<part>\d+)\.psc")
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something that can be removed.
+    """A removable file or directory.
 
     Attributes:
-        path: A file, or a directory with all that is in it.
-        size_bytes: What removing it frees.
-        reason: Why it can go.
+        path: A file, or a directory with its content.
+        size_bytes: Bytes that removing it frees.
+        reason: Why it is garbage.
     """
 
     path: Path
@@ -48,15 +48,15 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """A cache and who uses it.
+    """A cache and its users.
 
     Attributes:
-        directory: It.
-        size_bytes: All of its files.
+        directory: The cache.
+        size_bytes: Size of all its files.
         idle_seconds: Time since it was last opened or built.
         runs: Runs whose plan reads it.
         is_busy: Whether it is being built.
-        pins: Who wants it to stay.
+        pins: Its pins.
     """
 
     directory: Path
@@ -67,19 +67,19 @@ class CacheUse:
     pins: tuple[Pin, ...]
 
     @property
-    def may_go(self) -> bool:
-        """Whether nobody needs it that is known."""
+    def is_removable(self) -> bool:
+        """Whether it has no run, no builder and no pin."""
         return not (self.runs or self.is_busy or self.pins)
 
 
 def find_garbage(root: Path) -> list[Garbage]:
-    """What in the caches below a root nothing names and nobody holds."""
+    """Return the unreferenced files in the caches below a root, and abandoned rebuilds."""
     found: list[Garbage] = []
     now = disk_time_or_local(root)
     for directory in _caches(root):
         if directory.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX)):
             if not _is_busy(directory, now) and idle_seconds(directory, now) > STALE_SECONDS:
-                reason = "a rebuild that was given up" if REBUILD_PREFIX in directory.name else "replaced by a rebuild"
+                reason = "abandoned rebuild" if REBUILD_PREFIX in directory.name else "replaced by a rebuild"
                 found.append(Garbage(directory, _size(directory), reason))
         else:
             found += _in_cache(directory, now)
@@ -87,7 +87,7 @@ def find_garbage(root: Path) -> list[Garbage]:
 
 
 def remove(garbage: Sequence[Garbage]) -> int:
-    """Remove what was found, as far as it still is garbage; returns the bytes that were freed."""
+    """Remove what is still garbage; return the bytes freed."""
     freed = 0
     for item in garbage:
         if item.path.is_dir():
@@ -107,11 +107,11 @@ def remove(garbage: Sequence[Garbage]) -> int:
 
 
 def find_caches(root: Path, runs: Path) -> list[CacheUse]:
-    """All caches below a root.
+    """Return all caches below a root.
 
     Args:
         root: Root of the caches.
-        runs: Where run directories are.
+        runs: The parent of the run directories.
     """
     readers = _recipes_of_runs(runs)
     found: list[tuple[Path, tuple[str, ...]]] = []
@@ -136,18 +136,18 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
 
 
 def remove_unused(caches: Sequence[CacheUse]) -> int:
-    """Remove whole caches, but for those that were pinned or taken up since; returns the bytes that were freed."""
+    """Remove caches that are still unpinned and not being built; return the bytes freed."""
     freed = 0
     for cache in caches:
         directory = cache.directory
-        if cache.may_go and not read_pins(directory) and not _is_busy(directory, disk_time_or_local(directory)):
+        if cache.is_removable and not read_pins(directory) and not _is_busy(directory, disk_time_or_local(directory)):
             remove_cache(directory)
             freed += cache.size_bytes
     return freed
 
 
 def remove_cache(directory: Path) -> None:
-    """Remove a cache as a whole; of a symbolic link, the link alone."""
+    """Remove a whole cache; of a symbolic link, only the link."""
     if directory.is_symlink():
         remove_file(directory)
         return
@@ -157,7 +157,7 @@ def remove_cache(directory: Path) -> None:
 
 
 def _caches(root: Path) -> Iterator[Path]:
-    """The cache directories right below a root; what a symbolic link leads to belongs to somebody else."""
+    """Yield the cache directories directly below a root. Symbolic links are skipped: their targets belong elsewhere."""
     if root.is_dir():
         found = (path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink())
         yield from (path for path in found if (path / RECIPE_NAME).exists())
@@ -169,16 +169,16 @@ def _in_cache(directory: Path, now: float) -> Iterator[Garbage]:
     chunks = [] if "chunks" in linked else [path for path in (directory / "chunks").glob("*") if not path.is_symlink()]
     for place in [directory, *(folder for folder in folders if folder.name not in linked), *sorted(chunks)]:
         for path in sorted(place.glob(".tmp-*")):
-            if is_temporary_of_the_dead(path):
-                yield _file(path, "left by a process that died")
+            if is_stale_temporary(path):
+                yield _file(path, "temporary file of a dead process")
     for path in [] if LEASES_NAME in linked else sorted((directory / LEASES_NAME).glob("u*")):
         if not is_held(path, now):
-            yield _file(path, "lease of a process that died")
-    with contextlib.suppress(DataError):  # a manifest that cannot be read names nothing for sure
+            yield _file(path, "lease of a dead process")
+    with contextlib.suppress(DataError):  # an unreadable manifest proves nothing
         manifest = Manifest.open(directory)
         for path in sorted(path for place in chunks for path in place.glob("*.psc")):
             if _is_unnamed(directory, path, manifest, now):
-                yield _file(path, "chunk that the manifest does not name")
+                yield _file(path, "chunk not in the manifest")
 
 
 def _is_unnamed(directory: Path, path: Path, manifest: Manifest, now: float) -> bool:
@@ -206,21 +206,21 @@ def _is_busy(directory: Path, now: float) -> bool:
 
 
 def _source_and_content(directory: Path) -> tuple[str, str]:
-    """Source and content by a cache's name: what its training and its held-out half have in common."""
+    """Return source and content from a cache's name: the parts that its training and validation caches share."""
     source, _, _, content = (directory.name.rsplit("-", 3) + [""] * 4)[:4]
     return source, content
 
 
 def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
-    """Recipe digests of the caches that the plans of runs speak of, with the names of the runs."""
+    """Return the recipe digests in the plans of all runs, each with the names of the runs."""
     found: dict[str, set[str]] = {}
     for path in sorted(runs.glob(f"*/{RunLayout.plan.name}")):
         try:
             bodies = HashChainedLog(path).read()[0]
         except (DataError, OSError, json.JSONDecodeError) as error:
             raise DataError(
-                f"the plan of run {path.parent.name} cannot be read, so it cannot be told what the run uses",
-                where=str(path), hint="mend or remove the run first",
+                f"Cannot read the plan of run {path.parent.name}, so the caches that it uses are unknown",
+                where=str(path), hint="repair or remove the run first",
             ) from error  # fmt: skip
         for recipe in _values(bodies, "recipe"):
             found.setdefault(recipe, set()).add(path.parent.name)
@@ -228,7 +228,7 @@ def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
 
 
 def _values(value: Any, key: str) -> Iterator[str]:
-    """All texts that stand under a key, however deep."""
+    """Yield all strings under a key, at any depth."""
     if isinstance(value, Mapping):
         for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
             if name == key and isinstance(inner, str):

@@ -1,11 +1,10 @@
-"""Who builds which unit at the moment: ``leases/u000001234``, a small file per unit that is under way.
+"""Leases: which builder is building which unit, one small file ``leases/u000001234`` per unit in progress.
 
-Builders meet through them without speaking to each other: a unit is taken by linking the builder's own file to its
-name, which only one of them can, and given back by removing that. So a lease says whose it is from its first instant,
-and renewing one renews all; where the disk knows no links, each lease is a file of its own. A lease is void when its
-process, on this host, is dead, or when it was not renewed for a minute by the clock of the disk that it lies on.
-Invariant: nothing but time depends on a lease; two builders of one unit do no harm, because what counts is decided
-under the manifest's lock.
+A builder acquires a unit by hard-linking its own file to the lease's name, which succeeds for one builder only, and
+releases it by removing the link. A lease therefore names its holder from the start, and touching one file renews all
+leases of a builder. File systems without hard links get a separate file per lease. A lease expires when its process, on
+this host, is dead, or when it was not renewed for a minute by the clock of the file system. Invariant: leases only save
+work; two builders of one unit are harmless, because the commit happens under the manifest's lock.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from vorox.data.cache.manifest import LOCK_NAME
 DIRECTORY_NAME = "leases"
 STALE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 10.0
-_COMPARE_EVERY_SECONDS = 5.0
+_MEASURE_OFFSET_SECONDS = 5.0
 
 _LIVE_TOKENS: set[str] = set()
-"""Of the builders of this process that still exist."""
+"""Tokens of the live builders of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease.
+    """The holder of a lease.
 
     Attributes:
-        process: Its process.
-        token: Which builder of the process.
+        process: The builder's process.
+        token: Identifies the builder within the process.
     """
 
     process: ProcessIdentity
@@ -50,7 +49,7 @@ class Holder:
         return str(self.process)
 
     def is_dead(self) -> bool:
-        """Whether it is known not to work any more; processes of other hosts never are."""
+        """Whether the builder is known to be dead; unknown for processes of other hosts."""
         if (self.process.host, self.process.process_id) == (this_process().host, this_process().process_id):
             return self.token not in _LIVE_TOKENS
         return self.process.is_dead()
@@ -61,7 +60,7 @@ def lease_path(directory: Path, unit: int) -> Path:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who holds a lease; ``None`` if nobody does or it does not say."""
+    """Return the holder of a lease; None if the lease does not exist or is unreadable."""
     try:
         value = json.loads(path.read_bytes())
         process = ProcessIdentity.from_json(value)
@@ -71,13 +70,13 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def is_held(path: Path, now: float) -> bool:
-    """Whether a lease may bind somebody: its process lives on this host, or another host renewed it lately.
+    """Whether a lease may be in force: its process is alive on this host, or another host renewed it recently.
 
-    Unlike ``is_expired`` it asks no clock about processes of this host, so that a clock that jumps frees nothing.
+    Unlike ``is_expired``, this uses no clock for processes of this host, so a clock that jumps frees no lease.
 
     Args:
         path: The lease.
-        now: The time by the disk that it lies on.
+        now: The time by the clock of its file system.
     """
     holder = read_holder(path)
     if holder is not None and holder.process.host == this_process().host:
@@ -86,12 +85,12 @@ def is_held(path: Path, now: float) -> bool:
 
 
 def is_expired(path: Path, now: float | None = None, stale_seconds: float = STALE_SECONDS) -> bool:
-    """Whether a lease that lies there binds nobody any more.
+    """Whether a lease has expired.
 
     Args:
         path: The lease.
-        now: The time by the disk that it lies on; None: by this machine, which is good enough for what is a day old.
-        stale_seconds: How old a lease may be before it is void.
+        now: The time by the clock of its file system; None: by this machine's clock.
+        stale_seconds: Age at which a lease expires unless it is renewed.
     """
     holder = read_holder(path)
     if holder is not None and holder.is_dead():
@@ -103,12 +102,12 @@ def is_expired(path: Path, now: float | None = None, stale_seconds: float = STAL
 
 
 class Leases:
-    """The leases of one builder. Enter it; leaving gives back whatever is still held.
+    """The leases of one builder. Use as a context manager; leaving it releases all leases.
 
     Args:
         directory: The cache.
-        stale_seconds: How old a lease may be before it is void.
-        heartbeat_seconds: How often those held are renewed.
+        stale_seconds: Age at which a lease expires unless it is renewed.
+        heartbeat_seconds: Renewal interval.
     """
 
     def __init__(
@@ -119,12 +118,12 @@ class Leases:
         self._heartbeat_seconds = heartbeat_seconds
         self._token = uuid.uuid4().hex
         self._held: set[int] = set()
-        self._changing = threading.Condition()
+        self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="lease heartbeat", daemon=True)
+        self._heart = threading.Thread(target=self._renew, name="lease heartbeat", daemon=True)
         self._own = temporary_name(directory / DIRECTORY_NAME / "builder")
-        self._disk_minus_clock: float | None = None
-        self._compared_at = 0.0
+        self._disk_offset_seconds: float | None = None
+        self._offset_measured_at = 0.0
         self._links = True
         self._content = json.dumps({**this_process().to_json(), "token": self._token}).encode()
 
@@ -149,26 +148,26 @@ class Leases:
             self._heart.join()
 
     def acquire(self, unit: int) -> bool:
-        """Take a unit unless another builder has it."""
+        """Lease a unit. False: another builder holds it."""
         path = lease_path(self._directory, unit)
         while not self._create(path):
             if not is_expired(path, self._disk_time(), self._stale_seconds):
                 return False
-            with FileLock(self._directory / LOCK_NAME):  # so that nobody removes the lease of who was faster
+            with FileLock(self._directory / LOCK_NAME):  # or this could remove the lease of a faster builder
                 if is_expired(path, self._disk_time(), self._stale_seconds):
                     path.unlink(missing_ok=True)
-        with self._changing:
+        with self._changed:
             self._held.add(unit)
         return True
 
     def _disk_time(self) -> float:
-        """What the disk takes for now: machines that share it need not agree about the time."""
+        """Return the time by the clock of the file system, because the clocks of machines that share it may differ."""
         at = time.monotonic()
-        if self._disk_minus_clock is None or at - self._compared_at > _COMPARE_EVERY_SECONDS:
-            with contextlib.suppress(OSError):  # as before, then
+        if self._disk_offset_seconds is None or at - self._offset_measured_at > _MEASURE_OFFSET_SECONDS:
+            with contextlib.suppress(OSError):  # keep the previous offset
                 os.utime(self._own)
-                self._disk_minus_clock, self._compared_at = self._own.stat().st_mtime - at, at
-        return time.time() if self._disk_minus_clock is None else at + self._disk_minus_clock
+                self._disk_offset_seconds, self._offset_measured_at = self._own.stat().st_mtime - at, at
+        return time.time() if self._disk_offset_seconds is None else at + self._disk_offset_seconds
 
     def _create(self, path: Path) -> bool:
         try:
@@ -179,7 +178,7 @@ class Leases:
                 except FileExistsError:
                     return False
                 except OSError:
-                    self._links = False  # exFAT and some network disks; or nobody may link here
+                    self._links = False  # exFAT, some network file systems, or links are forbidden
             self._write(path)
         except FileExistsError:
             return False
@@ -195,28 +194,28 @@ class Leases:
             raise
 
     def release(self, unit: int) -> None:
-        """Give a unit back."""
-        with self._changing:
+        """Release a unit."""
+        with self._changed:
             self._held.discard(unit)
-            self._changing.notify_all()
+            self._changed.notify_all()
         path = lease_path(self._directory, unit)
         holder = read_holder(path)
         if holder is not None and holder.token == self._token:
             path.unlink(missing_ok=True)
 
     def wait_for_room(self, limit: int, timeout_seconds: float) -> None:
-        """Wait until fewer than so many units are held, for some time at most."""
-        with self._changing:
-            self._changing.wait_for(lambda: len(self._held) < limit, timeout_seconds)
+        """Wait until fewer than ``limit`` units are held, up to a timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._held) < limit, timeout_seconds)
 
     def holder(self, unit: int) -> Holder | None:
-        """Who has a unit."""
+        """Return the holder of a unit's lease."""
         return read_holder(lease_path(self._directory, unit))
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         while not self._ended.wait(self._heartbeat_seconds):
-            with self._changing:
+            with self._changed:
                 held = sorted(self._held)
             for path in (self._own, *(lease_path(self._directory, unit) for unit in held if not self._links)):
-                with contextlib.suppress(OSError):  # taken from us while the machine slept: the commit will find out
+                with contextlib.suppress(OSError):  # lost while the machine slept; the commit notices
                     os.utime(path)

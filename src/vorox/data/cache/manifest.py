@@ -1,18 +1,18 @@
-"""Which chunks a cache has: an append-only, hash-chained log, and a snapshot of it that opens at once.
+"""The manifest of a cache: a hash-chained log of its units and chunks, with a snapshot for fast opening.
 
 ``manifest/log.jsonl`` has one entry per event:
 
-    {"planned": 812, "files": 90, "recipe": "<sha256>"}       so many units of so many files exist, built or not; with
-                                                              "cutting": <bytes>, more follow that are not cut yet
-    {"add": [chunk, ...], "done": [unit statistics, ...]}     units whose rows are complete, with all their chunks
-                                                              (and in "transforms" what each transform did)
+    {"planned": 812, "files": 90, "recipe": "<sha256>"}       812 units of 90 files are planned, built or not; with
+                                                              "cutting": <bytes>, more units will follow
+    {"add": [chunk, ...], "done": [unit statistics, ...]}     complete units with all their chunks (and, in
+                                                              "transforms", the counts of each transform)
 
-A unit counts when its entry is complete; the chunks that it names are durable before it is written. A later entry for
-the same chunk (a repair) may change the file, never the content. ``manifest/snapshot.bin`` holds the state after a
-known line of the log; it can be deleted at any time. Invariants: commit order numbers nothing, chunks are kept in the
-order of (unit, part); a row's address (unit, part, row) is valid for ever; what is missing is what is planned and not
-done. The log names chunks by number only, never by path, and belongs to one recipe. Any number of processes may append,
-each under ``LOCK``; the number of lines is the cache's generation.
+A unit is committed when its entry is complete; its chunks are durable before the entry is written. A later entry for
+the same chunk (a repair) may change the file but not the content. ``manifest/snapshot.bin`` holds the state after one
+line of the log and can be deleted at any time. Invariants: chunks are ordered by (unit, part), independent of commit
+order; a row's address (unit, part, row) never changes; missing units are those planned and not committed. The log names
+chunks by number, never by path, and belongs to one recipe. Any number of processes may append, each under ``LOCK``; the
+number of lines is the cache's generation.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
 _SNAPSHOT_MAGIC = b"VXSNAP4\n"
-# magic, planned units, planned files, estimated bytes, whether more follow, recipe, log position (entries, line start,
-# line end, head), chunks, units
+# magic, planned units, planned files, estimated bytes, whether more units follow, recipe, log position (entries, line
+# start, line end, head), chunks, units
 _SNAPSHOT = struct.Struct("<8s QQQ? 32s QQQ 32s QQ")
 _LARGEST_UNIT = (1 << 48) - 1
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -53,13 +53,13 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class UnitStatistics:
-    """What a unit came to.
+    """Counts of a unit.
 
     Attributes:
         documents: Documents read.
         text_bytes: UTF-8 bytes of their texts.
-        tokens: Their tokens, ends of text included, none counted twice.
-        quarantined: Records put aside.
+        tokens: Their tokens including end-of-text tokens, each counted once.
+        quarantined: Quarantined records.
     """
 
     unit: int
@@ -81,18 +81,18 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The state of a cache after some line of its log.
+    """The state of a cache after a line of its log.
 
     Attributes:
-        planned_units: Units that exist, built or not.
+        planned_units: Number of planned units, built or not.
         chunks: One record per chunk, sorted by (unit, part).
-        units: One record per unit that is done, sorted.
-        position: The line of the log that this is the state after.
-        recipe: Digest of the recipe that the log was begun for; empty while nothing is planned.
-        planned_files: Files of the source that the planned units are of.
-        units_final: Whether the planned units are all; else more follow, as somebody asks for them.
-        estimated_bytes: What all units were expected to span when the first of them were cut; 0 where all were cut
-            at once.
+        units: One record per committed unit, sorted.
+        position: The last log line included.
+        recipe: Digest of the recipe of the log; empty while nothing is planned.
+        planned_files: Number of source files of the planned units.
+        units_final: Whether all units are planned; else more follow on request.
+        estimated_bytes: Estimated source bytes of all units when the first were planned; 0 if all were planned
+            together.
     """
 
     planned_units: int
@@ -106,37 +106,37 @@ class Manifest:
 
     @classmethod
     def empty(cls) -> Manifest:
-        """The state before the first line."""
+        """Return the state before the first line."""
         return cls(0, np.zeros(0, _CHUNK), np.zeros(0, _UNIT), LogPosition())
 
     @classmethod
     def open(cls, directory: Path) -> Manifest:
-        """Read the snapshot and what the log has beyond it.
+        """Read the snapshot and the log entries after it.
 
         Raises:
-            DataError: The log is damaged before its last line, or contradicts itself.
+            DataError: The log is damaged before its last line, or inconsistent.
         """
         try:
             return _read_snapshot(directory).refreshed(directory)
-        except (OSError, ValueError, DataError):  # none, damaged, or not of this log; the log has all of it
+        except (OSError, ValueError, DataError):  # missing, damaged or of another log; the log is complete
             return cls.read_log(directory)
 
     @classmethod
     def read_log(cls, directory: Path) -> Manifest:
-        """The same from the whole log, which checks every line of it."""
+        """Read the whole log, checking every line."""
         return cls.empty().refreshed(directory)
 
     def refreshed(self, directory: Path) -> Manifest:
-        """The state now: what the log has by this time."""
+        """Return the current state, with the entries appended since."""
         while True:
             before = _signature(directory / LOG_NAME)
             try:
                 return self._refreshed(directory)
             except DataError:
                 if _signature(directory / LOG_NAME) != before:
-                    continue  # a torn line was cut off and written over while it was read
-                if self.position.num_entries and self._is_part_of(again := Manifest.read_log(directory)):
-                    return again  # the cache was built anew, in another order
+                    continue  # another process replaced a torn line during the read
+                if self.position.num_entries and self._is_part_of(rebuilt := Manifest.read_log(directory)):
+                    return rebuilt  # the cache was rebuilt, in a different commit order
                 raise
 
     def _is_part_of(self, other: Manifest) -> bool:
@@ -144,7 +144,7 @@ class Manifest:
 
     @cached_property
     def contents(self) -> set[tuple[int, int, bytes]]:
-        """Address and content of every chunk."""
+        """Address and content digest of every chunk."""
         return set(self.chunks[["unit", "part", "content"]].tolist())
 
     def _refreshed(self, directory: Path) -> Manifest:
@@ -155,12 +155,12 @@ class Manifest:
         unknown = sorted({kind for body in bodies for kind in body} - _KINDS)
         if unknown:
             raise DataError(
-                f"the manifest has entries of a kind that this version does not know: {', '.join(unknown)}",
+                f"The manifest has entries of unknown kinds: {', '.join(unknown)}",
                 where=str(path), hint="read the cache with the version that wrote it",
             )  # fmt: skip
         recipes = {str(body["recipe"]) for body in bodies if "recipe" in body} | ({self.recipe} - {""})
         if len(recipes) > 1:
-            raise _contradiction(path, f"it speaks of several recipes: {', '.join(sorted(recipes))}")
+            raise _inconsistent(path, f"it names several recipes: {', '.join(sorted(recipes))}")
         try:
             chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
             units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
@@ -169,10 +169,10 @@ class Manifest:
             plans = [body for body in bodies if "planned" in body]
             estimates = [self.estimated_bytes, *(_number(body["cutting"]) for body in plans if "cutting" in body)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _contradiction(path, f"an entry is not of the form that it should have: {error}") from error
+            raise _inconsistent(path, f"an entry is malformed: {error}") from error
         outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
         if outside:
-            raise _contradiction(path, f"it speaks of unit {outside[0]}, {planned:,} units are planned")
+            raise _inconsistent(path, f"it names unit {outside[0]}, but only {planned:,} units are planned")
         return Manifest(
             planned,
             _merged_chunks(directory, self.chunks, np.array(chunks, _CHUNK)),
@@ -185,37 +185,37 @@ class Manifest:
         )
 
     def check_recipe(self, directory: Path, recipe: str) -> None:
-        """Refuse a manifest that was written for another cache.
+        """Refuse the manifest of another cache.
 
         Raises:
-            DataError: It names another recipe.
+            DataError: It names a different recipe.
         """
         if self.recipe not in {"", recipe}:
             raise DataError(
-                f"the manifest belongs to another cache: its recipe is {self.recipe}, the one here is {recipe}",
+                f"The manifest belongs to another cache: its recipe is {self.recipe}, expected {recipe}",
                 where=str(directory / LOG_NAME),
-                hint="put the cache's own manifest back, or remove the directory and build the cache again",
+                hint="restore the cache's own manifest, or remove the directory and build the cache again",
             )
 
     @contextlib.contextmanager
     def exclusive(self, directory: Path) -> Generator[Manifest]:
-        """Keep other writers out and give the state as it is meanwhile; ``appended`` adds to it."""
+        """Hold the write lock and yield the current state; ``appended`` adds entries to it."""
         with FileLock(directory / LOCK_NAME):
             yield self.refreshed(directory)
 
     def appended(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Append entries durably and return the state after them. The caller is inside ``exclusive``."""
+        """Append entries durably and return the new state. The caller holds ``exclusive``."""
         HashChainedLog(directory / LOG_NAME).append(entries, after=self.position)
         return self.refreshed(directory)
 
     def commit(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Append entries durably and return the state after them."""
+        """Append entries durably under the lock and return the new state."""
         with self.exclusive(directory) as manifest:
             return manifest.appended(directory, entries)
 
     @property
     def generation(self) -> int:
-        """How many times the cache has changed."""
+        """Number of changes of the cache so far."""
         return self.position.num_entries
 
     def write_snapshot(self, directory: Path) -> None:
@@ -231,14 +231,14 @@ class Manifest:
 
     @cached_property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
-        """Row at which each unit starts, and the number of rows at the end; units not done have none."""
+        """First row of each unit, then the total number of rows; missing units have no rows."""
         starts = np.zeros(self.planned_units + 1, np.int64)
         np.add.at(starts, self.chunks["unit"].astype(np.int64) + 1, self.chunks["rows"].astype(np.int64))
         return np.cumsum(starts)
 
     @cached_property
     def chunk_row_starts(self) -> npt.NDArray[np.int64]:
-        """Row at which each chunk starts, and the number of rows at the end."""
+        """First row of each chunk, then the total number of rows."""
         return np.append(np.int64(0), np.cumsum(self.chunks["rows"].astype(np.int64)))
 
     @property
@@ -246,24 +246,24 @@ class Manifest:
         return int(self.chunk_row_starts[-1])
 
     def missing_units(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
-        """Units of ``[first, last)`` that are planned and not done."""
+        """Return the units of ``[first, last)`` that are planned and not committed."""
         done = np.zeros(self.planned_units, np.bool_)
         done[self.units["unit"].astype(np.int64)] = True
         end = self.planned_units if last is None else last
         return first + np.flatnonzero(~done[first:end])
 
     def has_unit(self, unit: int) -> bool:
-        """Whether a unit is done."""
+        """Whether a unit is committed."""
         place = int(np.searchsorted(self.units["unit"], unit))
         return place < len(self.units) and int(self.units["unit"][place]) == unit
 
     def content_digest(self, first: int, last: int) -> str:
-        """SHA-256 over the content of the chunks of the units ``[first, last)``, in unit order."""
+        """Return the SHA-256 of the content digests of the units ``[first, last)``, in unit order."""
         low, high = np.searchsorted(self.chunks["unit"], [first, last])
         return hashlib.sha256(self.chunks["content"][low:high].tobytes()).hexdigest()
 
     def chunk(self, index: int) -> ChunkRecord:
-        """One record by its place in ``chunks``."""
+        """Return the record at an index of ``chunks``."""
         row: dict[str, Any] = dict(zip(_CHUNK_FIELDS, self.chunks[index].item(), strict=True))
         return ChunkRecord(**{**row, "content": row["content"].hex(), "file_sha256": row["file_sha256"].hex()})
 
@@ -275,7 +275,7 @@ class Manifest:
 def unit_entry(
     statistics: UnitStatistics, chunks: Iterable[ChunkRecord], transforms: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Any]:
-    """The entry that makes a unit's chunks count; it also says what each transform did to the unit."""
+    """Return the log entry that commits a unit, with the counts of each transform."""
     done = dataclasses.asdict(statistics) | ({"transforms": transforms} if transforms else {})
     return {"add": [dataclasses.asdict(chunk) for chunk in chunks], "done": [done]}
 
@@ -283,9 +283,9 @@ def unit_entry(
 def planned_entry(
     num_units: int, recipe: str = "", num_files: int = 0, *, estimated_bytes: int | None = None
 ) -> dict[str, Any]:
-    """The entry that says how many units there are, of how many files and of which recipe.
+    """Return the log entry that plans units: their number, files and recipe.
 
-    ``estimated_bytes`` says that more follow, and what all of them are expected to span.
+    ``estimated_bytes`` marks the plan as incomplete: more units follow, and this estimates the source bytes of all.
     """
     entry: dict[str, Any] = {"planned": num_units}
     if estimated_bytes is not None:
@@ -294,7 +294,7 @@ def planned_entry(
 
 
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
-    """Where a chunk lies, a function of its address; a directory holds every 256th unit."""
+    """Return the path of a chunk; a directory holds every 256th unit."""
     return directory / f"chunks/{unit & 0xFF:02x}/u{unit:09d}-{part}.psc"
 
 
@@ -307,35 +307,35 @@ def _signature(path: Path) -> tuple[int, int]:
 
 
 def check_contained(directory: Path, path: Path) -> None:
-    """Refuse a place in a cache that a symbolic link leads out of it.
+    """Refuse a path that a symbolic link leads out of the cache.
 
     Raises:
-        DataError: ``path`` is, or lies in, a link to somewhere else.
+        DataError: ``path`` is, or is below, such a link.
     """
     place = str(directory)
     for name in path.parts[len(directory.parts) :]:
         place = f"{place}{os.sep}{name}"
-        if os.path.islink(place):  # noqa: PTH114 - asked at every chunk; a Path for each costs more than the question
+        if os.path.islink(place):  # noqa: PTH114 - runs for every chunk; creating a Path costs more than the check
             break
     else:
         return
     real = os.path.realpath(path)
     if os.path.commonpath([real, os.path.realpath(directory)]) != os.path.realpath(directory):
         raise DataError(
-            f"a symbolic link leads out of the cache, to {real}", where=str(path),
-            hint="remove the link; `vorox data fill` with the same configuration builds what it stood for",
+            f"A symbolic link leads out of the cache, to {real}", where=str(path),
+            hint="remove the link, then run `vorox data fill` with the same configuration to rebuild its content",
         )  # fmt: skip
 
 
 def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_UNIT:
-        raise ValueError(f"{value!r} is not a number that can be meant")
+        raise ValueError(f"{value!r} is out of range")
     return value
 
 
 def _hash(value: object) -> bytes:
     if not isinstance(value, str) or not _HASH.fullmatch(value):
-        raise ValueError(f"{value!r} is not a SHA-256")
+        raise ValueError(f"{value!r} is not a SHA-256 hash")
     return bytes.fromhex(value)
 
 
@@ -347,15 +347,15 @@ def _unit_row(unit: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(_number(unit[name]) for name in _UNIT_FIELDS)
 
 
-def _contradiction(path: Path, what: str) -> DataError:
+def _inconsistent(path: Path, what: str) -> DataError:
     return DataError(
-        f"the manifest cannot be true: {what}", where=str(path),
-        hint="restore the file from a copy, or `vorox data build --force-rebuild` with the same configuration",
+        f"The manifest is inconsistent: {what}", where=str(path),
+        hint="restore the file from a copy, or run `vorox data build --force-rebuild` with the same configuration",
     )  # fmt: skip
 
 
 def _merged(old: Records, new: Records, key: list[str]) -> tuple[Records, Records, Records]:
-    """Both sorted by key with the newest of equal keys kept; and what was replaced beside what replaced it."""
+    """Merge by key, keeping the newer record; also return the replaced records and their replacements."""
     both = np.concatenate([old, new])
     both = both[np.lexsort([np.arange(len(both)), *(both[name] for name in reversed(key))])]
     replaced = np.zeros(len(both), np.bool_)
@@ -367,7 +367,7 @@ def _merged_chunks(directory: Path, old: Records, new: Records) -> Records:
     merged, before, after = _merged(old, new, ["unit", "part"])
     if before["content"].tobytes() != after["content"].tobytes():
         raise DataError(
-            "the manifest gives two contents to one chunk",
+            "The manifest has two different contents for one chunk",
             where=str(directory / LOG_NAME),
             hint="build the cache again in another data.cache.directory",
         )
@@ -378,13 +378,13 @@ def _read_snapshot(directory: Path) -> Manifest:
     raw = (directory / SNAPSHOT_NAME).read_bytes()
     body = memoryview(raw)[:-32]
     if hashlib.sha256(body).digest() != raw[-32:]:
-        raise ValueError("damaged snapshot")
-    magic, planned, files, estimate, follow, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
+        raise ValueError("the snapshot is damaged")
+    magic, planned, files, estimate, partial, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
     if magic != _SNAPSHOT_MAGIC:
-        raise ValueError("a snapshot of another version")
+        raise ValueError("the snapshot has another version")
     chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
     entries, line_start, line_end = place
     position = LogPosition(entries, line_start, line_end, head.hex())
     digest = recipe.hex() if any(recipe) else ""
-    return Manifest(planned, chunks, units, position, digest, files, not follow, estimate)
+    return Manifest(planned, chunks, units, position, digest, files, not partial, estimate)

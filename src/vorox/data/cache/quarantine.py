@@ -1,7 +1,7 @@
-"""Records that could not be read: one ``quarantine/u<unit>.jsonl`` per unit that has any, and how many are too many.
+"""Quarantine: lists of unreadable records, and the limit on how many a unit may have.
 
-The list is written before the unit counts, with the place of every record. The budget is one of each unit, so that
-whether a unit passes does not depend on which others were built before it.
+A unit with unreadable records has a list ``quarantine/u<unit>.jsonl`` with the place of each, written before the unit
+is committed. The limit applies per unit, so whether a unit passes does not depend on the units built before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def quarantine_path(directory: Path, unit: int) -> Path:
 
 
 def write_quarantine(directory: Path, unit: int, records: Sequence[BadRecord], files: Sequence[SourceFile]) -> None:
-    """Record what a unit put aside, durably; nothing if there is nothing."""
+    """Write the list of a unit's unreadable records durably; does nothing if there are none."""
     if not records:
         return
     path = quarantine_path(directory, unit)
@@ -59,10 +59,10 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def verify_quarantine(directory: Path, unit: int, expected: int) -> None:
-    """Check the list of a unit against itself and against the number that the manifest has.
+    """Check the list of a unit against its checksums and the count in the manifest.
 
     Raises:
-        DataError: It is missing, has another number of records, or a line is not what was written.
+        DataError: It is missing, has a different number of records, or a line is damaged.
     """
     path = quarantine_path(directory, unit)
     try:
@@ -76,8 +76,8 @@ def verify_quarantine(directory: Path, unit: int, expected: int) -> None:
         sound = False
     if not sound:
         raise DataError(
-            f"the list of the {expected:,} records of unit {unit} that were put aside is missing or damaged",
-            where=str(path), hint="remove the file and the unit's chunks; `vorox data fill` makes both again",
+            f"The quarantine list of unit {unit} ({expected:,} records) is missing or damaged",
+            where=str(path), hint="remove the file and the unit's chunks, then run `vorox data fill` to rebuild both",
         )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def count_quarantined(directory: Path, unit: int) -> int:
 
 
 def first_quarantined(directory: Path, most: int = 3) -> list[tuple[str, str]]:
-    """The first records of a cache that were put aside: the place and the reason of each."""
+    """Return place and reason of the first quarantined records of a cache."""
     found: list[tuple[str, str]] = []
     for path in sorted((directory / DIRECTORY_NAME).glob("u*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -100,53 +100,52 @@ def first_quarantined(directory: Path, most: int = 3) -> list[tuple[str, str]]:
 
 
 def report_quarantine(directory: Path, count: int) -> None:
-    """Warn that a build put records aside: how many, the first of them, and where all are listed."""
+    """Warn about quarantined records: how many, the first of them, and where all are listed."""
     if count == 0:
         return
     listed = directory / DIRECTORY_NAME
     first = [f"{place}: {reason}" for place, reason in first_quarantined(directory)]
-    records = f"{pluralize(count, 'record')} {'was' if count == 1 else 'were'}"
     more = f"; and {count - len(first):,} more" if count > len(first) else ""
-    text = f"{records} left out because they cannot be read: {'; '.join(first)}{more}; all are listed in {listed}"
+    text = f"Skipped {pluralize(count, 'unreadable record')}: {'; '.join(first)}{more}; all are listed in {listed}"
     fields = {"count": count, "first": first, "list": str(listed)}
     _log.warning("%s", text, extra={"event_kind": "quarantine", "event_fields": fields})
 
 
 def report_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
-    """Warn about files of which only a part was read."""
+    """Warn about damaged files that were read in part."""
     for record in built.bad_records:
         if record.is_rest_of_file:
             uri, path = files[record.file_index].uri, quarantine_path(directory, built.unit_id)
             kept = f"kept: {pluralize(record.ordinal, 'record')}, the first {record.byte_offset:,} bytes of its content"
-            text = f"{uri} is damaged: {record.reason}; {kept}; listed in {path}"
+            text = f"Damaged file {uri}: {record.reason}; {kept}; listed in {path}"
             fields = {"uri": uri, "kept_records": record.ordinal, "kept_bytes": record.byte_offset, "list": str(path)}
             _log.warning("%s", text, extra={"event_kind": "damaged_file", "event_fields": fields})
 
 
 def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile], bad_record_fraction: float) -> None:
-    """Refuse a unit with too many bad records. The rest of a damaged file is not one: the source says what is done.
+    """Refuse a unit with too many bad records; the rest of a damaged file has its own setting and does not count.
 
     Raises:
-        DataError: More than the fraction of its records, rounded up, or too many in a row.
+        DataError: More than the allowed fraction of its records (rounded up) are bad, or too many in a row.
     """
     bad = [record for record in built.bad_records if not record.is_rest_of_file]
     allowed = math.ceil(Fraction(str(bad_record_fraction)) * built.records_read)
-    if not bad or (len(bad) <= allowed and not built.gave_up):
+    if not bad or (len(bad) <= allowed and not built.aborted):
         return
-    first = bad[-BAD_RECORDS_IN_A_ROW] if built.gave_up else bad[0]
+    first = bad[-BAD_RECORDS_IN_A_ROW] if built.aborted else bad[0]
     place = files[first.file_index].uri + (
         f":{first.line}" if first.line is not None else f", byte {first.byte_offset}"
     )
-    if built.gave_up:
-        what = f"{BAD_RECORDS_IN_A_ROW} records in a row cannot be read"
-        remedy = "check data.sources.0.format and data.sources.0.text_field (0 is the first source), mend the file, "
-        remedy += "or leave it out"
+    if built.aborted:
+        what = f"{BAD_RECORDS_IN_A_ROW} consecutive records are unreadable"
+        remedy = "check data.sources.0.format and data.sources.0.text_field (0 is the first source), repair the file, "
+        remedy += "or exclude it"
     else:
         needed = math.ceil(1000 * len(bad) / built.records_read) / 1000
-        what = f"{len(bad):,} of {built.records_read:,} records cannot be read, more than the {allowed:,} allowed"
-        remedy = f"mend the file, or add data.sources.0.bad_record_fraction={needed:g} (0 is the first source)"
+        what = f"{len(bad):,} of {built.records_read:,} records are unreadable, more than the {allowed:,} allowed"
+        remedy = f"repair the file, or add data.sources.0.bad_record_fraction={needed:g} (0 is the first source)"
     raise DataError(
-        f"{what}; the first: {first.reason}",
+        f"{what}; the first error: {first.reason}",
         where=place,
         hint=f"{remedy}; all are listed in {quarantine_path(directory, built.unit_id)}",
     )

@@ -1,8 +1,8 @@
-"""Workers as Ray tasks: on this machine, or wherever a cluster has room.
+"""Workers as Ray tasks, on this machine or on a cluster.
 
-The tasks build like any other scheduler and meet through the leases of the cache's directory, which all machines must
-see, like the source, under the same names. Ray moves no text and no rows, only assignments and counts; it is imported
-here and nowhere else.
+Each task runs a scheduler. Tasks coordinate through the leases in the cache directory; all machines must see that
+directory and the source under the same paths. Ray transfers assignments and counts only, no text and no rows. Ray is
+imported only here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.installation import install_command
 from vorox.data.cache.recipe import RECIPE_NAME
 from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.workers import Assignment, Counts, decode_error, encode_error
+from vorox.data.cache.workers import Assignment, WorkerCounts, decode_error, encode_error
 
 _POLL_SECONDS = 0.5
-_RETRIES_OF_A_LOST_TASK = 3
+_LOST_TASK_RETRIES = 3
 _CANCEL_AGAIN_SECONDS = 3.0
 _DRAIN_SECONDS = 30.0
 
@@ -32,12 +32,12 @@ _DRAIN_SECONDS = 30.0
 def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
     """Build with Ray tasks until nothing is missing or a stop is requested.
 
-    Joins the cluster that ``ray.init`` was called for, or the one of ``$RAY_ADDRESS``; else starts one on this machine
-    for the time of the build.
+    Connects to the cluster of an earlier ``ray.init`` or of ``$RAY_ADDRESS``; else starts one on this machine for the
+    duration of the build.
 
     Args:
-        scheduler: What is to be done; its counts and its manifest are those of all tasks afterwards.
-        num_workers: How many tasks, each of one CPU.
+        scheduler: The scheduler to run; afterwards its counts and manifest include the work of all tasks.
+        num_workers: Number of tasks, with one CPU each.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -50,18 +50,18 @@ def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
             "--executor ray needs Ray, which is not installed", where="executor", hint=install_command("ray")
         ) from error
     with _cluster(ray):
-        task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES_OF_A_LOST_TASK)
-        assignment = ray.put(Assignment.of(scheduler))
+        task = ray.remote(_work).options(num_cpus=1, max_retries=_LOST_TASK_RETRIES)
+        assignment = ray.put(Assignment.from_scheduler(scheduler))
         pending = [task.remote(assignment) for _ in range(num_workers)]
-        counts: list[Counts] = []
+        counts: list[WorkerCounts] = []
         try:
-            while pending and not scheduler.is_stopped():
+            while pending and not scheduler.should_stop():
                 done, pending = ray.wait(pending, timeout=_POLL_SECONDS)
                 counts += [_result(ray, reference) for reference in done]
-                Counts.sum(counts).apply(scheduler)
+                WorkerCounts.total(counts).report_to(scheduler)
         finally:
             deadline = time.monotonic() + _DRAIN_SECONDS
-            while pending and time.monotonic() < deadline:  # an interrupt at the wrong instant is lost in a library
+            while pending and time.monotonic() < deadline:  # a library may swallow an interrupt, so cancel repeatedly
                 for reference in pending:
                     ray.cancel(reference)
                 _, pending = ray.wait(pending, num_returns=len(pending), timeout=_CANCEL_AGAIN_SECONDS)
@@ -73,7 +73,7 @@ def _cluster(ray: Any) -> Generator[None]:
     if ray.is_initialized():
         yield
         return
-    # Ray prints on standard error where its dashboard is and what else to install; nobody asked.
+    # Without these, Ray prints its dashboard address and installation hints on standard error.
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not os.environ.get("RAY_ADDRESS"):
         options["include_dashboard"] = False
@@ -84,31 +84,31 @@ def _cluster(ray: Any) -> Generator[None]:
         ray.shutdown()
 
 
-def _result(ray: Any, reference: Any) -> Counts:
+def _result(ray: Any, reference: Any) -> WorkerCounts:
     try:
         kind, value = ray.get(reference)
     except ray.exceptions.RayError as error:
         raise DataError(
-            f"a Ray task was lost: {type(error).__name__}", where="ray",
-            hint="check that the machines have enough memory, and run the same command again to continue",
+            f"A Ray task was lost: {type(error).__name__}", where="ray",
+            hint="check that the machines have enough memory, then run the same command again to continue",
         ) from error  # fmt: skip
     if kind != "finished":
         raise decode_error(kind, value)
-    return Counts(*value)
+    return WorkerCounts(*value)
 
 
 def _work(assignment: Assignment) -> tuple[str, Any]:
-    """The life of a task."""
-    os.environ["RAYON_NUM_THREADS"] = "1"  # a task was given one CPU; the tokenizers library would take all
+    """The main function of a task."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # a task has one CPU; the tokenizers library would use all
     try:
         if not (assignment.directory / RECIPE_NAME).exists():
             raise DataError(
-                f"{socket.gethostname()} does not see the cache directory", where=str(assignment.directory),
-                hint="set data.cache.directory to a place that all machines share",
+                f"Host {socket.gethostname()} does not see the cache directory", where=str(assignment.directory),
+                hint="set data.cache.directory to a path that all machines share",
             )  # fmt: skip
         scheduler = assignment.scheduler()
-        with contextlib.suppress(KeyboardInterrupt):  # how Ray cancels a task
+        with contextlib.suppress(KeyboardInterrupt):  # Ray cancels a task by raising it
             scheduler.run()
-        return "finished", astuple(Counts.of(scheduler))
+        return "finished", astuple(WorkerCounts.from_scheduler(scheduler))
     except VoroxError as error:
         return encode_error(error)

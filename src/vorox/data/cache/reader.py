@@ -1,10 +1,9 @@
-"""Reading a cache: rows by number, each checked, and the documents behind them.
+"""Read a cache: rows by index, each checked, and the documents they come from.
 
-Rows are numbered in unit order, whatever order they were built in. Chunk files are mapped when they are first needed
-and stay mapped, up to a limit; reading takes no lock, so any number of threads may. Invariant: what ``read_rows``
-returns is what was written, or it raises.
+Rows are numbered in unit order, independent of build order. Chunk files are mapped on first use and stay mapped, up to
+a limit; reading is thread-safe and takes no lock. Invariant: ``read_rows`` returns what was written, or raises.
 
-Legend: N rows asked for, C tokens of a row.
+Legend: N requested rows, C tokens of a row.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from vorox.data.rows import RowBlock
 if TYPE_CHECKING:
     from vorox.data.cache.scheduler import BuildScheduler
 
-_MOST_OPEN_CHUNKS = 4096
-_WAITS_FOR_A_DIRECTORY = 50
-_MENDS = 3
+_MAX_OPEN_CHUNKS = 4096
+_REOPEN_ATTEMPTS = 50
+_REPAIR_ATTEMPTS = 3
 
 
 class CacheReader:
-    """An open cache. Make one with ``open``; it sees what was committed by then.
+    """An open cache at the state of one manifest. Create it with ``open``.
 
     Attributes:
         directory: The cache.
-        recipe: What its rows are a function of.
+        recipe: The recipe of the cache.
         manifest: Its chunks and units.
-        mend: Builds a unit again of which a chunk turned out to be lost or damaged; None: that is an error.
-        background: Builds what is missing meanwhile; what it meets is raised where its units are awaited.
+        repair: Rebuilds a unit with a lost or damaged chunk; None: damage is an error.
+        background: Builds missing units meanwhile; its errors are raised where the units are awaited.
     """
 
     def __init__(self, directory: Path, recipe: Recipe, manifest: Manifest, max_open_chunks: int) -> None:
@@ -59,9 +58,9 @@ class CacheReader:
         self._chunk_row_starts = manifest.chunk_row_starts
         self._dtype = np.dtype(f"<u{recipe.token_bytes}")
         self._open_chunks: dict[int, Chunk] = {}
-        self._changing = threading.Lock()
-        self._mending = threading.Lock()
-        self.mend: Callable[[int, DataError], None] | None = None
+        self._chunks_lock = threading.Lock()
+        self._repair_lock = threading.Lock()
+        self.repair: Callable[[int, DataError], None] | None = None
         self.background: BuildScheduler | None = None
         self._clock = itertools.count(1)
 
@@ -74,16 +73,16 @@ class CacheReader:
         complete: bool = True,
         max_open_chunks: int | None = None,
     ) -> CacheReader:
-        """Open a cache directory; no chunk is touched.
+        """Open a cache directory without opening any chunk.
 
         Args:
             directory: The cache.
-            expected_recipe: Refuse a cache of another recipe.
-            complete: Refuse a cache of which units are missing.
-            max_open_chunks: Chunk files mapped at a time. None: as many as the system lets a process open.
+            expected_recipe: Refuse a cache with a different recipe.
+            complete: Refuse a cache with missing units.
+            max_open_chunks: Limit on mapped chunk files. None: from the system's limit on open files.
 
         Raises:
-            DataError: There is no cache, it is of another recipe, incomplete, or its manifest is damaged.
+            DataError: The cache does not exist, has a different recipe, is incomplete, or its manifest is damaged.
         """
         recipe = read_recipe(directory)
         if expected_recipe is not None:
@@ -93,18 +92,18 @@ class CacheReader:
         missing = manifest.missing_units()
         if complete and (len(missing) or manifest.planned_units == 0):
             raise DataError(
-                f"the cache is incomplete: {len(missing):,} of {pluralize(manifest.planned_units, 'unit')} "
+                f"The cache is incomplete: {len(missing):,} of {pluralize(manifest.planned_units, 'unit')} "
                 f"{'is' if len(missing) == 1 else 'are'} missing",
-                where=str(directory), hint="`vorox data build` with the same configuration completes it",
+                where=str(directory), hint="run `vorox data build` with the same configuration to finish it",
             )  # fmt: skip
-        return cls(directory, recipe, manifest, max_open_chunks or _open_files_allowed())
+        return cls(directory, recipe, manifest, max_open_chunks or _default_open_chunks())
 
     @property
     def num_rows(self) -> int:
         return self.manifest.num_rows
 
     @property
-    def generation(self) -> int:  # how many times the cache had changed when it was opened
+    def generation(self) -> int:  # number of changes of the cache when it was opened
         return self.manifest.generation
 
     @property
@@ -122,12 +121,12 @@ class CacheReader:
 
     @cached_property
     def files(self) -> tuple[SourceFile, ...]:
-        """The files of the source."""
+        """The source files."""
         return tuple(read_files(self.directory))
 
     @cached_property
     def _spans_5S(self) -> npt.NDArray[np.int64]:
-        """Unit, file, first byte, end and first ordinal of every span of every unit."""
+        """Unit, file, start byte, end byte and first ordinal of every span of every unit."""
         spans = [
             (unit.unit_id, span.file_index, span.start_byte, span.end_byte, span.first_ordinal)
             for unit in self.units
@@ -137,11 +136,11 @@ class CacheReader:
 
     @property
     def unit_row_starts(self) -> npt.NDArray[np.int64]:
-        """First row of each unit, and the number of rows at the end."""
+        """First row of each unit, then the total number of rows."""
         return self.manifest.unit_row_starts
 
     def rows_in(self, unit_start: int, unit_end: int, /) -> int:
-        """Rows of the units ``[unit_start, unit_end)``.
+        """Return the number of rows of the units ``[unit_start, unit_end)``.
 
         Raises:
             DataError: One of them is missing.
@@ -150,7 +149,7 @@ class CacheReader:
         return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
 
     def content_digest(self, unit_start: int, unit_end: int, /) -> str:
-        """SHA-256 over the content of the units ``[unit_start, unit_end)``, in unit order.
+        """Return the SHA-256 of the content of the units ``[unit_start, unit_end)``, in unit order.
 
         Raises:
             DataError: One of them is missing.
@@ -159,22 +158,22 @@ class CacheReader:
         return self.manifest.content_digest(unit_start, unit_end)
 
     def missing_units(self, unit_start: int, unit_end: int, /) -> npt.NDArray[np.int64]:
-        """Those of the units ``[unit_start, unit_end)`` that are planned and not built."""
+        """Return the missing units of ``[unit_start, unit_end)``."""
         return self.manifest.missing_units(unit_start, unit_end)
 
     @property
     def units_final(self) -> bool:
-        return self.manifest.units_final  # a stream's may not be
+        return self.manifest.units_final  # false for a stream that is still being split
 
     @property
-    def is_building(self) -> bool:  # by this process
+    def is_building(self) -> bool:  # in this process
         return self.background is not None and self.background.is_running
 
     def refreshed(self, *, awaited_units: int = 0) -> CacheReader:
-        """A reader of what is committed by now; this one if that is no more. Chunks that are open are shared.
+        """Return a reader of the current state, or this one if nothing changed. Open chunks are shared.
 
         Args:
-            awaited_units: The asker waits for all units below this one; for caches that are built on demand.
+            awaited_units: The caller waits for all units below this one; for caches that are built on demand.
         """
         del awaited_units
         if self.background is not None:
@@ -183,9 +182,9 @@ class CacheReader:
         if manifest is self.manifest:
             return self
         reader = CacheReader(self.directory, self.recipe, manifest, self._max_open_chunks)
-        reader.mend, reader.background = self.mend, self.background
+        reader.repair, reader.background = self.repair, self.background
         places = {(unit, part): at for at, (unit, part) in enumerate(manifest.chunks[["unit", "part"]].tolist())}
-        with self._changing:  # chunks are numbered in unit order, so that filled gaps move them
+        with self._chunks_lock:  # chunk indices follow unit order, so new units shift them
             reader._open_chunks = {
                 places[chunk.header.unit, chunk.header.part]: chunk for chunk in self._open_chunks.values()
             }
@@ -193,30 +192,30 @@ class CacheReader:
 
     @property
     def digest(self) -> str:
-        """The dataset digest: the content of all units."""
+        """The dataset digest: SHA-256 of the content of all units."""
         return self.content_digest(0, self.manifest.planned_units)
 
     def _expect_units(self, start: int, end: int) -> None:
         planned = self.manifest.planned_units
         missing = self.manifest.missing_units(start, end)
         if not 0 <= start <= end <= planned or len(missing):
-            what = f"unit {missing[0]} is not built" if len(missing) else f"there are {planned:,} units"
+            what = f"unit {missing[0]} is missing" if len(missing) else f"the cache has {planned:,} units"
             raise DataError(
-                f"units {start} to {end} of the cache are not all there: {what}", where=str(self.directory),
-                hint="`vorox data build` with the same configuration completes the cache",
+                f"Units {start} to {end} of the cache are not complete: {what}", where=str(self.directory),
+                hint="run `vorox data build` with the same configuration to finish the cache",
             )  # fmt: skip
 
     def read_rows(self, rows: npt.NDArray[np.int64], /) -> RowBlock:
-        """Read rows, every block of them checked, in the order given.
+        """Read rows in the given order; every block is checked.
 
         Raises:
-            DataError: A chunk is missing or damaged; names file and row.
+            DataError: A chunk is missing or damaged; the message has file and row.
         """
-        for _ in range(_MENDS):
+        for _ in range(_REPAIR_ATTEMPTS):
             try:
                 return self._read_rows(rows)
             except DataError as error:
-                self._mend(rows, error)
+                self._repair(rows, error)
         return self._read_rows(rows)
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
@@ -241,7 +240,7 @@ class CacheReader:
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
-        """Where the tokens of a row come from, segment by segment.
+        """Return the source of a row's tokens, one span per segment.
 
         Raises:
             DataError: The chunk is missing or damaged.
@@ -260,12 +259,12 @@ class CacheReader:
     def rows_of_document(
         self, file_index: int, byte: int | None = None, ordinal: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """Rows that hold tokens of the documents of a file, ascending: the inverse of ``documents_of``.
+        """Return the rows with tokens of a file's documents, ascending: the inverse of ``documents_of``.
 
         Args:
-            file_index: The file, by its place in ``files``.
-            byte: Only of documents whose record has this byte: one, or in Parquet those of a row group.
-            ordinal: Only of the document with this number within the file.
+            file_index: Index of the file in ``files``.
+            byte: Only documents whose record contains this byte: one, or in Parquet those of a row group.
+            ordinal: Only the document with this number within the file.
 
         Raises:
             DataError: A chunk is missing or damaged.
@@ -285,24 +284,24 @@ class CacheReader:
                 found.append(chunk.rows_of(file_index, byte, ordinal) + self._chunk_row_starts[index])
         return np.concatenate(found)
 
-    def _mend(self, rows: npt.NDArray[np.int64], error: DataError) -> None:
-        """Have the units of some rows built again that are not whole.
+    def _repair(self, rows: npt.NDArray[np.int64], error: DataError) -> None:
+        """Rebuild the damaged units of the given rows.
 
         Raises:
-            DataError: Nobody can build them; ``error`` itself then.
+            DataError: They cannot be rebuilt; this is ``error`` itself if ``repair`` is None.
         """
-        if self.mend is None:
+        if self.repair is None:
             raise error
-        with self._mending:
+        with self._repair_lock:
             for unit in np.unique(self.manifest.chunks["unit"][self.addresses(rows)[0]]).tolist():
                 if not is_intact(self.directory, self.manifest.refreshed(self.directory), unit, "full"):
-                    self.mend(unit, error)
-                with self._changing:
+                    self.repair(unit, error)
+                with self._chunks_lock:
                     for index in [index for index, chunk in self._open_chunks.items() if chunk.header.unit == unit]:
                         del self._open_chunks[index]
 
     def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Chunk, by its place in the manifest, and row in it."""
+        """Return the chunk index in the manifest, and the row within the chunk, of each row."""
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
         chunk_N = np.searchsorted(self._chunk_row_starts, rows, side="right") - 1
@@ -320,56 +319,56 @@ class CacheReader:
         expected = (record.unit, record.part, *shape, record.content, self.recipe.digest)
         if found != expected:
             raise DataError(
-                f"the file is not the chunk that the manifest names: it has {found}, expected {expected}",
+                f"The file is not the chunk that the manifest names: found {found}, expected {expected}",
                 where=str(chunk.path), hint=REMEDY,
             )  # fmt: skip
         chunk.last_used = next(self._clock)
-        with self._changing:
+        with self._chunks_lock:
             if len(self._open_chunks) >= self._max_open_chunks:
                 self._close_oldest()
             self._open_chunks[index] = chunk
         return chunk
 
     def _map(self, path: Path) -> Chunk:
-        for _ in range(_WAITS_FOR_A_DIRECTORY):
+        for _ in range(_REOPEN_ATTEMPTS):
             try:
                 return Chunk.open(path)
             except DataError as error:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-                    with self._changing:
-                        self._close_oldest()  # the process has used up its files
+                    with self._chunks_lock:
+                        self._close_oldest()  # the process has reached its limit on open files
                 elif self.directory.exists():
                     raise
-                time.sleep(0.01)  # a rebuilt cache is about to take the place of this one
+                time.sleep(0.01)  # a rebuilt cache is about to replace this one
         return Chunk.open(path)
 
     def _close_oldest(self) -> None:
-        """Let go of an eighth of the open chunks; so many at a time that finding the oldest costs nothing per chunk."""
+        """Close the least recently used eighth of the open chunks; a batch amortises the sort."""
         oldest = sorted(self._open_chunks.items(), key=lambda entry: entry[1].last_used)
         for index, _ in oldest[: -(-len(oldest) // 8)]:
             del self._open_chunks[index]
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Check every byte of every chunk file and every line of the lists beside them.
+        """Check every byte of every chunk file and every line of the manifest and the lists.
 
         Args:
-            on_progress: Told (chunks checked, chunks) after each.
+            on_progress: Called after each chunk with (bytes checked, total bytes).
 
         Raises:
-            DataError: Naming everything that is damaged.
+            DataError: Something is damaged; the message lists it.
         """
         verify(self.directory, self.recipe, self.manifest, on_progress)
 
     def close(self) -> None:
-        """Unmap the chunks. What was read stays valid."""
+        """Unmap the chunks. Rows already read stay valid."""
         self._open_chunks = {}
 
 
-def _open_files_allowed() -> int:
-    """How many chunks may be mapped: before Python 3.13 each holds a file descriptor, of which others need some."""
+def _default_open_chunks() -> int:
+    """Return the limit on mapped chunks: before Python 3.13 each holds a file descriptor."""
     if sys.version_info >= (3, 13) or sys.platform == "win32":
-        return _MOST_OPEN_CHUNKS
+        return _MAX_OPEN_CHUNKS
     import resource
 
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, min(_MOST_OPEN_CHUNKS, soft_limit // 4)) if soft_limit > 0 else _MOST_OPEN_CHUNKS
+    return max(16, min(_MAX_OPEN_CHUNKS, soft_limit // 4)) if soft_limit > 0 else _MAX_OPEN_CHUNKS

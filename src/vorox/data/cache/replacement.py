@@ -1,8 +1,8 @@
-"""Building a cache anew and letting it take the place of the old one, which stays whole until then.
+"""Rebuild a cache next to the old one, then swap them.
 
-The new one grows under ``.rebuild-NAME`` beside it, can be interrupted and gone on with, and is renamed when it is
-complete. Invariant: at every instant one complete cache is on disk, if there was one before; what a crash between the
-two renames leaves is put right by whoever comes next.
+The new cache is built in ``.rebuild-NAME``; an interrupted rebuild continues there. It is renamed when it is complete.
+Invariant: one complete cache is on disk at any time, if there was one before; the next call finishes a swap that was
+interrupted between its two renames.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from vorox.data.cache.retention import disk_time_or_local, pin, read_pins
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"
-_REBUILD = 999_999_999
-"""The lease that a rebuild holds as a whole; no cache has so many units."""
+_REBUILD_UNIT = 999_999_999
+"""Pseudo-unit whose lease a rebuild holds for its whole duration; no cache has that many units."""
 
 
 @contextlib.contextmanager
 def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
-    """Where to build: the directory itself, or one that takes its place when the block ends without an error.
+    """Yield the directory to build in: the cache itself, or one that replaces it when the block succeeds.
+
+    Args:
+        directory: The cache.
+        wanted: Rebuild; else yield ``directory``.
 
     Raises:
-        ConfigError: Somebody builds the cache that is to be replaced.
+        ConfigError: Another process is building the cache.
     """
     old = directory.with_name(REPLACED_PREFIX + directory.name)
     if old.exists() and not directory.exists():
-        old.rename(directory)  # a crash came between the two renames below
+        old.rename(directory)  # a crash between the two renames below
         sync_directory(directory.parent)
     if not wanted:
         yield directory
         return
     _refuse_builders(directory)
-    fresh = directory.with_name(REBUILD_PREFIX + directory.name)
-    with Leases(fresh) as leases:  # garbage collection sees that somebody rebuilds, also between two units
-        leases.acquire(_REBUILD)
-        yield fresh
+    rebuilt = directory.with_name(REBUILD_PREFIX + directory.name)
+    with Leases(rebuilt) as leases:  # tells garbage collection that a rebuild is in progress, also between units
+        leases.acquire(_REBUILD_UNIT)
+        yield rebuilt
     _refuse_builders(directory)
     if old.exists():
         remove_directory(old)
-    for kept in read_pins(directory):
-        pin(fresh, kept.name, kept.reason)
+    for pinned in read_pins(directory):
+        pin(rebuilt, pinned.name, pinned.reason)
     if directory.exists():
         directory.rename(old)
-    fresh.rename(directory)
+    rebuilt.rename(directory)
     sync_directory(directory.parent)
     if old.exists():
         remove_directory(old)
@@ -58,6 +62,6 @@ def _refuse_builders(directory: Path) -> None:
     for path in sorted((directory / DIRECTORY_NAME).glob("u*")):
         if is_held(path, disk_time_or_local(directory)):
             raise ConfigError(
-                f"the cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
-                hint="wait for it to finish or stop it, then build anew", saved="the cache as it is",
+                f"The cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
+                hint="wait for it to finish or stop it, then rebuild", saved="the existing cache",
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a build tells while it runs, and what it says at the end."""
+"""Progress of a running build, and the report at its end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.transforms.apply import Counts, TransformCount, add_counts
 
 
-class _Sizes:
-    """What rows and chunk files come to; the figures are fields of whoever inherits."""
+class _SizeRatios:
+    """Ratios of rows and chunk file sizes; subclasses define the fields."""
 
     __slots__ = ()
     rows: int
@@ -26,40 +26,40 @@ class _Sizes:
 
     @property
     def utilisation_fraction(self) -> float:
-        """Share of the rows that is not padding."""
+        """Fraction of the row positions that is not padding."""
         return 1 - self.padding_tokens / max(self.rows * self.row_tokens, 1)
 
     @property
     def ratio_to_uint16(self) -> float:
-        """Size of the chunk files over that of the same rows as plain 16-bit numbers."""
+        """Size of the chunk files relative to the same rows as uint16."""
         return self.compressed_bytes / max(2 * self.rows * self.row_tokens, 1)
 
     @property
     def ratio_to_uint32(self) -> float:
-        """The same for 32-bit numbers."""
+        """Size of the chunk files relative to the same rows as uint32."""
         return self.ratio_to_uint16 / 2
 
 
 @dataclass(frozen=True, slots=True)
-class BuildProgress(_Sizes):
-    """How far a build is.
+class BuildProgress(_SizeRatios):
+    """Progress of a build.
 
     Attributes:
-        units_done: Units done, those of other builders and of earlier builds included.
+        units_done: Units done, including those of other builders and earlier builds.
         units: Units planned.
-        documents: Documents that this build tokenised so far, all its workers together.
+        documents: Documents tokenised by this build so far, by all of its workers.
         text_bytes: UTF-8 bytes of their texts.
         tokens: Their tokens.
-        waiting_for: Who builds what is left, while this build waits for it; empty otherwise.
-        source_bytes_done: Bytes of the source that the units done are made of.
-        source_bytes: Bytes of the source that all units are made of.
+        waiting_for: The builder of the remaining units, while this build waits for it; else empty.
+        source_bytes_done: Source bytes of the units done.
+        source_bytes: Source bytes of all units.
         chunks: Chunk files committed.
         rows: Their rows.
         row_tokens: Tokens of a row.
-        padding_tokens: Positions of the rows that hold no token.
+        padding_tokens: Padding positions in the rows.
         compressed_bytes: Size of the chunk files.
-        compared_bytes: Bytes of the source in which duplicates were looked for; 0 except while they are.
-        stages: How the stages of this process get on; None before they do, and for builders in other processes.
+        compared_bytes: Source bytes searched for duplicates; 0 outside that search.
+        stages: Counters of this process's pipeline; None before it starts, and for builders in other processes.
     """
 
     units_done: int
@@ -80,29 +80,29 @@ class BuildProgress(_Sizes):
 
 
 @dataclass(frozen=True, slots=True)
-class BuildReport(_Sizes):
-    """What a cache holds, and what this build did for it.
+class BuildReport(_SizeRatios):
+    """The content of a cache, and this build's share of it.
 
     Attributes:
         digest: Dataset digest.
         documents: Documents in the cache.
         text_bytes: UTF-8 bytes of their texts.
-        tokens: Their tokens, ends of text included, none counted twice.
+        tokens: Their tokens including end-of-text tokens, each counted once.
         rows: Packed rows.
         row_tokens: Tokens of a row.
-        padding_tokens: Positions of the rows that hold no token.
+        padding_tokens: Padding positions in the rows.
         compressed_bytes: Size of all chunk files.
-        quarantined: Records put aside.
+        quarantined: Quarantined records.
         units: Units of the cache.
-        units_built: Units that this build made.
-        units_adopted: Units that this build found complete on disk, left by one that was killed.
-        built_text_bytes: Text that this build tokenised.
-        seconds: What this build took.
+        units_built: Units built by this build.
+        units_adopted: Units that this build found complete on disk, written by a build that was killed.
+        built_text_bytes: Text bytes tokenised by this build.
+        seconds: Duration of this build.
         chunks: Chunk files of the cache.
-        units_missing: Units that are planned and not built: another builder's, or left by one that was stopped.
-        stages: How the stages of this process got on; None where nothing was built in it.
-        transforms: What each transform did to the units of the cache, by its place in the list and its name:
-            ``0/length``. Of units that were adopted nothing is known.
+        units_missing: Planned units that are not built: in progress elsewhere, or left by a build that was stopped.
+        stages: Counters of this process's pipeline; None if nothing was built in this process.
+        transforms: Counts of each transform over the units of the cache, by its index and name: ``0/length``.
+            Adopted units are not counted.
     """
 
     digest: str
@@ -126,7 +126,7 @@ class BuildReport(_Sizes):
 
     @property
     def megabytes_per_second(self) -> float:
-        """Text tokenised, packed and committed by this build per second."""
+        """Text built per second by this build, in megabytes."""
         return self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
 
 
@@ -134,8 +134,8 @@ def _total(records: npt.NDArray[np.void], name: str) -> int:
     return int(records[name].sum(dtype=np.int64))
 
 
-def committed(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
-    """The fields of ``BuildProgress`` that the manifest decides; ``source_bytes_U`` has the size of each unit."""
+def committed_progress(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return the fields of ``BuildProgress`` that follow from the manifest; ``source_bytes_U`` has each unit's size."""
     units = manifest.units["unit"].astype(np.int64)
     return {
         "units_done": int(np.count_nonzero(units < len(source_bytes_U))),
@@ -148,7 +148,7 @@ def committed(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict
 
 
 def transform_counts(directory: Path) -> Counts:
-    """What each transform did to the units of a cache, whoever built them."""
+    """Return the counts of each transform over all committed units of a cache."""
     bodies, _ = HashChainedLog(directory / LOG_NAME).read_after(LogPosition())
     units: dict[int, dict[str, list[int]]] = {}
     for done in (done for body in bodies for done in body.get("done", ())):
@@ -171,7 +171,7 @@ def build_report(
     stages: PipelineStatistics | None = None,
     transforms: Mapping[str, TransformCount] | None = None,
 ) -> BuildReport:
-    """The report on a cache in the state of ``manifest``."""
+    """Return the report of a cache at the state of ``manifest``."""
     return BuildReport(
         digest=manifest.content_digest(0, manifest.planned_units),
         documents=_total(manifest.units, "documents"),

@@ -1,10 +1,10 @@
-"""The build scheduler: units that are wanted become committed chunks, next to any number of other builders.
+"""The build scheduler: builds the requested units of a cache, alongside any number of other builders.
 
-A queue says which units are wanted and how urgently, a ``UnitBuilder`` makes them, a residency says what may be on
-disk. Builders on one cache, in one process or on many machines, need not know of each other: a lease keeps two of them
-from the same unit, and ``commit`` decides what counts. A build command, a worker process, a Ray task, a growing cache,
-a stream and a mended chunk differ in queue, residency and thread alone. Invariant: the dataset digest depends neither
-on the order of the units nor on interruptions, the number of builders or the codec.
+A queue orders the requested units, a ``UnitBuilder`` builds them, a residency decides which chunks may be on disk.
+Builders of one cache, in one process or on many machines, coordinate through the file system only: leases keep two of
+them from building the same unit, and ``commit`` decides which result counts. A build command, a worker process, a Ray
+task, a growing cache, a stream and a repair differ only in queue, residency and thread. Invariant: the dataset digest
+does not depend on the order of the units, on interruptions, on the number of builders or on the codec.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from vorox.data.cache.build_queue import BuildQueue, never
 from vorox.data.cache.commit import adopt_unit, commit_unit
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
-from vorox.data.cache.report import BuildProgress, committed
+from vorox.data.cache.report import BuildProgress, committed_progress
 from vorox.data.cache.residency import Permanent, Residency
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit
 from vorox.data.pipeline.pipeline import PipelineStatistics
 
 SNAPSHOT_FROM_BYTES = 1 << 15
-"""A shorter log, of some ninety chunks, opens as quickly without a snapshot."""
+"""A shorter log, of about ninety chunks, opens as fast without a snapshot."""
 
-_FIRST_GUESS_CACHE_PER_TEXT_BYTE = 0.4
+_DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
 _SHORTEST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
-"""Small units are read ahead by number, so that other builders find some; large ones by the pipeline's bytes."""
+"""How long to hold back before leasing more units than the threads need, so that other builders find some."""
 
 _SERIAL = PipelineConfig(staged=False)
 
@@ -48,22 +48,22 @@ OnProgress = Callable[[BuildProgress], None]
 
 
 class BuildScheduler:
-    """Builds the wanted units of one planned cache.
+    """Builds the requested units of one planned cache.
 
     Args:
         directory: The cache.
-        builder: What its units are a function of.
-        units: The planned units; a list that only grows may be given.
-        queue: Which of them are wanted. None: all that are missing.
-        residency: Which chunks may be on disk. None: all, for good.
+        builder: The unit builder of the cache.
+        units: The planned units; an append-only list is allowed.
+        queue: The requested units. None: all missing ones.
+        residency: Which chunks may be on disk. None: all of them, permanently.
         on_progress: Called after every batch of documents and every unit.
         stop: Polled between units; once it returns true, ``run`` returns.
 
     Attributes:
-        manifest: The cache as last seen.
-        progress: How far it is, and what this scheduler did for it.
-        units_built: Units that this scheduler made.
-        units_adopted: Units that it found complete on disk, left by a builder that died.
+        manifest: The latest known state of the cache.
+        progress: Progress of the build and this scheduler's share of it.
+        units_built: Units built by this scheduler.
+        units_adopted: Units found complete on disk, written by a builder that died.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BuildScheduler:
         on_progress: OnProgress | None = None,
         stop: Callable[[], bool] = never,
     ) -> None:
-        self.directory, self.builder, self.units = directory, builder.at(directory), units
+        self.directory, self.builder, self.units = directory, builder.with_directory(directory), units
         self.queue = queue or BuildQueue()
         self.residency = residency or Permanent(directory)
         self.units_built = self.units_adopted = 0
@@ -98,18 +98,18 @@ class BuildScheduler:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Build, or wait for others to build, until nothing is wanted or ``stop`` returns true.
+        """Build, or wait for other builders, until no unit is requested or ``stop`` returns true.
 
         Raises:
-            DataError: A text cannot be tokenised, too many records are bad, or the disk is full or refuses to be
-                written to. What was committed stays.
+            DataError: A text cannot be tokenised, too many records are bad, or the disk is full or not writable.
+                Committed units stay.
         """
         wait_seconds = _SHORTEST_WAIT_SECONDS
         with self.translate_os_errors():
             self.observe(Manifest.open(self.directory))
             with Leases(self.directory) as leases:
                 while not self._stop() and (batch := self._next_batch()) is not None:
-                    if self._attempt(batch, leases) > 0:
+                    if self._process(batch, leases) > 0:
                         wait_seconds = _SHORTEST_WAIT_SECONDS
                     elif not self._stop() and (batch := self._next_batch()):
                         self.report_progress(waiting_for=f"{leases.holder(batch[0]) or 'another builder'}")
@@ -119,16 +119,16 @@ class BuildScheduler:
                 self.manifest.write_snapshot(self.directory)
 
     def start(self, run: Callable[[], None] | None = None) -> None:
-        """Build in a daemon thread until nothing is wanted or ``close``.
+        """Build in a daemon thread until no unit is requested, or until ``close``.
 
         Args:
-            run: What the thread does. None: ``run``, with the threads of this process.
+            run: The thread's function. None: ``run``.
         """
 
         def work() -> None:
             try:
                 (run or self.run)()
-            except Exception as error:  # raised where somebody waits for a unit
+            except Exception as error:  # raised in the threads that wait for a unit
                 self._error = error
                 self.queue.close(error)
 
@@ -137,26 +137,26 @@ class BuildScheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread builds or waits."""
+        """Whether the build thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what ended the thread, if something did."""
+        """Raise the exception that ended the thread, if any."""
         if self._error is not None:
             raise self._error
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """End the thread after what it has in hand, and wait for it. Repeatable."""
+        """Stop the thread after the unit in progress, and join it. Idempotent."""
         self.queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
-    def is_stopped(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a stop was requested."""
         return self._stop() or self.queue.closed
 
     def poll(self, **counts: int) -> None:
-        """See what other builders committed meanwhile; ``counts`` is what is known of them."""
+        """Read what other builders have committed, and report progress with the given counts."""
         self.report_progress(**counts)
         self.observe(self.manifest.refreshed(self.directory))
 
@@ -164,14 +164,14 @@ class BuildScheduler:
         self.observe(self.manifest.refreshed(self.directory))
         return self.queue.next_batch(self.manifest, self.residency.damaged)
 
-    def _attempt(self, batch: Sequence[int], leases: Leases) -> int:
-        """Build what nobody else has in hand; returns how many units were built, adopted or found done."""
+    def _process(self, batch: Sequence[int], leases: Leases) -> int:
+        """Build the units of a batch that no other builder holds; return how many units this made progress on."""
         self._in_flight = []
         try:
             return self._adopt(batch, leases) + self._build(batch, leases)
-        except Exception as error:  # whatever it is, who waits for the unit must see it
+        except Exception as error:  # of any kind: the threads that wait for the unit must see it
             failed = self._in_flight[0] if self._in_flight else batch[0]
-            reason = self._translated(error) if isinstance(error, OSError) else error
+            reason = self._translate(error) if isinstance(error, OSError) else error
             if not self.queue.fail(failed, reason):
                 raise
             return 1
@@ -189,7 +189,7 @@ class BuildScheduler:
                 yield self.units[unit]
 
     def _claim(self, unit: int, leases: Leases) -> bool:
-        """Lease a unit that is still to be built."""
+        """Lease a unit that still has to be built."""
         if self._is_settled(unit) or not leases.acquire(unit):
             return False
         self.manifest = self.manifest.refreshed(self.directory)
@@ -203,11 +203,11 @@ class BuildScheduler:
     def _is_settled(self, unit: int) -> bool:
         if not self.residency.is_resident(self.manifest, unit):
             return False
-        self.queue.settle(unit)
+        self.queue.mark_done(unit)
         return True
 
     def _adopt(self, batch: Sequence[int], leases: Leases) -> int:
-        """Take over what dead builders left on disk; returns how many units that gave."""
+        """Commit complete units of dead builders; returns how many."""
         adopted = 0
         orphans = [unit for unit in batch if chunk_path(self.directory, unit, 0).exists()]
         for unit in self._leased([unit for unit in orphans if not self.manifest.has_unit(unit)], leases):
@@ -215,7 +215,7 @@ class BuildScheduler:
             self._in_flight.remove(unit.unit_id)
             leases.release(unit.unit_id)
             if done:
-                self.queue.settle(unit.unit_id)
+                self.queue.mark_done(unit.unit_id)
             adopted += done
             self.units_adopted += done
             self.observe(manifest)
@@ -224,7 +224,7 @@ class BuildScheduler:
     def _build(self, batch: Sequence[int], leases: Leases) -> int:
         built = 0
         units = self.builder.run(
-            self._leased(batch, leases), on_documents=self._add_documents, on_statistics=self._see_stages,
+            self._leased(batch, leases), on_documents=self._add_documents, on_statistics=self._update_stages,
             stop=lambda: self._stop() or self.queue.preempts(batch),
         )  # fmt: skip
         try:
@@ -236,11 +236,11 @@ class BuildScheduler:
                 built += 1
         finally:
             if isinstance(units, Generator):
-                units.close()  # ends what it reads ahead
+                units.close()  # ends its read-ahead
         return built
 
     def build_from(self, unit: Unit, records: Sequence[Record]) -> None:
-        """Build a leased unit in this thread from records that were read elsewhere."""
+        """Build a leased unit in this thread from records that are already in memory."""
 
         def read_unit(unit: Unit) -> Sequence[Record]:
             del unit
@@ -251,7 +251,7 @@ class BuildScheduler:
             self._commit(built)
 
     def _commit(self, built: BuiltUnit) -> bool:
-        """Write a unit and make it count; False if there is no room for it now."""
+        """Write and commit a unit. False: there is no room for it now."""
         unit = built.unit_id
         with self.residency.room(unit, built.size_bytes) as there_is_room:
             if not there_is_room:
@@ -265,7 +265,7 @@ class BuildScheduler:
             self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
             self._rebuilding.discard(unit)
             self.residency.mark_written(unit)
-        self.queue.settle(unit)
+        self.queue.mark_done(unit)
         self.units_built += counts
         self.observe(manifest)
         if counts and self.units_built % SNAPSHOT_INTERVAL_ENTRIES == 0:
@@ -276,21 +276,21 @@ class BuildScheduler:
         self._pending_bytes -= size_bytes
 
     def observe(self, manifest: Manifest) -> None:
-        """Take a state of the cache for the current one, and report what changed."""
+        """Adopt a newer state of the cache and report progress if it changed."""
         changed = manifest.generation != self._reported_generation
         self.manifest = manifest
         if changed:
             self._reported_generation = manifest.generation
-            self.report_progress(waiting_for="", **committed(manifest, self._unit_bytes()))
+            self.report_progress(waiting_for="", **committed_progress(manifest, self._unit_bytes()))
 
     def _unit_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of the source of every unit that is known by now."""
+        """Return the source bytes of every unit known so far."""
         if len(self._sizes_U) < len(self.units):
             self._sizes_U = np.append(self._sizes_U, _source_bytes(self.units[len(self._sizes_U) :]))
             self.progress = replace(self.progress, units=len(self.units), source_bytes=int(self._sizes_U.sum()))
         return self._sizes_U
 
-    def _see_stages(self, statistics: PipelineStatistics) -> None:
+    def _update_stages(self, statistics: PipelineStatistics) -> None:
         self.progress = replace(self.progress, stages=statistics)
 
     def _add_documents(self, documents: int, text_bytes: int, tokens: int) -> None:
@@ -302,14 +302,14 @@ class BuildScheduler:
         )
 
     def report_progress(self, **changes: int | str) -> None:
-        """Change what is known of the progress, and report it."""
+        """Update the progress and report it."""
         self.progress = replace(self.progress, **changes)
         if self._on_progress is not None:
             self._on_progress(self.progress)
 
     @contextlib.contextmanager
-    def silenced(self) -> Generator[None]:
-        """Report no progress: the cache is built on the side of another one."""
+    def without_progress(self) -> Generator[None]:
+        """Suppress progress reports: the cache is built alongside another one."""
         on_progress, self._on_progress = self._on_progress, None
         try:
             yield
@@ -318,25 +318,25 @@ class BuildScheduler:
 
     @contextlib.contextmanager
     def translate_os_errors(self) -> Generator[None]:
-        """Raise a ``DataError`` that says what to do for a write that the system refused."""
+        """Turn an ``OSError`` of a failed write into a ``DataError`` with a remedy."""
         try:
             yield
         except OSError as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
-    def _translated(self, error: OSError) -> VoroxError:
-        done = f"{self.progress.units_done} of {len(self.units)} units; the next build goes on from there"
+    def _translate(self, error: OSError) -> VoroxError:
+        done = f"{self.progress.units_done} of {len(self.units)} units; the next build continues from there"
         return cache_write_error(error, self.directory, saved=done, needed_bytes=self._needed_bytes())
 
     def _needed_bytes(self) -> int:
-        """Bytes of chunks that are not written yet; of units not read yet, by the ratio of the others."""
+        """Return the bytes still to be written; units not read yet are estimated from the ratio of the others."""
         known = [int(unit) for unit in self.manifest.units["unit"] if unit < len(self.units)]
         if self._writing is not None:
             known.append(self._writing)
         sizes = self._unit_bytes()
         known_text_bytes = int(sizes[np.unique(np.array(known, np.int64))].sum())
         known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self._writing_bytes
-        rate = known_bytes / known_text_bytes if known_text_bytes else _FIRST_GUESS_CACHE_PER_TEXT_BYTE
+        rate = known_bytes / known_text_bytes if known_text_bytes else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
         return self._pending_bytes + round(rate * (int(sizes.sum()) - known_text_bytes))
 
 

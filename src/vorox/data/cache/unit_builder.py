@@ -1,9 +1,8 @@
-"""A unit of a cache, built: its text read, filtered, tokenized and packed into the bytes of its chunks.
+"""Build units of a cache: read their text, then filter, tokenize and pack it into the bytes of chunks.
 
-A ``UnitBuilder`` is what the units of one cache are a function of; ``run`` takes units and gives ``BuiltUnit``s in the
-same order. Nothing is written here: the caller (the build scheduler, a worker process, a Ray task, a stream) keeps the
-bytes or drops them. Invariant: a unit's content is a function of the work and of the unit
-alone, not of what else is run, where, in which order or by how many threads.
+A ``UnitBuilder`` holds all inputs of a cache's units; ``run`` takes units and yields ``BuiltUnit``s in the same order.
+Nothing is written here: the build scheduler commits the bytes. Invariant: the content of a unit is a function of the
+builder and the unit alone, independent of order, process and threads.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.assemble import Encoder, chunk_contents, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
+from vorox.data.cache.unit_rows import Encoder, chunk_contents, unit_statistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_checks, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
@@ -29,21 +28,21 @@ from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
 
 _UNITS_AHEAD = 2
-"""One that is read while others are tokenised and packed, and one that the caller writes."""
+"""One unit that is read while others are tokenised and packed, and one that the caller writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltUnit:
-    """All that a unit came to; nothing of it is written yet.
+    """A built unit; nothing of it is written yet.
 
     Attributes:
         unit_id: The unit.
-        chunks: The bytes of each chunk file and what the manifest says of it, in the order of their parts.
-        statistics: What is in the chunks.
-        bad_records: Records that could not be read.
-        records_read: Records of the unit, bad and removed ones included: what the budget of bad ones is a share of.
-        gave_up: Reading stopped because record after record was bad; the unit must not be committed.
-        transforms: What each transform did, by its place in the list and its name: ``0/length``.
+        chunks: The bytes and the manifest record of each chunk file, in the order of parts.
+        statistics: Counts of the unit.
+        bad_records: Unreadable records.
+        records_read: Records of the unit, including bad and removed ones; the limit on bad ones is a fraction of it.
+        aborted: Reading stopped after too many consecutive bad records; the unit must not be committed.
+        transforms: Counts of each transform, by its index and name: ``0/length``.
     """
 
     unit_id: int
@@ -51,7 +50,7 @@ class BuiltUnit:
     statistics: UnitStatistics
     bad_records: tuple[BadRecord, ...]
     records_read: int
-    gave_up: bool
+    aborted: bool
     transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
 
     @property
@@ -65,22 +64,22 @@ class BuiltUnit:
 
 @dataclass(frozen=True)
 class UnitBuilder:
-    """Everything that the units of a cache are a pure function of.
+    """All inputs that the units of a cache are a pure function of.
 
-    It can be pickled where ``read_unit`` and ``tokenizer`` can, so that other processes and machines can run it.
+    It can be pickled if ``read_unit`` and ``tokenizer`` can, so other processes and machines can run it.
 
     Attributes:
-        files: The source's files.
-        read_unit: Gives the records of a unit, in order.
+        files: The source files.
+        read_unit: Yields the records of a unit, in order.
         tokenizer: The recipe's tokenizer.
-        recipe: What the rows are a function of.
-        codec: Compression of the chunks; it changes their bytes, never their content.
-        block_rows: Rows compressed together; None for about a thousand tokens.
-        transforms: What happens to documents before they are packed; their identities are in the recipe.
-        transform_seed: Seed of their draws.
-        pipeline: How the work is staged; nothing in it changes a byte.
-        bad_record_fraction: Unreadable records of a unit, rounded up, that are quarantined before the build stops.
-        directory: The cache, where the first pass leaves what it found of duplicates; set by ``at``.
+        recipe: The recipe of the cache.
+        codec: Compression of the chunks; changes their bytes, never their content.
+        block_rows: Rows per compressed block; None: about a thousand tokens.
+        transforms: Transforms applied to documents before packing; their identities are in the recipe.
+        transform_seed: Seed of their random draws.
+        pipeline: How the work is staged; no setting in it changes a byte.
+        bad_record_fraction: Fraction of a unit's records, rounded up, that may be unreadable and quarantined.
+        directory: The cache, which holds the duplicates found by the first pass; set by ``with_directory``.
     """
 
     files: Sequence[SourceFile]
@@ -95,8 +94,8 @@ class UnitBuilder:
     bad_record_fraction: float = 0.001
     directory: Path | None = None
 
-    def at(self, directory: Path) -> UnitBuilder:
-        """The same work for the cache in a directory."""
+    def with_directory(self, directory: Path) -> UnitBuilder:
+        """Return the builder for the cache in a directory."""
         return replace(self, directory=directory)
 
     def find_duplicates(
@@ -107,19 +106,19 @@ class UnitBuilder:
         stop: Callable[[], bool] | None = None,
         passes: dict[int, FirstPass] | None = None,
     ) -> None:
-        """Do the first pass, or what is missing of it, where a transform looks for duplicates in the whole source.
+        """Run the first pass, or the rest of it, if a transform removes duplicates across the whole source.
 
         Args:
             units: All units of the cache, in order.
-            on_compared: Told after every unit how many bytes of text have been looked at.
-            stop: Asked before every unit.
-            passes: What earlier calls with fewer units came to; a dictionary that is given again.
+            on_compared: Called after every unit with the bytes of text compared so far.
+            stop: Called before every unit.
+            passes: State of earlier calls with fewer units; pass the same dictionary again.
 
         Raises:
-            DataError: A text cannot be read, or what was found before is of another source.
+            DataError: A text cannot be read, or the earlier results belong to a different source.
         """
         if corpus_wide(self.transforms):
-            assert self.directory is not None, "UnitBuilder.at says where the first pass is kept"
+            assert self.directory is not None, "call UnitBuilder.with_directory first"
             stages = self.stages()
             find_duplicates(
                 self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop, passes=passes
@@ -133,24 +132,25 @@ class UnitBuilder:
         on_statistics: Callable[[PipelineStatistics], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Iterator[BuiltUnit]:
-        """Build units in the order given, reading ahead.
+        """Build units in the given order, with read-ahead.
 
         Args:
-            units: Taken one by one when there is room for another, so that they may be leased as they are taken; by a
-                thread of the pipeline where the work is staged.
-            on_documents: Called as documents are tokenised, in the thread that iterates.
-            on_statistics: Called with the pipeline's counters likewise, and at the end; never where the work is not
+            units: Consumed one by one when there is room for another, so they may be leased as they are consumed; by a
+                thread of the pipeline if the work is staged.
+            on_documents: Called as documents are tokenised, in the iterating thread.
+            on_statistics: Called with the pipeline's counters likewise, and at the end; never if the work is not
                 staged.
-            stop: Asked before every unit; once it says yes, no more are taken and those that were are finished.
+            stop: Called before every unit; once it returns true, no more are consumed and those in flight are
+                finished.
 
         Raises:
-            DataError: A text cannot be read or tokenised. The units before it have been given out.
+            DataError: A text cannot be read or tokenised. The units before it have been yielded.
         """
 
         def build(units: Iterable[Unit]) -> Generator[BuiltUnit]:
             if self.pipeline.staged:
                 return self._run_staged(units, on_documents, on_statistics, stop)
-            taken = units if stop is None else _until(units, stop)
+            taken = units if stop is None else _take_until(units, stop)
             return run_serial(taken, self.stages(on_documents).stages(self.pipeline))
 
         def rebuild(unit: Unit) -> BuiltUnit:
@@ -168,7 +168,7 @@ class UnitBuilder:
         progress = _Progress()
 
         def poll() -> None:
-            added = progress.take()
+            added = progress.drain()
             if added is None:
                 return
             if on_statistics is not None:
@@ -177,10 +177,10 @@ class UnitBuilder:
                 on_documents(*added)
 
         stages = self.stages(progress.add).stages(self.pipeline)
-        # Units are leased as they are taken: no more than keep every thread busy, so that others find some too.
-        most = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
+        # Units are leased when they are consumed: only enough to keep every thread busy, so other builders find some.
+        most_in_flight = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
         pipeline = Pipeline(
-            units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most, poll=poll
+            units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most_in_flight, poll=poll
         )  # fmt: skip
         with contextlib.closing(iter(pipeline)) as built:
             yield from built
@@ -188,7 +188,7 @@ class UnitBuilder:
             on_statistics(pipeline.statistics())
 
     def stages(self, on_documents: OnDocuments | None = None) -> UnitStages:
-        """The stages from a unit to its chunks; ``on_documents`` is called in one of their threads."""
+        """Return the stages from a unit to its chunks; ``on_documents`` is called in one of their threads."""
         applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
         stages = UnitStages(
             self.files,
@@ -202,14 +202,14 @@ class UnitBuilder:
         return stages if on_documents is None else replace(stages, on_documents=on_documents)
 
     def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
-        """What the header of a chunk says that it belongs to."""
+        """Return the origin recorded in the header of a chunk."""
         source_set = source_set_digest(unit, self.files)
         return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
 
     def _pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
         unit, documents_D = gathered.unit, gathered.documents_D
         contents: list[ChunkContent] = []
-        if not gathered.gave_up:
+        if not gathered.aborted:
             contents = chunk_contents(unit.unit_id, gathered.tokens, documents_D, self.recipe)
         chunks = [
             encode_chunk(content, self.origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
@@ -221,19 +221,19 @@ class UnitBuilder:
             statistics=unit_statistics(unit.unit_id, documents_D, len(gathered.bad_records)),
             bad_records=gathered.bad_records,
             records_read=gathered.records_read,
-            gave_up=gathered.gave_up,
+            aborted=gathered.aborted,
             transforms=gathered.counts,
         )
 
 
-def _until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Unit]:
+def _take_until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Unit]:
     iterator = iter(units)
     while not stop() and (unit := next(iterator, None)) is not None:
         yield unit
 
 
 class _Progress:
-    """Counts of documents, text bytes and tokens, added by one thread and taken by another."""
+    """Counts of documents, text bytes and tokens; one thread adds, another one drains them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -244,8 +244,8 @@ class _Progress:
             before = self._counts
             self._counts = (before[0] + documents, before[1] + text_bytes, before[2] + tokens)
 
-    def take(self) -> tuple[int, int, int] | None:
-        """Return what was added since the last call; None if nothing was."""
+    def drain(self) -> tuple[int, int, int] | None:
+        """Return the counts added since the last call; None if there are none."""
         with self._lock:
             taken, self._counts = self._counts, (0, 0, 0)
         return taken if any(taken) else None

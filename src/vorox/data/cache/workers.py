@@ -1,9 +1,9 @@
-"""Worker processes: several schedulers of this machine on one cache, and the process that supervises them.
+"""Worker processes: several schedulers on this machine build one cache under a supervising parent.
 
-The workers build like any other scheduler: they meet through leases, and what they share is on disk. Each has a pipe to
-its parent. It carries counts up, and the end of the worker's build or what ended it; closing it asks the worker to stop
-after the unit in hand, as does the parent's death. A worker that dies leaves an expired lease and is replaced.
-Invariant: whatever happens to parent or workers, the cache is valid and the next build continues from it.
+Workers coordinate through leases and share state on disk only, like any other schedulers. A pipe to the parent carries
+a worker's counts and its result or error. A message on the pipe, or the parent's death, stops the worker after the unit
+in progress. A worker that dies leaves an expired lease and is replaced. Invariant: however parent or workers end, the
+cache is valid and the next build continues from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KINDS: dict[str, type[VoroxError]] = {kind.__name__: kind for kind in (ConfigEr
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker is to do: everything of a scheduler that can be sent to another process or machine."""
+    """The parts of a scheduler that a worker needs, in a picklable form."""
 
     directory: Path
     builder: UnitBuilder
@@ -52,7 +52,7 @@ class Assignment:
     depth: Depth
 
     @classmethod
-    def of(cls, scheduler: BuildScheduler) -> Assignment:
+    def from_scheduler(cls, scheduler: BuildScheduler) -> Assignment:
         queue, residency = scheduler.queue, scheduler.residency
         depth: Depth = residency.depth if isinstance(residency, Permanent) else "quick"
         return cls(
@@ -63,7 +63,7 @@ class Assignment:
     def scheduler(
         self, *, on_progress: OnProgress | None = None, stop: Callable[[], bool] = never
     ) -> BuildScheduler:  # fmt: skip
-        """The scheduler of a worker."""
+        """Create the scheduler of a worker."""
         return BuildScheduler(
             self.directory, self.builder, read_units(self.directory)[: self.num_units],
             BuildQueue(self.mode, self.last_unit), residency=Permanent(self.directory, self.damaged, self.depth),
@@ -72,8 +72,8 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What a worker has done so far."""
+class WorkerCounts:
+    """Progress counts of a worker."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -82,19 +82,19 @@ class Counts:
     units_adopted: int = 0
 
     @classmethod
-    def of(cls, scheduler: BuildScheduler) -> Counts:
+    def from_scheduler(cls, scheduler: BuildScheduler) -> WorkerCounts:
         progress = scheduler.progress
         return cls(
             progress.documents, progress.text_bytes, progress.tokens, scheduler.units_built, scheduler.units_adopted
         )
 
     @classmethod
-    def sum(cls, counts: Iterable[Counts]) -> Counts:
-        """What several workers have done."""
+    def total(cls, counts: Iterable[WorkerCounts]) -> WorkerCounts:
+        """Sum the counts of several workers."""
         return cls(*(sum(values) for values in zip(*map(astuple, (cls(), *counts)), strict=True)))
 
-    def apply(self, scheduler: BuildScheduler) -> None:
-        """Make these the counts of the scheduler that supervises the workers, which then looks at the cache."""
+    def report_to(self, scheduler: BuildScheduler) -> None:
+        """Set the counts of the supervising scheduler, and let it poll the cache."""
         scheduler.units_built, scheduler.units_adopted = self.units_built, self.units_adopted
         scheduler.poll(documents=self.documents, text_bytes=self.text_bytes, tokens=self.tokens)
 
@@ -103,21 +103,21 @@ class Counts:
 class _Child:
     process: SpawnProcess
     connection: Connection
-    counts: Counts = field(default_factory=Counts)
+    counts: WorkerCounts = field(default_factory=WorkerCounts)
     finished: bool = False
     died: bool = False
 
 
 def run_processes(scheduler: BuildScheduler, num_workers: int, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
-    """Build with processes until nothing is missing or a stop is requested.
+    """Build with worker processes until nothing is missing or a stop is requested.
 
     Args:
-        scheduler: What is to be done; its counts and its manifest are those of all workers afterwards.
-        num_workers: How many processes.
-        drain_seconds: Time that a stopping worker has to finish its unit before it is killed.
+        scheduler: The scheduler to run; afterwards its counts and manifest include the work of all workers.
+        num_workers: Number of processes.
+        drain_seconds: How long a stopping worker may take to finish its unit before it is killed.
 
     Raises:
-        DataError: A worker failed, or workers die without finishing a unit.
+        DataError: A worker failed, or workers keep dying without finishing a unit.
     """
     team = _Team(scheduler, num_workers, drain_seconds)
     try:
@@ -136,7 +136,7 @@ class _Team:
         self._num_workers = num_workers
         self._context = multiprocessing.get_context("spawn")
         self._children: list[_Child] = []
-        self._before = Counts()
+        self._before = WorkerCounts()
         self._error: VoroxError | None = None
         self._deaths = 0
 
@@ -149,24 +149,24 @@ class _Team:
             for child in running:
                 if child.connection in ready:
                     self._receive(child)
-            Counts.sum([self._before, *(child.counts for child in self._children)]).apply(self._scheduler)
+            WorkerCounts.total([self._before, *(child.counts for child in self._children)]).report_to(self._scheduler)
             if self._scheduler.manifest.generation != generation:
                 generation, self._deaths = self._scheduler.manifest.generation, 0
-            if (self._error is not None or self._scheduler.is_stopped()) and not stopping:
+            if (self._error is not None or self._scheduler.should_stop()) and not stopping:
                 stopping = True
                 for child in self._children:
-                    _ask_to_stop(child)
+                    _request_stop(child)
             if stopping:
                 self.end()
             else:
-                self._replace_the_dead()
+                self._replace_dead_workers()
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
-        """Ask all that still run to finish the unit in hand, and wait for them."""
+        """Stop the running workers after the unit in progress, and join them."""
         for child in self._children:
-            _ask_to_stop(child)
+            _request_stop(child)
         deadline = time.monotonic() + self._drain_seconds
         for child in self._children:
             child.process.join(max(0.0, deadline - time.monotonic()))
@@ -178,27 +178,27 @@ class _Team:
     def _start(self) -> _Child:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, name="cache worker", daemon=True, args=(theirs,))
-        with _interrupts_ignored():  # as the child inherits, from its first instant
+        with _interrupts_ignored():  # inherited by the child
             process.start()
         theirs.close()
         self._children.append(_Child(process, ours))
         return self._children[-1]
 
     def _assign(self, child: _Child) -> None:
-        """Not as arguments of the process: starting one blocks forever if it dies before it has read them."""
+        """Send a worker its assignment. As a process argument it could block: a child may die before reading it."""
         threads = max(1, usable_cores() // self._num_workers)
-        with contextlib.suppress(OSError):  # it died; ``_receive`` learns it too
-            child.connection.send((Assignment.of(self._scheduler), threads))
+        with contextlib.suppress(OSError):  # it died; ``_receive`` notices
+            child.connection.send((Assignment.from_scheduler(self._scheduler), threads))
 
     def _receive(self, child: _Child) -> None:
-        """Receive what a worker reported, or that it is gone."""
+        """Receive a worker's messages, or notice its death."""
         try:
             while child.connection.poll():
                 kind, value = child.connection.recv()
                 if kind == "counts":
-                    child.counts = Counts(*value)
+                    child.counts = WorkerCounts(*value)
                 elif kind == "finished":
-                    child.counts, child.finished = Counts(*value), True
+                    child.counts, child.finished = WorkerCounts(*value), True
                 else:
                     self._error = self._error or decode_error(kind, value)
                     child.finished = True
@@ -208,17 +208,17 @@ class _Team:
                 child.process.join()
                 self._deaths += 1
 
-    def _replace_the_dead(self) -> None:
+    def _replace_dead_workers(self) -> None:
         dead = [child for child in self._children if child.died]
         if self._deaths > _DEATHS_WITHOUT_A_UNIT + self._num_workers:
             codes = sorted({str(child.process.exitcode) for child in dead})
             raise DataError(
-                f"workers die without finishing a unit (exit code {', '.join(codes)}; -9 is often a lack of memory)",
+                f"Workers die without finishing a unit (exit code {', '.join(codes)}; -9 often means out of memory)",
                 where=str(self._scheduler.directory),
-                hint="build with fewer workers, or a smaller data.cache.unit_bytes",
+                hint="use fewer workers, or a smaller data.cache.unit_bytes",
             )  # fmt: skip
         for child in dead:
-            self._before = Counts.sum([self._before, child.counts])
+            self._before = WorkerCounts.total([self._before, child.counts])
             self._children = [other for other in self._children if other is not child]
             child.connection.close()
             self._assign(self._start())
@@ -226,8 +226,8 @@ class _Team:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Generator[None]:
-    """A terminal sends SIGINT to all of its processes; the parent alone decides what that means."""
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
+    """Ignore SIGINT: a terminal sends it to all processes, but the parent alone handles it."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers can only be set there
         yield
         return
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -237,51 +237,51 @@ def _interrupts_ignored() -> Generator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _ask_to_stop(child: _Child) -> None:
+def _request_stop(child: _Child) -> None:
     with contextlib.suppress(OSError):
         child.connection.send("stop")
 
 
 def encode_error(error: VoroxError) -> tuple[str, dict[str, str]]:
-    """An error in a form that crosses from one process to another."""
+    """Encode an error for another process."""
     value = {"what": error.what, "where": error.where, "hint": error.hint, "saved": error.saved}
     return type(error).__name__, value
 
 
 def decode_error(kind: str, value: Any) -> VoroxError:
-    """The inverse of ``encode_error``; also of an exception that is none of ours."""
+    """Decode ``encode_error``, and exceptions that are not a ``VoroxError``."""
     if kind in _KINDS:
         return _KINDS[kind](**value)
-    return VoroxError(f"a worker failed: {kind}: {value['what']}", hint=value["hint"], where=value["where"])
+    return VoroxError(f"A worker failed: {kind}: {value['what']}", hint=value["hint"], where=value["where"])
 
 
 def _work(connection: Connection) -> None:
-    """The life of a worker process: its assignment comes first."""
+    """The main function of a worker process; the first message is its assignment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reported_at = 0.0
 
     def report(kind: str, value: Any) -> None:
-        with contextlib.suppress(OSError):  # the parent is gone: `stop` says so too
+        with contextlib.suppress(OSError):  # the parent is gone; ``stop`` notices too
             connection.send((kind, value))
 
     def on_progress(_: BuildProgress) -> None:
         nonlocal reported_at
         if time.monotonic() - reported_at >= _REPORT_SECONDS:
             reported_at = time.monotonic()
-            report("counts", astuple(Counts.of(scheduler)))
+            report("counts", astuple(WorkerCounts.from_scheduler(scheduler)))
 
     def stop() -> bool:
         try:
-            return connection.poll()  # a word from the parent, or its end
+            return connection.poll()  # a message from the parent, or its death
         except OSError:
             return True
 
     try:
         assignment, num_threads = connection.recv()
-        os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # of the tokenizers library, which starts them later
+        os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # read by the tokenizers library when it starts its threads
         scheduler = assignment.scheduler(on_progress=on_progress, stop=stop)
         scheduler.run()
-        report("finished", astuple(Counts.of(scheduler)))
+        report("finished", astuple(WorkerCounts.from_scheduler(scheduler)))
     except VoroxError as error:
         report(*encode_error(error))
     except Exception as error:

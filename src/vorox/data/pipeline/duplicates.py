@@ -137,7 +137,7 @@ def duplicate_checks(
 
 def _corpus_check(directory: Path | None, files: Sequence[SourceFile], transform: Transform, unit: Unit) -> IsDuplicate:
     if directory is None:
-        raise AssertionError("corpus-wide duplicates need a cache directory: call UnitBuilder.at first")
+        raise AssertionError("corpus-wide duplicates need a cache directory: call UnitBuilder.with_directory first")
     path = duplicates_path(directory, transform, unit.unit_id)
     found = read_unit_duplicates(path)
     if (found.unit_id, found.source_set) != (unit.unit_id, source_set_digest(unit, files).hex()):

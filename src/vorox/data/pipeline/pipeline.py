@@ -162,7 +162,7 @@ class InputQueue:
         self._changed = threading.Condition()
         self._ended = False
         self._finished = 0
-        self.taken = 0
+        self.num_taken = 0
 
     def get(self) -> tuple[int, Any] | None:
         with self._lock:
@@ -179,12 +179,12 @@ class InputQueue:
             except BaseException as error:
                 self._ended = True
                 item = _Failure(error, "input", "")
-            self.taken += 1
-            return self.taken - 1, item
+            self.num_taken += 1
+            return self.num_taken - 1, item
 
     def _has_room(self) -> bool:
         most = self._most_in_flight
-        return self._ended or most is None or self.taken - self._finished < most
+        return self._ended or most is None or self.num_taken - self._finished < most
 
     def finish_one(self) -> None:
         """Count an item that the consumer is done with, which makes room for another."""
@@ -330,7 +330,7 @@ class Pipeline:
                     item = self._failure(error, stage.name, item.place)
                 counter.add(int(_is_result(item)), item.size_bytes, time.perf_counter() - started)
             target.fill(sequence, item, item.size_bytes)
-        target.finish(source.taken)
+        target.finish(source.num_taken)
 
     def _run_flow(self, flow: Flow, source: _Source, target: CreditQueue, counter: _Counter) -> None:
         inputs = _Inputs(source)

@@ -1,11 +1,10 @@
-"""A bounded queue between two stages: byte credits in, items out in the order of their numbers.
+"""A bounded queue between two stages, with byte credits and output in sequence order.
 
-Producers reserve the bytes of an item before they make it and then fill the slot; consumers take items strictly by
-sequence number, whichever producer was quicker. Credits come back when an item is taken. Rules against deadlock: the
-item that is next in order is always admitted, and an item larger than the whole queue passes when the queue is empty.
-Closing works in both directions: ``finish`` tells consumers where the numbers end, ``cancel`` releases everybody.
-Invariants: the output does not depend on timing; the bytes held are at most the limit, one item that is next in order,
-and the excess of items over their reservations.
+Producers reserve the bytes of an item before they compute it, then fill the slot. Consumers receive items strictly by
+sequence number, independent of which producer finishes first; that returns the credits. To avoid deadlock, the next
+item in order is always admitted, and an item larger than the whole queue passes when the queue is empty. ``finish``
+marks the end for consumers; ``cancel`` releases all threads. Invariants: the output does not depend on timing; the
+bytes held are at most the limit, plus the next item in order, plus the excess of items over their reservations.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class QueueStatistics:
     """Counters of a queue.
 
     Attributes:
-        name: The stages that it lies between: ``decode>tokenize``.
+        name: The stages before and after it: ``decode>tokenize``.
         depth: Items waiting now.
-        held_bytes: Bytes that are reserved or waiting now.
-        limit_bytes: Its credits.
-        peak_bytes: The most that was ever held.
+        held_bytes: Bytes reserved or waiting now.
+        limit_bytes: Capacity in bytes.
+        peak_bytes: Maximum of ``held_bytes`` so far.
         items: Items taken out.
         producer_wait_seconds: Time that producers waited for credits, summed over their threads.
         consumer_wait_seconds: Time that consumers waited for an item, summed over their threads.
@@ -42,16 +41,16 @@ class QueueStatistics:
 
 
 class CreditQueue:
-    """Items numbered from 0, each put in once, taken out in order.
+    """A queue of items numbered from 0, each put in once and taken out in order.
 
     Args:
         name: For statistics and messages.
-        limit_bytes: Credits, at least 1.
+        limit_bytes: Capacity in bytes, at least 1.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
         if limit_bytes < 1:
-            raise ValueError(f"a queue of {limit_bytes} bytes")
+            raise ValueError(f"limit_bytes is {limit_bytes}, but must be at least 1")
         self._name = name
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
@@ -64,7 +63,7 @@ class CreditQueue:
         self._producer_wait_seconds = self._consumer_wait_seconds = 0.0
 
     def reserve(self, sequence: int, size_bytes: int) -> bool:
-        """Wait until an item may be made. False: the queue was cancelled."""
+        """Wait until there is room for an item. False: the queue was cancelled."""
         with self._changed:
             if not self._cancelled and not self._admits(sequence, size_bytes):
                 started = time.perf_counter()
@@ -78,7 +77,7 @@ class CreditQueue:
             return True
 
     def fill(self, sequence: int, item: Any, size_bytes: int) -> None:
-        """Put in a reserved item; its true size replaces the estimate."""
+        """Put a reserved item into its slot; its actual size replaces the estimate."""
         with self._changed:
             if self._cancelled:
                 return
@@ -88,24 +87,24 @@ class CreditQueue:
             self._changed.notify_all()
 
     def put(self, sequence: int, item: Any, size_bytes: int) -> bool:
-        """Reserve and fill in one. False: the queue was cancelled."""
+        """Reserve and fill a slot. False: the queue was cancelled."""
         if not self.reserve(sequence, size_bytes):
             return False
         self.fill(sequence, item, size_bytes)
         return True
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until ``get`` would return at once. False: it would not yet."""
+        """Wait until ``get`` would not block. False: timeout."""
         with self._changed:
-            if self._is_decided():
+            if self._is_ready():
                 return True
             started = time.perf_counter()
-            is_decided = self._changed.wait_for(self._is_decided, timeout_seconds)
+            is_ready = self._changed.wait_for(self._is_ready, timeout_seconds)
             self._consumer_wait_seconds += time.perf_counter() - started
-            return is_decided
+            return is_ready
 
     def get(self) -> tuple[int, Any] | None:
-        """Return the next item in order with its number; None when there are no more or the queue is cancelled."""
+        """Return the next item in order with its number; None at the end or if the queue is cancelled."""
         with self._changed:
             self.wait()
             if self._cancelled or self._next not in self._items:
@@ -118,19 +117,19 @@ class CreditQueue:
             return sequence, item
 
     @property
-    def taken(self) -> int:
+    def num_taken(self) -> int:
         """Items taken out so far."""
         with self._changed:
             return self._next
 
     def finish(self, end: int) -> None:
-        """Mark the end: no item has the number ``end`` or a higher one."""
+        """Mark the end: all item numbers are below ``end``."""
         with self._changed:
             self._end = end
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Drop all items and release everybody who waits."""
+        """Drop all items and release all waiting threads."""
         with self._changed:
             self._cancelled = True
             self._items.clear()
@@ -153,7 +152,7 @@ class CreditQueue:
         fits = self._held_bytes + size_bytes <= self._limit_bytes
         return fits or sequence == self._next or not self._reserved
 
-    def _is_decided(self) -> bool:
+    def _is_ready(self) -> bool:
         return self._cancelled or self._next in self._items or self._next == self._end
 
     def _hold(self, size_bytes: int) -> None:

@@ -129,7 +129,7 @@ class Stream:
 
     def lost(self, unit: int) -> None:
         """Report that the chunks of a unit are not on disk: another process evicted them."""
-        self._queue.lost(unit)
+        self._queue.mark_lost(unit)
 
     def discard(self, unit: int, error: DataError) -> None:
         """Remove the chunks of a unit that were found damaged, so that they are rebuilt.
@@ -142,7 +142,7 @@ class Stream:
             if not files:
                 raise error
             remove_chunks(files)
-            self._queue.lost(unit)
+            self._queue.mark_lost(unit)
 
     def refresh(self, *, awaited_units: int = 0) -> Manifest:
         """Return what is recorded by now.
@@ -203,7 +203,7 @@ class Stream:
         return self._queue.eviction_priority(unit, self._peers)
 
     def evicted(self, unit: int, /) -> None:
-        self._queue.lost(unit)
+        self._queue.mark_lost(unit)
         self.units_evicted += 1
         for reader in list(self._readers):
             reader.drop(unit)
@@ -216,7 +216,7 @@ class StreamReader(CacheReader):
         directory = stream.directory
         super().__init__(directory, read_recipe(directory), manifest or stream.manifest, _MAX_OPEN_CHUNKS)
         self.stream = stream
-        self.mend = stream.discard
+        self.repair = stream.discard
         stream.register(self)
 
     @property

@@ -39,7 +39,7 @@ class StreamQueue(BuildQueue):
     def __init__(
         self, directory: Path, units: UnitList, rule: SegmentRule, budget: DiskBudget, prefetch_segments: int
     ) -> None:
-        super().__init__(lasting=True, changed=budget.changed)
+        super().__init__(keep_open=True, changed=budget.changed)
         self.manifest = Manifest.open(directory)
         self._directory, self._units, self._rule, self._budget = directory, units, rule, budget
         self._ahead = prefetch_segments + 1
@@ -57,7 +57,7 @@ class StreamQueue(BuildQueue):
     def is_settled(self, unit: int) -> bool:
         """Whether the chunks of a unit are on disk, as far as is known."""
         with self.changed:
-            return unit in self._settled
+            return unit in self._done
 
     def refresh(self) -> None:
         """See what has been recorded."""
@@ -96,7 +96,7 @@ class StreamQueue(BuildQueue):
 
     def eviction_priority(self, unit: int, peers: Sequence[UnitRange]) -> int:
         """Return how soon a unit is needed: 0 for now."""
-        return 0 if unit in self._waited else self.schedule.eviction_priority(unit, peers)
+        return 0 if unit in self._awaited else self.schedule.eviction_priority(unit, peers)
 
     def gives_way(self, unit: int) -> bool:
         """Whether a unit that there is no room for should be dropped, because another one is awaited."""
@@ -113,11 +113,11 @@ class StreamQueue(BuildQueue):
                     return None
                 self.refresh()
                 self._units.see(self.manifest)
-                self._settled = self._find_on_disk()
+                self._done = self._find_on_disk()
                 self.changed.notify_all()
                 batch, num_units = self.schedule.next_units(
-                    self._waited, set(self.manifest.units["unit"].tolist()),
-                    self._settled | self._postponed | self._errors.keys(), self._known_units,
+                    self._awaited, set(self.manifest.units["unit"].tolist()),
+                    self._done | self._postponed | self._errors.keys(), self._known_units,
                 )  # fmt: skip
                 if batch:
                     return batch
@@ -133,7 +133,7 @@ class StreamQueue(BuildQueue):
 
     def fail(self, unit: int, error: BaseException) -> bool:
         with self.changed:
-            if unit in self._waited or self.schedule.segment_of(unit) == self.schedule.awaited:
+            if unit in self._awaited or self.schedule.segment_of(unit) == self.schedule.awaited:
                 self._errors[unit] = error
             else:
                 self._postponed.add(unit)
@@ -146,7 +146,7 @@ class StreamQueue(BuildQueue):
 
         def stop() -> bool:
             with self.changed:
-                return self.closed or bool(self._waited) or self.schedule.awaited not in (None, awaited)
+                return self.closed or bool(self._awaited) or self.schedule.awaited not in (None, awaited)
 
         try:
             is_mine = self._units.extend(num_units, stop) is not None
@@ -181,10 +181,10 @@ class StreamQueue(BuildQueue):
 
     def _urgent(self) -> set[int]:
         """Units that readers wait for."""
-        urgent = set(self._waited)
+        urgent = set(self._awaited)
         if self.schedule.awaited is not None:
             urgent.update(self.manifest.missing_units(*self.schedule.segments[self.schedule.awaited]).tolist())
-        return urgent - self._settled - self._errors.keys()
+        return urgent - self._done - self._errors.keys()
 
     def _awaits_split(self) -> bool:
         """Whether a reader waits for units that are not known yet, and could be."""

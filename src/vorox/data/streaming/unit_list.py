@@ -59,7 +59,7 @@ class UnitList:
     def __init__(self, directory: Path, builder: UnitBuilder, splitter: Splitter) -> None:
         self.units: list[Unit] = []
         self.is_all = False
-        self._directory, self._builder, self._splitter = directory, builder.at(directory), splitter
+        self._directory, self._builder, self._splitter = directory, builder.with_directory(directory), splitter
         self._log = UnitLog(directory)
         self._pieces: Iterator[tuple[Unit, bool]] | None = None
         self._passes: dict[int, FirstPass] = {}

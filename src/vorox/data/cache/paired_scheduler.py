@@ -1,10 +1,9 @@
-"""Two caches from one pass: while the units of one split are built, the other split's records build its companion.
+"""Build the caches of both splits of a source in one pass over its text.
 
-Both caches are made of the same pieces of text, grouped into units of different sizes. The reader of the first split
-holds back the records of the other one; once the units that cover a unit of the second cache are committed, the
-companion builds it from the records held back. What another builder has in hand, or was built before, is left out.
-Invariant: the second cache is what building it alone would give; what it still lacks afterwards, a build of its own
-completes.
+Both caches consist of the same pieces of text, grouped into units of different sizes. The reader of the first split
+holds the records of the other one; once the units that cover a unit of the second cache are committed, its scheduler,
+the companion, builds that unit from the held records. Units that exist or that another builder holds are skipped.
+Invariant: the second cache is identical to one built alone; a later build completes what it still lacks.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from vorox.data.documents import Record, Unit
 
 
 class HeldRecords(Protocol):
-    """Holds back the records of the other split: ``text.unit_reader.SplitPairReader``."""
+    """Holds the records of the other split: ``text.unit_reader.SplitPairReader``."""
 
     def hold(self, unit_id: int, /) -> None: ...
     def take(self, unit_id: int, /) -> Sequence[Record] | None: ...
 
 
 class PairedScheduler(BuildScheduler):
-    """A scheduler that also builds what its companion lacks of the text that it reads itself.
+    """A scheduler that also builds units of a second cache from the text that it reads.
 
     Args:
-        companion: The scheduler of the second cache, planned, with units of the same pieces.
-        held: Holds back the companion's records; it is, or belongs to, ``builder.read_unit``.
+        companion: The scheduler of the second cache, which is planned and has units of the same pieces.
+        held: Holds the companion's records; it is, or is part of, ``builder.read_unit``.
 
     The other arguments are those of ``BuildScheduler``.
     """
@@ -71,7 +70,7 @@ class PairedScheduler(BuildScheduler):
         companion = self.companion
         with ExitStack() as stack:
             self._leases = stack.enter_context(Leases(companion.directory))
-            stack.enter_context(companion.silenced())
+            stack.enter_context(companion.without_progress())
             companion.observe(Manifest.open(companion.directory))
             missing = set(Manifest.open(self.directory).missing_units().tolist())
             for target, covering in self._covering.items():
@@ -81,7 +80,7 @@ class PairedScheduler(BuildScheduler):
         self._leases = None
 
     def _adopt(self, batch: Sequence[int], leases: Leases) -> int:
-        self._adopting = True  # nothing is read, so nothing is held back
+        self._adopting = True  # adopting reads no records
         try:
             return super()._adopt(batch, leases)
         finally:
@@ -93,7 +92,7 @@ class PairedScheduler(BuildScheduler):
             if claimed and not self._adopting:
                 self.held.hold(unit)
             else:
-                self._give_up(target)
+                self._skip(target)
         return claimed
 
     def _commit(self, built: BuiltUnit) -> bool:
@@ -103,7 +102,7 @@ class PairedScheduler(BuildScheduler):
         records, targets = self.held.take(unit), self._targets[unit] & self._parts.keys()
         for target in targets:
             if records is None:
-                self._give_up(target)
+                self._skip(target)
                 continue
             self._parts[target][unit] = [record for record in records if self._target_of(unit, record) == target]
             if self._parts[target].keys() == self._covering[target]:
@@ -111,7 +110,7 @@ class PairedScheduler(BuildScheduler):
         return True
 
     def _target_of(self, unit: int, record: Record) -> int:
-        """The unit of the companion that a record of a unit belongs to."""
+        """Return the companion's unit that a record belongs to."""
         if len(self._targets[unit]) == 1:
             return next(iter(self._targets[unit]))
         starts = (
@@ -128,8 +127,8 @@ class PairedScheduler(BuildScheduler):
         self.companion.build_from(self.companion.units[target], records)
         self._leases.release(target)
 
-    def _give_up(self, target: int) -> None:
-        """Leave a unit to a build of its own."""
+    def _skip(self, target: int) -> None:
+        """Leave a unit to a later build."""
         assert self._leases is not None
         if self._parts.pop(target, None) is not None:
             self._leases.release(target)

@@ -1,11 +1,10 @@
-"""One unit's text to the contents of its chunks: tokenised, packed, and laid out in a keyed order.
+"""The rows of a unit: documents tokenised, packed, permuted and split into chunk contents.
 
-Documents go in as batches, chunk contents come out; nothing is written here. Invariant: the result is a function
-of the records, the recipe and the unit's number alone, so that a unit built twice, elsewhere or later has the same rows
-at the same addresses.
+Nothing is written here. Invariant: the result is a function of the records, the recipe and the unit's number alone, so
+a unit that is built twice, elsewhere or later, has the same rows at the same addresses.
 
-Packing leaves rows sorted by the length of their documents. Stored like that they would be a hidden curriculum for
-whoever reads in stored order, so the rows of a unit are permuted, by a key that depends on nothing but the unit.
+Packing sorts rows by document length. Stored in that order they would form a hidden curriculum for sequential readers,
+so the rows of a unit are permuted by a key that depends only on the unit.
 
 Legend: R rows of the unit, C tokens of a row, F fragments, D documents.
 """
@@ -34,7 +33,7 @@ _LARGEST_INT32 = (1 << 31) - 1
 
 
 class Encoder(Protocol):
-    """What building needs of a tokenizer."""
+    """The tokenizer interface that a build needs."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -56,10 +55,10 @@ def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: i
 
 
 def encode(documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
-    """Return the ids of every document, without end-of-text ids; token documents keep theirs.
+    """Return the token ids of every document, without end-of-text ids; token documents keep theirs.
 
     Raises:
-        DataError: The tokenizer cannot encode a text; the text's place is named.
+        DataError: The tokenizer cannot encode a text; the message has its place.
     """
     texts = [document.text for document in documents if document.text is not None]
     try:
@@ -67,7 +66,7 @@ def encode(documents: Sequence[AnyDocument], files: Sequence[SourceFile], encode
     except DataError as error:
         if len(documents) == 1:
             raise DataError(error.what, where=place_of(documents[0], files), hint=error.hint) from error
-        # One of them cannot be encoded; one by one the message can name it.
+        # Encode one by one, to find the document that fails.
         return [ids for document in documents for ids in encode([document], files, encoder)]
     return [document.tokens if isinstance(document, TokenDocument) else next(encoded) for document in documents]
 
@@ -78,11 +77,10 @@ def finish_documents(
     files: Sequence[SourceFile],
     recipe: Recipe,
 ) -> tuple[TokenArray, npt.NDArray[np.void]]:
-    """Return documents as they are stored: all tokens with an end of text after each, and the ``DOCUMENT`` records.
+    """Return all tokens, with an end-of-text token after each document, and the ``DOCUMENT`` records.
 
-    The size of a document is that of the text that was tokenised; its place and its hash are those of the record,
-    whatever transforms made of it, so that provenance can tell whether the source still has it. Tokens without a text
-    are hashed.
+    A record has the size of the tokenised text, but the place and the hash of the original one before transforms, so
+    provenance can check whether the source still has it. For documents without text the tokens are hashed.
 
     Raises:
         DataError: An id is not in the vocabulary, or a document is too long for a cache.
@@ -99,12 +97,12 @@ def finish_documents(
 
 
 def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
-    """The ``DOCUMENT`` record of one document."""
+    """Return the ``DOCUMENT`` record of a document."""
     text = document.text.encode() if document.text is not None else b""
     if max(document.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
         raise DataError(
-            f"a document of {document.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
-            where=place_of(document, files), hint="cut it into several records of less than 2 GiB",
+            f"A document of {document.byte_length:,} bytes and {num_tokens:,} tokens is too long for a cache",
+            where=place_of(document, files), hint="split it into several records of less than 2 GiB",
         )  # fmt: skip
     if isinstance(document, TokenDocument):
         content = np.ascontiguousarray(document.tokens).view(np.uint8).data
@@ -117,7 +115,7 @@ def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[Source
 def _in_dtype(
     document: AnyDocument, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
 ) -> npt.NDArray[Any]:  # fmt: skip
-    """Convert ids of another type to the stored one."""
+    """Convert ids to the stored dtype."""
     _check_vocabulary(document, ids, files, recipe)
     return ids.astype(recipe.dtype)
 
@@ -130,11 +128,11 @@ def _check_vocabulary(
     wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
     given = isinstance(document, TokenDocument)
     raise DataError(
-        f"{'the source has' if given else 'the tokenizer gave'} id {wrong}, "
-        f"{'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
+        f"{'The source contains' if given else 'The tokenizer returned'} id {wrong}, "
+        f"but {'the' if given else 'its'} vocabulary has {recipe.vocab_size} tokens",
         where=place_of(document, files),
         hint="the shards were written with another tokenizer" if given else
-        "the tokenizer is broken: train or load it again",
+        "the tokenizer is inconsistent: train or load it again",
     )  # fmt: skip
 
 
@@ -183,7 +181,7 @@ def _fill(
     lengths_F: npt.NDArray[np.int64],
     row_ptr: npt.NDArray[np.int64],
 ) -> None:
-    """Copy fragments to the rows, those of a row one after the other from its start."""
+    """Copy fragments into the rows, contiguously from the start of each row."""
     before_F = np.cumsum(lengths_F) - lengths_F
     row_F = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
     targets_F = before_F - before_F[row_ptr[:-1]][row_F] + row_F * tokens_RC.shape[1]
