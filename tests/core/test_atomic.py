@@ -241,7 +241,7 @@ def test_missing_and_foreign_files_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         staged_directory.verify_directory(directory)
     (directory / "MANIFEST.json").unlink()
-    with pytest.raises(CheckpointError, match="no readable manifest"):
+    with pytest.raises(CheckpointError, match="Cannot read the manifest"):
         staged_directory.verify_directory(directory)
 
 

@@ -1,16 +1,16 @@
-"""The one place that commits files.
+"""Atomic, durable file operations; every commit to disk goes through this module.
 
-Three ways to make something durable, each of which leaves either the old state or the new one, never a torn one:
+There are three ways to commit. After a crash, each leaves the old or the new state, never a torn one:
 
-- ``write_file``: a whole file: temporary name, fsync, rename, fsync of the directory.
-- ``append``: bytes at the end of a log, in one write, optionally fsynced. Readers must tolerate a torn last line.
-- ``core.staged_directory``: many files that only count together, made of the operations here.
+- ``write_file`` replaces a whole file: temporary name, fsync, rename, fsync of the directory.
+- ``append`` adds bytes to a log in one write, optionally fsynced. Readers must tolerate a torn last line.
+- ``core.staged_directory`` commits a directory of files with the operations here.
 
-No file is opened through a symbolic link, and nothing behind one is removed. Files are written with mode 0644 at most,
-those that may hold secrets (``private``) with 0600, directories with 0755, whatever the umask allows beyond that.
+Files are never opened or removed through symbolic links. Modes are at most 0644 for files, 0600 for files that may hold
+secrets (``private``), and 0755 for directories, even if the umask would allow more.
 
-Every system call that changes the disk goes through ``_perform``, so a test can record the sequence, cut it anywhere,
-or make any call fail (``observe``). Temporary names start with ``.tmp-``; readers never look at them and
+Every system call that changes the disk goes through ``_perform``, so a test can record the sequence, interrupt it at
+any point, or make any call fail (``observe``). Temporary names start with ``.tmp-``; readers ignore them, and
 ``sweep_temporary`` removes those of dead writers.
 """
 
@@ -31,8 +31,8 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"
-_LEFT_OVER_SECONDS = 86_400.0
-"""Age of a temporary file of another host before it counts as left over; writing one takes seconds."""
+_STALE_SECONDS = 86_400.0
+"""Age at which a temporary file of another host is stale; writing one takes seconds."""
 
 FILE_MODE, PRIVATE_MODE, DIRECTORY_MODE = 0o644, 0o600, 0o755
 _EXACT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -43,7 +43,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class FileOperation:
-    """One call that changes the disk: what a crash can fall between."""
+    """A call that changes the disk; a crash can happen between any two."""
 
     kind: str  # mkdir, create, write, fsync, rename, fsync_directory, remove
     path: Path
@@ -57,7 +57,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Generator[None]:
-    """Call ``observer`` before every operation; an exception that it raises takes the operation's place. For tests."""
+    """Call ``observer`` before every operation; an exception that it raises replaces the operation. For tests."""
     global _observer
     previous, _observer = _observer, observer
     try:
@@ -78,7 +78,7 @@ def write(file: IO[bytes], path: Path, data: Buffer) -> None:
     """Write all of ``data`` to an open file."""
 
     def action() -> None:
-        # An unbuffered write may take less than it was given: near a full disk, and always beyond 2 GiB.
+        # An unbuffered write may be partial: on a nearly full disk, and always beyond 2 GiB.
         view = memoryview(data)
         rest = view.cast("B") if view.nbytes else b""
         while rest:
@@ -88,7 +88,7 @@ def write(file: IO[bytes], path: Path, data: Buffer) -> None:
 
 
 def sync_file(file: IO[bytes], path: Path) -> None:
-    """Make what was written to an open file durable."""
+    """Flush an open file to disk."""
 
     def action() -> None:
         file.flush()
@@ -98,13 +98,13 @@ def sync_file(file: IO[bytes], path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Make what somebody else wrote to a file durable."""
+    """Flush a file that another library wrote to disk."""
     with _open(path, os.O_RDWR, "r+b") as file:
         sync_file(file, path)
 
 
 def create(path: Path, *, private: bool = False) -> IO[bytes]:
-    """Open a new file for unbuffered writing; refuses one that is there."""
+    """Create a file and open it for unbuffered writing; fails if it exists."""
     flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE if private else FILE_MODE
     return _perform("create", path, lambda: _open(path, flags, "wb", mode))
 
@@ -114,7 +114,7 @@ def _open(path: Path, flags: int, mode: str, permissions: int = FILE_MODE) -> IO
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and removals inside ``path`` durable. Does nothing on Windows, which has no such call."""
+    """Make renames and removals in ``path`` durable. Does nothing on Windows, which has no call for it."""
 
     def action() -> None:
         if os.name == "nt":
@@ -141,7 +141,7 @@ def make_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename over whatever ``target`` was, then make it durable."""
+    """Rename durably, replacing ``target`` if it exists."""
     _perform("rename", source, lambda: source.replace(target), target=target)
     sync_directory(target.parent)
 
@@ -151,9 +151,9 @@ def remove_file(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a committed directory, its manifest durably first, so that a half-removed one is never taken for whole.
+    """Remove a committed directory; its manifest goes durably first, so a partly removed one never looks complete.
 
-    Of a symbolic link, the link alone goes.
+    Of a symbolic link, only the link is removed.
     """
     if path.is_symlink():
         remove_file(path)
@@ -172,7 +172,7 @@ def remove_directory(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside ``path`` that no reader looks at and that tells whose it is."""
+    """Return a name next to ``path`` that readers ignore and that identifies its writer."""
     own = this_process()
     writer = f"{own.host}-{own.process_id}-" + (f"s{own.start}-" if own.start else "")
     return path.with_name(f"{TEMPORARY_PREFIX}{writer}{uuid.uuid4().hex[:8]}-{path.name}")
@@ -184,7 +184,7 @@ _TEMPORARY = re.compile(
 
 
 def sweep_temporary(directory: Path) -> list[Path]:
-    """Remove what dead writers left in ``directory``: of this host, or of another one a day ago; returns what was."""
+    """Remove the stale temporary files and directories in ``directory``; return their paths."""
     removed: list[Path] = []
     for path in filter(is_stale_temporary, sorted(directory.glob(f"{TEMPORARY_PREFIX}*"))):
         if path.is_dir() and not path.is_symlink():
@@ -196,10 +196,10 @@ def sweep_temporary(directory: Path) -> list[Path]:
 
 
 def is_stale_temporary(path: Path) -> bool:
-    """Whether a path is the temporary one of a process that is no more.
+    """Whether a path is a temporary file or directory of a dead process.
 
-    Whether a process of another host lives cannot be known, and a container that is started again has another name:
-    what such a process wrote is left over once it is a day old, by the clock of the disk that it lies on.
+    Whether a process of another host is alive cannot be known, and a restarted container has a new host name. Such a
+    file is stale once it is a day old, by the clock of its file system.
     """
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:
@@ -208,16 +208,16 @@ def is_stale_temporary(path: Path) -> bool:
     if writer.host == this_process().host:
         return writer.is_dead()
     try:
-        return disk_time(path.parent) - path.lstat().st_mtime > _LEFT_OVER_SECONDS
+        return disk_time(path.parent) - path.lstat().st_mtime > _STALE_SECONDS
     except OSError:
         return False
 
 
 def disk_time(directory: Path) -> float:
-    """The time by the disk that a directory lies on: machines that share it need not agree about the time.
+    """Return the time by the clock of a directory's file system; machines that share it may have different clocks.
 
     Raises:
-        OSError: Nothing can be written there.
+        OSError: The directory is not writable.
     """
     path = temporary_name(directory / "clock")
     try:
@@ -229,7 +229,7 @@ def disk_time(directory: Path) -> float:
 
 
 def stage_file(path: Path, data: Buffer, *, private: bool = False) -> Path:
-    """Write a file durably under a temporary name beside ``path``, which ``rename`` makes it appear under."""
+    """Write a file durably under a temporary name next to ``path``, ready for ``rename``; return that name."""
     temporary = temporary_name(path)
     try:
         with create(temporary, private=private) as file:
@@ -242,13 +242,13 @@ def stage_file(path: Path, data: Buffer, *, private: bool = False) -> Path:
 
 
 def discard_staged(temporary: Path) -> None:
-    """Remove what was staged and will not be used; what a full or failing disk keeps is swept later."""
+    """Remove a staged file that is not needed; ``sweep_temporary`` removes it later if the disk fails now."""
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
 
 
 def write_file(path: Path, data: Buffer, *, private: bool = False) -> None:
-    """Replace ``path`` by the given bytes, durably and all at once."""
+    """Replace the content of ``path`` atomically and durably."""
     temporary = stage_file(path, data, private=private)
     try:
         rename(temporary, path)
@@ -258,17 +258,17 @@ def write_file(path: Path, data: Buffer, *, private: bool = False) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one serialisation that hashes and comparisons use: sorted keys, no spaces, ASCII, no NaN."""
+    """Serialise JSON for hashes and comparisons: sorted keys, no spaces, ASCII, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def pretty_json(value: Any) -> bytes:
-    """For files that people read as well."""
+    """Serialise JSON for files that people read: indented, sorted keys."""
     return (json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n").encode("ascii")
 
 
 def append(path: Path, data: Buffer, *, sync: bool, private: bool = False) -> None:
-    """Add bytes to the end of a file in one write; creates it if need be."""
+    """Append bytes to a file in one write; creates it if it does not exist."""
     created = not path.exists()
     flags, mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_MODE if private else FILE_MODE
     with _open(path, flags, "ab", mode) as file:
@@ -282,14 +282,14 @@ def append(path: Path, data: Buffer, *, sync: bool, private: bool = False) -> No
 
 
 def truncate(path: Path, size_bytes: int) -> None:
-    """Cut a file, durably: how a torn last line leaves a log."""
+    """Truncate a file durably, to remove a torn last line from a log."""
     with _open(path, os.O_RDWR, "r+b") as file:
         _perform("truncate", path, lambda: file.truncate(size_bytes), data=str(size_bytes).encode())
         sync_file(file, path)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an ``OSError`` says that there is no room (or no quota) left."""
+    """Whether an ``OSError`` means a full disk or an exhausted quota."""
     import errno
 
     return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -1,8 +1,8 @@
-"""Append-only logs that tell when they were changed: plans and cache manifests.
+"""Hash-chained, append-only logs of JSON lines: the form of plans and cache manifests.
 
-Every line is JSON that names the hash of the line before and carries a hash of itself. What a crash in the middle of an
-append can leave is a torn last line, which readers ignore and the next append cuts off; damage anywhere else is an
-error. Writing goes through ``core.atomic``.
+Every line has the hash of the previous line and a checksum of its own. A crash during an append may leave a torn last
+line, which readers ignore and the next append truncates; damage anywhere else is an error. Writes go through
+``core.atomic``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vorox.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """The end of one line of a ``HashChainedLog``: where reading can go on without what lies before.
+    """A position in a ``HashChainedLog``, at the end of a line, from which reading can continue.
 
     Attributes:
-        num_entries: Lines up to here.
-        line_start_bytes: Where the last of them begins.
-        end_bytes: Where it ends.
-        head: Its hash; empty at the start of the log.
+        num_entries: Number of lines up to here.
+        line_start_bytes: Start offset of the last of them.
+        end_bytes: Its end offset.
+        head: Its SHA-256; empty at the start of the log.
     """
 
     num_entries: int = 0
@@ -38,11 +38,9 @@ class LogPosition:
 
 
 class HashChainedLog:
-    """An append-only file of JSON lines, each naming the hash of the one before: plans and cache manifests.
+    """An append-only file of JSON lines, each with the hash of the previous one.
 
-    A line is ``{"body": {...}, "prev": "<sha256 of the previous line>", "xxh3": "<hash of body and prev>"}``. A torn
-    last line (a crash in the middle of an append) is ignored by readers and cut off by the next append; damage
-    anywhere else is an error.
+    A line is ``{"body": {...}, "prev": "<sha256 of the previous line>", "xxh3": "<hash of body and prev>"}``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +53,7 @@ class HashChainedLog:
         return payload[:-1] + b',"xxh3":"' + checksum.encode() + b'"}\n'
 
     def read(self) -> tuple[list[dict[str, Any]], str]:
-        """All complete entries and the hash of the last line (empty for an empty log).
+        """Return all complete entries and the hash of the last line (empty for an empty log).
 
         Raises:
             DataError: A line before the last is damaged or the chain is broken.
@@ -64,10 +62,10 @@ class HashChainedLog:
         return bodies, position.head
 
     def read_after(self, position: LogPosition) -> tuple[list[dict[str, Any]], LogPosition]:
-        """The complete entries behind a position that was read before, and the position behind the last of them.
+        """Return the complete entries after a position, and the position after the last of them.
 
         Raises:
-            DataError: The line before the position is not the one it was, or a line before the last is damaged.
+            DataError: The line before the position has changed, or a line before the last is damaged.
         """
         try:
             with self.path.open("rb") as file:
@@ -86,7 +84,7 @@ class HashChainedLog:
             body = self._parse(line, position.head) if end >= 0 else None
             if body is None:
                 if end < 0 or end + 1 == len(raw):
-                    break  # the torn end of an interrupted append
+                    break  # a torn last line
                 raise self._damaged(position.num_entries + 1)
             bodies.append(body)
             position = LogPosition(
@@ -97,8 +95,8 @@ class HashChainedLog:
 
     def _damaged(self, line_number: int) -> DataError:
         return DataError(
-            f"line {line_number} is damaged or out of sequence", where=str(self.path),
-            hint="restore the file from a copy; what follows the damage cannot be trusted",
+            f"Line {line_number} is damaged or out of sequence", where=str(self.path),
+            hint="restore the file from a copy; the lines after the damage cannot be trusted",
         )  # fmt: skip
 
     @classmethod
@@ -111,11 +109,11 @@ class HashChainedLog:
             return None
 
     def append(self, bodies: Iterable[Mapping[str, Any]], *, after: LogPosition | None = None) -> LogPosition:
-        """Add entries durably and return the new end. The caller holds whatever lock the file needs.
+        """Append entries durably and return the new end. The caller holds the lock of the file, if it has one.
 
         Args:
-            bodies: What to add.
-            after: A position that the caller has read up to, so that nothing before it is read again.
+            bodies: The entries.
+            after: A position that the caller has already read up to; nothing before it is read again.
         """
         _, position = self.read_after(after or LogPosition())
         if self.path.exists() and self.path.stat().st_size > position.end_bytes:

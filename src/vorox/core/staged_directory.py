@@ -1,8 +1,8 @@
-"""Directories that appear whole or not at all, with a hash of every byte: checkpoints and exports.
+"""Atomically committed directories with content hashes: checkpoints and exports.
 
-Every file is hashed while it is written and fsynced, or, where another library wrote it, hashed and fsynced afterwards;
-``MANIFEST.json`` goes last; then the directory is renamed and its parent fsynced. ``verify_directory`` holds what lies
-there to the manifest.
+Every file is hashed while it is written, then fsynced; files written by another library are hashed and fsynced
+afterwards. ``MANIFEST.json`` is written last, then the directory is renamed and its parent fsynced.
+``verify_directory`` compares a directory with its manifest.
 
 Invariant: a directory with a valid manifest holds exactly the files that it names, byte for byte.
 """
@@ -35,7 +35,7 @@ class FileEntry:
 
 
 class HashingWriter:
-    """A file being written inside a staged directory; counts and hashes what passes."""
+    """A file being written in a staged directory; counts and hashes its bytes."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file = file
@@ -55,10 +55,10 @@ class HashingWriter:
 
 
 class StagedDirectory:
-    """A directory under construction. Nobody sees it until ``commit``; leaving without one removes it.
+    """A directory under construction, invisible to readers until ``commit``; leaving without a commit removes it.
 
     Args:
-        target: Where it will appear. Must not exist at commit.
+        target: Its final path, which must not exist at commit.
     """
 
     def __init__(self, target: Path) -> None:
@@ -77,7 +77,7 @@ class StagedDirectory:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Generator[HashingWriter]:
-        """Write one file. ``name`` may hold ``/`` for sub-directories."""
+        """Open a file for writing. ``name`` may contain ``/`` for sub-directories."""
         path = self.path / name
         if path.parent != self.path:
             atomic.make_directory(path.parent)
@@ -92,9 +92,9 @@ class StagedDirectory:
             writer.write(data)
 
     def adopt(self, folder: str) -> None:
-        """Take in what another library wrote below ``folder``: all of it is fsynced, hashed and in the manifest.
+        """Add the files that another library wrote below ``folder``: fsync, hash and list them in the manifest.
 
-        Other libraries create files by the umask alone; they get the modes of our own.
+        Other libraries set modes by the umask alone; the files get our modes.
         """
         for directory, _, names in os.walk(self.path / folder):
             Path(directory).chmod(Path(directory).stat().st_mode & atomic.DIRECTORY_MODE)
@@ -105,7 +105,7 @@ class StagedDirectory:
             self._entries[path.relative_to(self.path).as_posix()] = hash_file(path)
 
     def commit(self, metadata: Mapping[str, Any]) -> Path:
-        """Write the manifest, make everything durable and let the directory appear under its name."""
+        """Write the manifest, make everything durable and rename the directory to its target."""
         body: dict[str, Any] = {
             "format": "vorox-directory/1",
             "files": {
@@ -120,7 +120,7 @@ class StagedDirectory:
             atomic.write(file, path, atomic.pretty_json(body))
             atomic.sync_file(file, path)
         inner = {parent for name in self._entries for parent in Path(name).parents}
-        for directory in sorted(inner, reverse=True):  # what is inside goes before what holds it
+        for directory in sorted(inner, reverse=True):  # inner directories first
             atomic.sync_directory(self.path / directory)
         atomic.rename(self.path, self.target)
         self._committed = True
@@ -128,14 +128,14 @@ class StagedDirectory:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a committed directory's manifest and check the manifest itself.
+    """Read and check the manifest of a committed directory.
 
     Returns:
-        The ``metadata`` and ``files`` mappings as committed.
+        The manifest, with its ``metadata`` and ``files``.
 
     Raises:
-        CheckpointError: There is none, or any byte of it changed.
-        UnreadableCheckpointError: The disk did not deliver it.
+        CheckpointError: It is missing or damaged.
+        UnreadableCheckpointError: A disk error prevents reading it.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -145,66 +145,67 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         intact = digest == hashlib.sha256(atomic.canonical_json(body)).hexdigest()
         intact = intact and raw == atomic.pretty_json({**body, "sha256": digest})
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise CheckpointError(f"no readable manifest: {error.strerror}", where=str(path)) from error
+        raise CheckpointError(f"Cannot read the manifest: {error.strerror}", where=str(path)) from error
     except OSError as error:
         raise unreadable_error(error, path) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError("the manifest is not valid", where=str(path)) from error
+        raise CheckpointError("The manifest is invalid", where=str(path)) from error
     if not intact or body.get("format") != "vorox-directory/1":
-        raise CheckpointError("the manifest does not match its own hash", where=str(path))
+        raise CheckpointError("The manifest does not match its own hash", where=str(path))
     return body
 
 
 def unreadable_error(error: OSError, path: Path) -> UnreadableCheckpointError:
-    """What to say when a checkpoint cannot be read: the disk, not the checkpoint, is at fault."""
+    """Return the error for a checkpoint that the disk fails to read, which says nothing about its content."""
     return UnreadableCheckpointError(
-        f"a checkpoint cannot be read: {error.strerror or error}; this says nothing about its content",
+        f"Cannot read a checkpoint: {error.strerror or error}; its content may be intact",
         where=str(error.filename or path),
-        hint="check the disk or the network share, then run the same command again; nothing was set aside",
+        hint="check the disk or the network share, then run the same command again; no checkpoint was quarantined",
     )
 
 
 def verify_directory(directory: Path, *, extra_files: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Check every file of a committed directory against its manifest, and that nothing else lies in it.
+    """Check every file of a committed directory against its manifest, and that there are no other files.
 
     Args:
         directory: The directory.
-        extra_files: Names of files that may lie in it though the manifest does not know them.
+        extra_files: Names of files that are allowed though the manifest does not list them.
 
     Returns:
         The manifest's ``metadata``.
 
     Raises:
-        CheckpointError: A file is missing, has another size or other content, or is not in the manifest; a folder in
-            it is a link.
-        UnreadableCheckpointError: The disk did not deliver a file.
+        CheckpointError: A file is missing, has a different size or content, or is not in the manifest; or a folder is
+            a symbolic link.
+        UnreadableCheckpointError: A disk error prevents reading a file.
     """
     body = read_manifest(directory)
     expected: dict[str, dict[str, Any]] = body["files"]
     present = _files_below(directory)
     for name in sorted(present - set(expected) - {MANIFEST_NAME} - extra_files):
-        raise CheckpointError("a file that the manifest does not know", where=str(directory / name))
+        raise CheckpointError("A file is not in the manifest", where=str(directory / name))
     for name, entry in sorted(expected.items()):
         path = directory / name
         if name not in present:
-            raise CheckpointError("a file of the manifest is missing", where=str(path))
+            raise CheckpointError("A file of the manifest is missing", where=str(path))
         try:
             actual = hash_file(path)
         except FileNotFoundError as error:
-            raise CheckpointError("a file of the manifest is missing", where=str(path)) from error
+            raise CheckpointError("A file of the manifest is missing", where=str(path)) from error
         except OSError as error:
             raise unreadable_error(error, path) from error
         if actual.size_bytes != entry["size_bytes"]:
             raise CheckpointError(
-                f"the file has {actual.size_bytes:,} bytes, the manifest says {entry['size_bytes']:,}", where=str(path)
+                f"The file has {actual.size_bytes:,} bytes, but the manifest has {entry['size_bytes']:,}",
+                where=str(path),
             )
         if actual.xxh3_128 != entry["xxh3_128"]:
-            raise CheckpointError("the content does not match the hash in the manifest", where=str(path))
+            raise CheckpointError("The content does not match the hash in the manifest", where=str(path))
     return body["metadata"]
 
 
 def _files_below(directory: Path) -> set[str]:
-    """Names of all files and of links to folders, which are not entered."""
+    """Return the names of all files and of links to folders, without following the links."""
 
     def fail(error: OSError) -> None:
         raise unreadable_error(error, directory) from error
@@ -217,11 +218,11 @@ def _files_below(directory: Path) -> set[str]:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and xxh3-128 of a file, read in pieces."""
+    """Return size and xxh3-128 of a file, read in blocks."""
     digest = xxhash.xxh3_128()
     size_bytes = 0
     with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-            size_bytes += len(piece)
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size_bytes += len(block)
     return FileEntry(size_bytes, digest.hexdigest())

@@ -285,7 +285,7 @@ def test_rows_that_another_builder_committed_meanwhile_are_not_replaced_by_other
     assert (now.has_unit(0), counts) == (True, True)
     path = chunk_path(tmp_path, 0, 0)
     content = path.read_bytes()
-    with pytest.raises(DataError, match="other rows"):
+    with pytest.raises(DataError, match="different rows"):
         commit(other, work_of(second))
     assert path.read_bytes() == content
     assert Manifest.open(tmp_path).unit_chunks(0) == [record for _, record in unit.chunks]

@@ -242,7 +242,7 @@ def test_records_that_were_put_aside_are_told_once(tmp_path, caplog):
         build_corpus(tmp_path, with_bad_lines({3, 4, 5, 20}), bad_record_fraction=0.1)
     (told,) = [record for record in caplog.records if getattr(record, "event_kind", "") == "quarantine"]
     assert told.event_fields["count"] == 4
-    for expected in ("4 records", "/corpus/0.txt:4: begins with", "1 more", str(tmp_path / "quarantine")):
+    for expected in ("4 unreadable records", "/corpus/0.txt:4: begins with", "1 more", str(tmp_path / "quarantine")):
         assert expected in told.getMessage()
 
 
@@ -280,7 +280,7 @@ def test_a_hundred_bad_records_in_a_row_stop_the_build_at_once(tmp_path):
             read[type(record).__name__] += 1
             yield record
 
-    with pytest.raises(DataError, match="100 records in a row") as caught:
+    with pytest.raises(DataError, match="100 consecutive records") as caught:
         build_corpus(tmp_path, dataclasses.replace(corpus), bad_record_fraction=1.0)
     assert caught.value.where == "/corpus/0.txt:501"
     work = dataclasses.replace(work_of(corpus), read_unit=read_unit, bad_record_fraction=1.0)
@@ -324,7 +324,7 @@ def test_no_text_is_an_error(tmp_path):
         build_corpus(tmp_path / "a", corpus_of([], 10))
     assert not (tmp_path / "a").exists()
     for _ in range(2):
-        with pytest.raises(DataError, match="no record"):
+        with pytest.raises(DataError, match="Cannot read any record"):
             build_corpus(tmp_path / "b", corpus_of([["! bad"]], 10), bad_record_fraction=1.0)
 
 
@@ -465,6 +465,6 @@ def test_repair_refuses_to_put_other_rows_in_the_place_of_lost_ones(tmp_path):
     damage(chunk_path(tmp_path, 1, 0))
     before = chunk_path(tmp_path, 1, 0).read_bytes()
     other = dataclasses.replace(small_corpus(seed=99), files=corpus.files, units=corpus.units)
-    with pytest.raises(DataError, match="other rows than were recorded"):
+    with pytest.raises(DataError, match="different rows than were committed"):
         build_corpus(tmp_path, other, verify="full")
     assert chunk_path(tmp_path, 1, 0).read_bytes() == before

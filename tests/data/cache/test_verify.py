@@ -183,11 +183,11 @@ def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, val
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: {**body, "done": [{**unit, "unit": 99} for unit in body.get("done", [])]}, "unit 99, 4 units"),
+        (lambda body: {**body, "done": [{**unit, "unit": 99} for unit in body.get("done", [])]}, "unit 99, but only 4 units"),
         (lambda body: {**body, "add": [{**chunk, "content": "../x"} for chunk in body.get("add", [])]}, "SHA-256"),
-        (lambda body: {**body, "add": [{"unit": 1}]}, "not of the form"),
-        (lambda body: {**body, "add": 7}, "not of the form"),
-        (lambda body: {**body, "file": "../../x"}, "kind that this version does not know: file"),
+        (lambda body: {**body, "add": [{"unit": 1}]}, "an entry is malformed"),
+        (lambda body: {**body, "add": 7}, "an entry is malformed"),
+        (lambda body: {**body, "file": "../../x"}, "entries of unknown kinds: file"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_cannot_be_true_is_refused(tmp_path: Path, change, message: str) -> None:

@@ -84,7 +84,7 @@ def test_everybody_goes_home_when_it_is_cancelled():
 
 
 def test_a_queue_without_credits_is_refused():
-    with pytest.raises(ValueError, match="0 bytes"):
+    with pytest.raises(ValueError, match="limit_bytes is 0"):
         CreditQueue("a>b", 0)
 
 

@@ -63,5 +63,5 @@ def _refuse_builders(directory: Path) -> None:
         if is_held(path, disk_time_or_local(directory)):
             raise ConfigError(
                 f"The cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
-                hint="wait for it to finish or stop it, then rebuild", saved="the existing cache",
+                hint="let it finish or stop it, then rebuild", saved="the existing cache",
             )  # fmt: skip
