@@ -183,7 +183,7 @@ def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, val
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: {**body, "done": [{**unit, "unit": 99} for unit in body.get("done", [])]}, "unit 99, but only 4 units"),
+        (lambda body: {**body, "done": [{**unit, "unit": 99} for unit in body.get("done", [])]}, "unit 99, but only 4"),
         (lambda body: {**body, "add": [{**chunk, "content": "../x"} for chunk in body.get("add", [])]}, "SHA-256"),
         (lambda body: {**body, "add": [{"unit": 1}]}, "an entry is malformed"),
         (lambda body: {**body, "add": 7}, "an entry is malformed"),
