@@ -234,7 +234,7 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
 def test_missing_and_foreign_files_are_noticed(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     (directory / "deep" / "more").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="does not know"):
+    with pytest.raises(CheckpointError, match="is not in the manifest"):
         staged_directory.verify_directory(directory)
     (directory / "deep" / "more").unlink()
     (directory / "empty").unlink()
@@ -392,7 +392,7 @@ def test_every_flipped_byte_before_the_last_line_is_an_error_with_its_line(tmp_p
         with pytest.raises(DataError) as caught:
             log.read()
         expected = next(number for number in (1, 2) if at < starts[number])
-        assert f"line {expected} " in caught.value.what
+        assert f"Line {expected} " in caught.value.what
         with pytest.raises(DataError):
             log.append([{"kind": "more"}])
     # In the last line (or the newline that sets it apart), damage cannot be told from a torn append: it ends the log.
