@@ -1,4 +1,4 @@
-"""A small corpus in memory and a tokenizer that anybody can follow, for tests of the token cache.
+"""A small in-memory corpus and a trivial tokenizer, for tests of the token cache.
 
 A file is some lines; a line is a document, and one that begins with ``!`` cannot be read. The tokenizer gives every
 byte of the text its value times ``scale``; the end of text is the highest id. Written without the code under test.
@@ -45,7 +45,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files of lines and the units that they are cut into."""
+    """Files of lines, and the units that they are split into."""
 
     contents: tuple[bytes, ...]
     files: tuple[SourceFile, ...]

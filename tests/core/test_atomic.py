@@ -77,7 +77,7 @@ def test_write_file_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full", "interrupt"])
-def test_a_failing_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, number: int, error: BaseException) -> None:
+def test_a_failing_write_leaves_the_old_file_alone(tmp_path: Path, number: int, error: BaseException) -> None:
     target = tmp_path / "a"
     target.write_bytes(b"old")
     with atomic.observe(Refusal(number, error)), pytest.raises(type(error)):
@@ -215,7 +215,7 @@ def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -231,7 +231,7 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     staged_directory.verify_directory(directory)
 
 
-def test_missing_and_foreign_files_are_noticed(tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_detected(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     (directory / "deep" / "more").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is not in the manifest"):
@@ -246,13 +246,13 @@ def test_missing_and_foreign_files_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"sha256": 1}', b'{"a": NaN}'])
-def test_anything_else_is_no_manifest(tmp_path: Path, content: bytes) -> None:
+def test_anything_else_is_not_a_manifest(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "MANIFEST.json").write_bytes(content)
     with pytest.raises(CheckpointError):
         staged_directory.read_manifest(tmp_path)
 
 
-def test_remove_directory_takes_the_manifest_away_first(tmp_path: Path) -> None:
+def test_remove_directory_removes_the_manifest_first(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     operations = recorded(lambda: atomic.remove_directory(directory))
     assert operations[0] == FileOperation("remove", directory / "MANIFEST.json")
@@ -264,7 +264,7 @@ def test_remove_directory_takes_the_manifest_away_first(tmp_path: Path) -> None:
 # Temporaries
 
 
-def test_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+def test_sweep_removes_files_of_dead_writers_and_nothing_else(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
@@ -325,7 +325,7 @@ def chained(path: Path) -> HashChainedLog:
     return log
 
 
-def test_appending_says_where_the_log_ends(tmp_path: Path) -> None:
+def test_append_returns_the_end_of_the_log(tmp_path: Path) -> None:
     log, end = HashChainedLog(tmp_path / "plan.jsonl"), LogPosition()
     for bodies in (BODIES[:2], [], BODIES[2:]):
         end = log.append(bodies, after=end)
@@ -357,7 +357,7 @@ def test_an_empty_or_missing_log_is_empty(tmp_path: Path) -> None:
     assert log.read() == ([], "")
 
 
-def test_every_torn_tail_is_ignored_and_cut_off_by_the_next_append(tmp_path: Path) -> None:
+def test_every_torn_tail_is_ignored_and_truncated_by_the_next_append(tmp_path: Path) -> None:
     whole = chained(tmp_path / "whole").path.read_bytes()
     lines = whole.splitlines(keepends=True)
     for size in range(len(whole) + 1):
@@ -371,7 +371,7 @@ def test_every_torn_tail_is_ignored_and_cut_off_by_the_next_append(tmp_path: Pat
         assert path.read_bytes() == whole
 
 
-def test_a_torn_tail_that_holds_a_newline_is_no_error_either(tmp_path: Path) -> None:
+def test_a_torn_tail_with_a_newline_is_not_an_error(tmp_path: Path) -> None:
     """Sectors of the last write may arrive out of order: garbage that happens to end in a newline."""
     log = chained(tmp_path / "log")
     good = log.path.read_bytes()
@@ -395,7 +395,7 @@ def test_every_flipped_byte_before_the_last_line_is_an_error_with_its_line(tmp_p
         assert f"Line {expected} " in caught.value.what
         with pytest.raises(DataError):
             log.append([{"kind": "more"}])
-    # In the last line (or the newline that sets it apart), damage cannot be told from a torn append: it ends the log.
+    # Damage in the last line (or in the newline before it) looks like a torn append, so the log ends there.
     for at in range(starts[2] - 1, starts[3]):
         log.path.write_bytes(bytes([*whole[:at], whole[at] ^ 1, *whole[at + 1 :]]))
         assert log.read()[0] == BODIES[: 1 if at < starts[2] else 2]
@@ -413,7 +413,7 @@ def test_removed_swapped_and_foreign_lines_break_the_chain(tmp_path: Path) -> No
             log.read()
 
 
-def test_a_failed_append_is_taken_back_by_the_next(tmp_path: Path) -> None:
+def test_a_failed_append_is_undone_by_the_next(tmp_path: Path) -> None:
     log = HashChainedLog(tmp_path / "log")
     log.append(BODIES[:1])
     for number in range(2):
@@ -469,7 +469,7 @@ def test_a_really_full_disk_is_recognised(tmp_path: Path) -> None:
     assert atomic.is_disk_full(caught.value)
 
 
-def test_json_that_people_read_holds_no_number_that_json_lacks() -> None:
+def test_pretty_json_refuses_nan() -> None:
     assert atomic.pretty_json({"b": 1, "a": [0.5]}).startswith(b'{\n  "a": [\n')
     with pytest.raises(ValueError, match="not JSON compliant"):
         atomic.pretty_json({"loss": float("nan")})

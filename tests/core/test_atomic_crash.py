@@ -187,7 +187,7 @@ def test_what_another_library_wrote_is_durable_before_the_manifest_names_it(plac
     assert staged_directory.verify_directory(place / "step-3") == {"step": 3}
 
 
-def test_a_removed_directory_is_whole_or_not_taken_for_one(place: Path, tmp_path: Path) -> None:
+def test_a_removed_directory_is_complete_or_recognisably_removed(place: Path, tmp_path: Path) -> None:
     commit(place / "step-3")
     for done, total, cut in power_cuts(place, lambda: atomic.remove_directory(place / "step-3"), tmp_path):
         survived = cut / "step-3"
@@ -218,7 +218,7 @@ def test_appends_to_a_chained_log_keep_every_earlier_entry(place: Path, tmp_path
     assert sizes == {0, 1, 2, 3, 4}
 
 
-def test_cutting_a_torn_tail_and_going_on_keeps_every_earlier_entry(place: Path, tmp_path: Path) -> None:
+def test_truncating_a_torn_tail_keeps_every_earlier_entry(place: Path, tmp_path: Path) -> None:
     log = HashChainedLog(place / "log")
     log.append([{"n": 0}, {"n": 1}])
     log.path.write_bytes(log.path.read_bytes()[:-3])

@@ -1,4 +1,4 @@
-"""Builders that are killed at random instants, two at a time, while somebody reads. Run as a program; it forks.
+"""Kill builders at random times, two at a time, while a reader runs. Run as a program, because it forks.
 
 python -m data.cache.builder_storm DIRECTORY KILLS SEED BREAKING
 """
@@ -29,7 +29,7 @@ NUM_UNITS = len(CORPUS.units)
 
 
 def rows_of_units(reader: CacheReader) -> dict[int, str]:
-    """A hash of the rows of every unit that is there."""
+    """Hash the rows of every committed unit."""
     starts = reader.unit_row_starts
     found: dict[int, str] = {}
     for unit in reader.manifest.units["unit"].tolist():
@@ -40,7 +40,7 @@ def rows_of_units(reader: CacheReader) -> dict[int, str]:
 
 
 def forked(action: Callable[[], object]) -> int:
-    """A process that does something and ends with 0 unless that fails. A fork, so that hundreds take no time."""
+    """Run a function in a forked process, which exits with 0 unless it fails; forking makes hundreds cheap."""
     child = os.fork()
     if child:
         return child
@@ -53,16 +53,16 @@ def forked(action: Callable[[], object]) -> int:
 
 
 def read_all_the_while(directory: Path, expected: dict[int, str], work: UnitBuilder, ended: Path) -> None:
-    """A trainer: a reader that sees more and more, and a second one that opens the cache again and again."""
+    """Act as a trainer: one reader that refreshes, and a second one that reopens the cache repeatedly."""
     while not (directory / "RECIPE.json").exists():
         time.sleep(0.001)
-    mend = functools.partial(rebuild, directory, work)
+    repair = functools.partial(rebuild, directory, work)
     reader = CacheReader.open(directory, complete=False)
-    reader.repair = mend
+    reader.repair = repair
     while not ended.exists():
         reader = reader.refreshed()
         other = CacheReader.open(directory, complete=False)
-        other.repair = mend
+        other.repair = repair
         for seen in (reader, other):
             found = rows_of_units(seen)
             assert found == {unit: expected[unit] for unit in found}
@@ -73,7 +73,7 @@ def rebuild(directory: Path, work: UnitBuilder, unit: int, error: DataError) -> 
 
 
 def break_something(directory: Path, generator: random.Random) -> None:
-    """Delete a chunk file, cut it, or flip one of its bits: as a disk may."""
+    """Delete or truncate a chunk file, or flip one of its bits, as a failing disk does."""
     paths = sorted(directory.glob("chunks/*/u*.psc"))
     if not paths:
         return
@@ -96,7 +96,7 @@ def break_something(directory: Path, generator: random.Random) -> None:
 
 
 def storm(tmp_path: Path, clean: CacheReader, num_kills: int, seed: int, *, breaking: bool) -> int:
-    """Builders of both directions that are killed at random instants, two at a time, on cache after cache."""
+    """Kill builders of both directions at random times, two at a time, on cache after cache."""
     generator = random.Random(seed)
     expected = rows_of_units(clean)
     kills = number = 0
@@ -109,7 +109,7 @@ def storm(tmp_path: Path, clean: CacheReader, num_kills: int, seed: int, *, brea
 def storm_on(
     directory: Path, digest: str, expected: dict[int, str], num_kills: int, generator: random.Random, breaking: bool
 ) -> int:
-    """The same on one cache, until it is complete; returns how many were killed."""
+    """Do the same on one cache until it is complete; return the number of kills."""
     work, ended = work_of(CORPUS), directory.with_suffix(".ended")
     reading = forked(lambda: read_all_the_while(directory, expected, work, ended))
     kills = 0
@@ -128,7 +128,7 @@ def storm_on(
     assert build(directory, work, CORPUS.units, BuildOptions(verify="full")).digest == digest
     ended.touch()
     _, status = os.waitpid(reading, 0)
-    assert status == 0, "the reader met an error"
+    assert status == 0, "the reader failed"
     reader = CacheReader.open(directory)
     reader.verify()
     assert rows_of_units(reader) == expected

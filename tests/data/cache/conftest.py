@@ -1,4 +1,4 @@
-"""Hundreds of small builds: the tests look at which calls are made and in what order, not at how fast the disk is."""
+"""Fixtures for hundreds of small builds, which check system calls and their order, not disk speed."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``os.fsync`` returns at once; what a power cut would take is enumerated, not waited for."""
+    """Make ``os.fsync`` a no-op; the states after a power cut are enumerated instead."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

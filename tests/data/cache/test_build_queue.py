@@ -1,4 +1,4 @@
-"""The build queue: who waits comes first, errors go to who waits, and a closed queue lets nobody wait."""
+"""The build queue: awaited units come first, errors reach the waiting threads, and closing releases them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vorox.data.cache.scheduler import BuildScheduler
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
-    """Four units, of which the first is done."""
+    """Four units, of which the first is committed."""
     corpus = small_corpus()
     build_corpus(tmp_path, corpus, last_unit=1)
     return Manifest.open(tmp_path)
@@ -38,7 +38,7 @@ def waiting(queue: BuildQueue, unit: int, errors: list[BaseException]) -> thread
     return thread
 
 
-def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> None:
+def test_awaited_units_precede_planned_ones_and_the_backlog(manifest: Manifest) -> None:
     queue = BuildQueue(keep_open=True)
     assert queue.next_batch(manifest, ()) == [1, 2, 3]
     queue.plan([2])
@@ -46,7 +46,7 @@ def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> N
     assert not queue.preempts([2, 0, 1, 3])
     thread = waiting(queue, 3, [])
     assert queue.next_batch(manifest, ()) == [3, 2, 1]
-    assert queue.preempts([2, 1]), "somebody waits for another unit"
+    assert queue.preempts([2, 1]), "a thread waits for another unit"
     queue.mark_done(3)
     thread.join(20)
     assert not thread.is_alive()
@@ -54,7 +54,7 @@ def test_waited_comes_before_planned_before_the_backlog(manifest: Manifest) -> N
     assert queue.next_batch(manifest, ()) is None
 
 
-def test_an_error_goes_to_who_waits_and_the_unit_is_left_until_somebody_waits_again(manifest: Manifest) -> None:
+def test_an_error_is_raised_in_waiting_threads_and_the_unit_is_retried_once_awaited(manifest: Manifest) -> None:
     queue, errors = BuildQueue(last_unit=0, keep_open=True), list[BaseException]()
     thread = waiting(queue, 2, errors)
     assert queue.fail(2, DataError("no text"))
@@ -70,7 +70,7 @@ def test_an_error_goes_to_who_waits_and_the_unit_is_left_until_somebody_waits_ag
     assert not BuildQueue().fail(2, DataError("a build command ends with it"))
 
 
-def test_a_scheduler_in_a_thread_builds_what_is_waited_for_first(tmp_path: Path) -> None:
+def test_a_background_scheduler_builds_awaited_units_first(tmp_path: Path) -> None:
     corpus = small_corpus(lines_per_unit=5)
     prepare_directory(tmp_path, work_of(corpus), corpus.units)
     queue = BuildQueue(last_unit=0, keep_open=True)
@@ -92,7 +92,7 @@ def test_a_scheduler_in_a_thread_builds_what_is_waited_for_first(tmp_path: Path)
     CacheReader.open(tmp_path).verify()
 
 
-def test_what_ends_the_thread_is_raised_where_somebody_waits(tmp_path: Path) -> None:
+def test_the_error_that_ends_the_thread_is_raised_in_waiting_threads(tmp_path: Path) -> None:
     corpus = small_corpus()
     queue = BuildQueue(keep_open=True)
     scheduler = BuildScheduler(tmp_path / "cache", work_of(corpus), corpus.units, queue)

@@ -1,4 +1,4 @@
-"""A build that is cut anywhere leaves a readable cache, and the next build ends where an undisturbed one does."""
+"""A build interrupted at any point leaves a readable cache, and the next build completes it identically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vorox.data.cache.recipe import RECIPE_NAME
 CORPUS = small_corpus(num_files=1, lines_per_file=21, lines_per_unit=7)
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
 IN_ONE_THREAD = PipelineConfig(staged=False)
-"""Hundreds of builds of three units: starting the threads of a pipeline would be most of the work."""
+"""Serial, because starting pipeline threads would dominate hundreds of builds of three units."""
 
 
 def build_corpus(directory: Path, corpus, **options):
@@ -39,7 +39,7 @@ def build_corpus(directory: Path, corpus, **options):
 
 
 class Cut(BaseException):
-    """The end of the process, as far as a test can have it in its own."""
+    """Simulates the death of the process by an exception."""
 
 
 def with_bad_line() -> object:
@@ -48,7 +48,7 @@ def with_bad_line() -> object:
 
 
 def check_readable(directory: Path) -> int:
-    """Whatever is committed can be read in full; returns the units that are."""
+    """Check that all committed units are readable; return them."""
     if not (directory / RECIPE_NAME).exists():
         with pytest.raises(DataError, match="No cache here"):
             CacheReader.open(directory, RECIPE)
@@ -66,7 +66,7 @@ def check_readable(directory: Path) -> int:
 
 
 def check_completes(directory: Path, corpus, digest: str, done: int) -> int:
-    """A fresh build completes the cache without doing again what is done; returns the units it adopted."""
+    """Complete the cache, check that committed units are not rebuilt, and return the number of adopted units."""
     report = build_corpus(directory, corpus, recipe=RECIPE)
     assert report.digest == digest
     assert report.units_built + report.units_adopted == 3 - done
@@ -81,7 +81,7 @@ def check_completes(directory: Path, corpus, digest: str, done: int) -> int:
 
 
 def test_every_prefix_of_a_build_is_readable_and_resumable(tmp_path):
-    """Cut between any two operations, inside every write, and by a power cut that takes what was not synchronised."""
+    """Crash between any two operations, inside every write, and by a power cut that loses unsynced data."""
     corpus = with_bad_line()
     before, place = tmp_path / "before", tmp_path / "place"
     before.mkdir()
@@ -101,8 +101,8 @@ def test_every_prefix_of_a_build_is_readable_and_resumable(tmp_path):
     assert adopted > 10  # chunks that were durable before the log named them are not built again
 
 
-def test_a_build_that_is_cut_before_any_operation_goes_on(tmp_path):
-    """The same with the process's own files, locks and mappings, as the exception leaves them."""
+def test_a_build_interrupted_before_any_operation_continues(tmp_path):
+    """The same with the files, locks and mappings of this process in the state that the exception leaves."""
     corpus = with_bad_line()
     count = len(record(lambda: build_corpus(tmp_path / "clean", corpus, recipe=RECIPE)))
     digest = CacheReader.open(tmp_path / "clean").digest
@@ -123,7 +123,7 @@ def test_a_build_that_is_cut_before_any_operation_goes_on(tmp_path):
         shutil.rmtree(directory)
 
 
-def test_a_build_that_is_cut_again_and_again_makes_progress(tmp_path):
+def test_a_repeatedly_interrupted_build_makes_progress(tmp_path):
     corpus = with_bad_line()
     digest = build_corpus(tmp_path / "clean", corpus, recipe=RECIPE).digest
     directory = tmp_path / "cut"
@@ -145,7 +145,7 @@ def test_a_build_that_is_cut_again_and_again_makes_progress(tmp_path):
     assert report.digest == digest
 
 
-def test_what_dead_builders_left_is_cleared_away_and_what_live_ones_write_is_not(tmp_path):
+def test_files_of_dead_builders_are_removed_and_those_of_live_ones_stay(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     corpus = with_bad_line()
@@ -161,7 +161,7 @@ def test_what_dead_builders_left_is_cleared_away_and_what_live_ones_write_is_not
     assert [path for path in (*left, *kept) if path.exists()] == kept
 
 
-def test_a_damaged_orphan_is_built_again(tmp_path):
+def test_a_damaged_orphan_is_rebuilt(tmp_path):
     corpus = with_bad_line()
     digest = build_corpus(tmp_path, corpus, recipe=RECIPE).digest
     log = tmp_path / "manifest" / "log.jsonl"
@@ -182,7 +182,7 @@ def test_a_damaged_orphan_is_built_again(tmp_path):
 
 
 def test_an_orphan_of_another_source_is_not_adopted(tmp_path):
-    """Same recipe, same unit number, other text: the header says what a chunk was built from."""
+    """Same recipe, same unit number, different text: the chunk header has the digest of its source."""
     corpus = with_bad_line()
     digest = build_corpus(tmp_path / "a", corpus, recipe=RECIPE).digest
     lines = [line[::-1] for line in corpus.contents[0].decode().splitlines()]
@@ -205,7 +205,7 @@ build_corpus(Path(sys.argv[1]), small_corpus(num_files=3, lines_per_file=240, li
 
 
 def kill_until_done(directory: Path, delays: list[float]) -> int:
-    """Start builds and kill each after a while; the last one may finish. Returns how many were killed."""
+    """Start builds and kill each after a while; the last one may finish. Return the number of kills."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     kills = 0
     for delay in delays:
@@ -250,13 +250,13 @@ def test_kill_9(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 @pytest.mark.parametrize("seed", range(8))
-def test_kill_9_again_and_again(tmp_path, seed):
+def test_kill_9_repeatedly(tmp_path, seed):
     generator = random.Random(seed)
     check_kills(tmp_path, [generator.uniform(0, 0.15) for _ in range(8)])
 
 
-def test_an_adopted_chunk_has_its_name_on_the_disk_before_the_log_names_it(tmp_path):
-    """Who wrote it may have died, or lost power, before the directory was synchronised."""
+def test_the_name_of_an_adopted_chunk_is_durable_before_its_log_entry(tmp_path):
+    """Its writer may have died, or lost power, before the directory was synced."""
     corpus = with_bad_line()
     build_corpus(tmp_path, corpus, recipe=RECIPE)
     log = tmp_path / "manifest" / "log.jsonl"
@@ -269,8 +269,8 @@ def test_an_adopted_chunk_has_its_name_on_the_disk_before_the_log_names_it(tmp_p
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_rows_that_another_builder_committed_meanwhile_are_not_replaced_by_others(tmp_path, replace):
-    """The state that a builder holds is older than the log: only under the lock is it known what is done."""
+def test_rows_committed_by_another_builder_are_not_replaced_by_different_ones(tmp_path, replace):
+    """A builder's state may be older than the log: the committed units are known only under the lock."""
     first, second = small_corpus(num_files=1, seed=1), small_corpus(num_files=1, seed=2)
     stale = Manifest.empty()
     make_directory(tmp_path / "manifest")

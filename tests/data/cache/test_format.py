@@ -1,4 +1,4 @@
-"""The chunk file: what is written is read back, the layout is the documented one, and no byte can change unnoticed."""
+"""The chunk file: it round-trips, has the documented layout, and every changed byte is detected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_equal(found: ChunkContent, expected: ChunkContent) -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=120, deadline=None)
-def test_what_is_written_is_read_back(tmp_path_factory, num_rows, row_tokens, dtype, codec, block_rows, seed):
+def test_chunks_round_trip(tmp_path_factory, num_rows, row_tokens, dtype, codec, block_rows, seed):
     path = tmp_path_factory.mktemp("chunk") / "a.psc"
     content = make_content(num_rows, row_tokens, dtype, seed)
     record = write(path, content, codec=codec, block_rows=block_rows)
@@ -166,8 +166,8 @@ def test_a_flipped_byte_is_detected_in_a_file(tmp_path):
     Chunk.open(path).verify()
 
 
-def test_damage_is_found_where_it_is_used_without_a_full_check():
-    """Rows are checked as they are read, documents as they are asked for, all else when the file is opened."""
+def test_damage_is_found_on_use_without_a_full_check():
+    """Rows are checked when they are read, documents when they are requested, all else when the file is opened."""
     path = Path("a.psc")
     raw = encode_chunk(make_content(num_rows=6), ORIGIN, codec="lz4", block_rows=1)[0]
     offsets = struct.unpack_from("<8Q", raw, 48)
@@ -246,7 +246,7 @@ def test_any_change_of_the_content_changes_its_digest():
     assert len(set(digests)) == len(digests)
 
 
-def test_rows_that_do_not_compress_are_stored_as_they_are(tmp_path):
+def test_incompressible_rows_are_stored_raw(tmp_path):
     content = make_content(num_rows=4, row_tokens=64)
     content.tokens_RC[:] = np.random.default_rng(2).integers(0, 1 << 16, content.tokens_RC.shape)
     record = write(tmp_path / "a.psc", content, codec="lz4", block_rows=1)
@@ -256,7 +256,7 @@ def test_rows_that_do_not_compress_are_stored_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(("offset", "value"), [(8, 2), (17, 4), (12, 1), (18, 2)])
-def test_files_of_a_later_version_are_refused_with_what_they_are(tmp_path, offset, value):
+def test_files_of_a_later_version_are_refused_with_their_version(tmp_path, offset, value):
     path = tmp_path / "a.psc"
     write(path, make_content())
     raw = bytearray(path.read_bytes())
@@ -267,8 +267,8 @@ def test_files_of_a_later_version_are_refused_with_what_they_are(tmp_path, offse
         Chunk.open(path)
 
 
-def test_verify_finds_a_chunk_that_contradicts_itself(tmp_path):
-    """Its hashes are right, what it says is not: the work of a wrong writer."""
+def test_verify_finds_an_inconsistent_chunk(tmp_path):
+    """Its hashes match but its fields are inconsistent, as from a faulty writer."""
     sound = make_content()
     too_long = sound.segments_S3.copy()
     too_long[0, 2] = 34
@@ -285,7 +285,7 @@ def test_verify_finds_a_chunk_that_contradicts_itself(tmp_path):
 @pytest.mark.parametrize("byte", [None, 0, 9, 10, 19, 20, 39, 40, 10**6])
 @pytest.mark.parametrize("ordinal", [None, 0, 1, 3, 9])
 def test_rows_of_a_record_are_those_with_a_segment_of_it(tmp_path, byte, ordinal):
-    """Records lie back to back in their file: byte 10 belongs to the second alone."""
+    """Records are contiguous in their file: byte 10 belongs only to the second."""
     content = make_content(num_rows=12)
     documents_D = content.documents_D.copy()
     documents_D["file"] = [0, 0, 0, 0, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""What may go: what nothing names, nobody holds and no run reads; and nothing else."""
+"""Garbage collection removes unreferenced files and unused caches, and nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dead_process() -> int:
     return process.pid
 
 
-def test_only_what_nothing_names_and_nobody_holds_is_found(tmp_path: Path) -> None:
+def test_only_unreferenced_files_without_a_holder_are_garbage(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     build_corpus(directory, CORPUS)
     digest = CacheReader.open(directory).digest
@@ -63,7 +63,7 @@ def test_only_what_nothing_names_and_nobody_holds_is_found(tmp_path: Path) -> No
     assert reader.digest == digest
 
 
-def test_a_chunk_that_was_committed_since_it_was_found_stays(tmp_path: Path) -> None:
+def test_a_chunk_committed_after_it_was_listed_stays(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     build_corpus(directory, CORPUS)
     log = directory / "manifest" / "log.jsonl"
@@ -82,7 +82,7 @@ def make_run(runs: Path, name: str, reader: CacheReader) -> None:
     Plan.create(runs / name / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
 
 
-def test_caches_are_listed_with_who_reads_them(tmp_path: Path) -> None:
+def test_caches_are_listed_with_their_runs(tmp_path: Path) -> None:
     work, root, runs = work_of(CORPUS), tmp_path / "caches", tmp_path / "runs"
     for number, name in enumerate((TRAIN, VALIDATION, OTHER)):
         recipe = recipe_for(work.tokenizer, source={"name": name})
@@ -109,7 +109,7 @@ def test_caches_are_listed_with_who_reads_them(tmp_path: Path) -> None:
         find_caches(root, runs)
 
 
-# Building anew
+# Rebuilding
 
 
 def rebuild(directory: Path, fail_after: int | None = None) -> str:
@@ -122,7 +122,7 @@ def rebuild(directory: Path, fail_after: int | None = None) -> str:
     return digest
 
 
-def test_a_rebuilt_cache_takes_the_place_of_the_old_one_under_a_reader(tmp_path: Path) -> None:
+def test_a_rebuilt_cache_replaces_the_old_one_under_a_reader(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     digest = build_corpus(directory, CORPUS, codec="raw").digest
     reader = CacheReader.open(directory)
@@ -148,11 +148,11 @@ def test_a_rebuild_that_fails_leaves_the_old_cache(tmp_path: Path) -> None:
     for name in ("RECIPE.json", "manifest/log.jsonl"):
         os.utime(place / name, (time.time() - 100,) * 2)
     assert [item.reason for item in find_garbage(tmp_path)] == ["abandoned rebuild"]
-    assert rebuild(directory) == digest  # goes on from what was there
+    assert rebuild(directory) == digest  # continues the abandoned rebuild
     assert find_garbage(tmp_path) == []
 
 
-def test_a_crash_between_the_renames_is_put_right(tmp_path: Path) -> None:
+def test_a_crash_between_the_renames_is_repaired(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     digest = build_corpus(directory, CORPUS).digest
     directory.rename(tmp_path / f".replaced-{TRAIN}")
@@ -172,13 +172,13 @@ def test_a_cache_that_is_being_built_is_not_replaced(tmp_path: Path) -> None:
     rebuild(directory)
 
 
-def test_a_pin_keeps_a_cache_and_is_seen_at_the_last_moment(tmp_path: Path) -> None:
+def test_a_pin_protects_a_cache_even_if_it_is_set_late(tmp_path: Path) -> None:
     directory = tmp_path / TRAIN
     build_corpus(directory, CORPUS)
     (before,) = find_caches(tmp_path, tmp_path / "runs")
     assert before.is_removable
     pin(directory, "a", "one")
-    assert remove_unused([before]) == 0, "it was pinned after it was looked at"
+    assert remove_unused([before]) == 0, "it was pinned after it was listed"
     pin(directory, "a", "two")
     (directory / PINS_NAME / "b.json").write_bytes(b"\0torn")
     (cache,) = find_caches(tmp_path, tmp_path / "runs")

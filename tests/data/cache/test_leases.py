@@ -1,4 +1,4 @@
-"""Leases: one holder each, void when their process is gone or silent, on disks with and without links."""
+"""Leases: one holder each, expired when the process is dead or silent, with and without hard links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("disk")
-def test_a_unit_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
+def test_a_unit_has_one_holder_until_it_is_released(tmp_path: Path) -> None:
     with Leases(tmp_path) as first, Leases(tmp_path) as second:
         assert first.acquire(7)
         assert not second.acquire(7)
@@ -50,7 +50,7 @@ def test_a_unit_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("disk")
-def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_requests_gets_the_lease(tmp_path: Path) -> None:
     taken: list[int] = []
     start = threading.Barrier(8)
 
@@ -70,7 +70,7 @@ def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 @pytest.mark.parametrize("reaped", [True, False])
-def test_the_leases_of_a_killed_process_are_void_at_once(tmp_path: Path, reaped: bool) -> None:
+def test_the_leases_of_a_killed_process_expire_immediately(tmp_path: Path, reaped: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", TAKE_AND_STAY, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline().strip() == b"True True"
@@ -87,7 +87,7 @@ def test_the_leases_of_a_killed_process_are_void_at_once(tmp_path: Path, reaped:
 
 
 @pytest.mark.usefixtures("disk")
-def test_a_builder_that_was_dropped_without_a_word_holds_nothing(tmp_path: Path) -> None:
+def test_a_garbage_collected_builder_holds_no_lease(tmp_path: Path) -> None:
     lost = Leases(tmp_path).__enter__()
     assert lost.acquire(1)
     module._LIVE_TOKENS.discard(lost._token)  # what an exception in its process leaves
@@ -111,7 +111,7 @@ def test_another_machine_is_trusted_for_a_minute(tmp_path: Path) -> None:
 
 
 def test_the_clock_of_the_disk_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk's clock is an hour behind: what it calls fresh is fresh."""
+    """The disk's clock is an hour behind: ages are measured by it."""
     real = os.utime
 
     def utime(path: Path, times: tuple[float, float] | None = None) -> None:
@@ -125,7 +125,7 @@ def test_the_clock_of_the_disk_counts(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("disk")
-def test_what_is_held_is_renewed(tmp_path: Path) -> None:
+def test_held_leases_are_renewed(tmp_path: Path) -> None:
     with Leases(tmp_path, heartbeat_seconds=0.02) as leases:
         assert leases.acquire(5)
         path = lease_path(tmp_path, 5)
@@ -137,7 +137,7 @@ def test_what_is_held_is_renewed(tmp_path: Path) -> None:
         assert not is_expired(path)
 
 
-def test_a_full_disk_leaves_no_lease_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: object) -> None:
         raise OSError(errno.ENOTSUP, "not supported")
 

@@ -1,4 +1,4 @@
-"""Recipe, inventory and manifest: commit order changes nothing, damage is found, growth keeps addresses."""
+"""Recipe, lists and manifest: independent of commit order, damage is detected, growth keeps addresses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_same(left: Manifest, right: Manifest) -> None:
 # Recipe
 
 
-def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
+def test_a_recipe_round_trips_and_its_digest_covers_every_value(tmp_path):
     write_recipe(tmp_path, RECIPE)
     assert read_recipe(tmp_path) == RECIPE
     changes = {
@@ -88,7 +88,7 @@ def test_recipe_survives_the_disk_and_its_digest_names_every_value(tmp_path):
 
 
 def test_recipe_digest_is_frozen():
-    """Caches of earlier versions stay valid only while this value stays."""
+    """Caches of earlier versions stay valid only while this value is unchanged."""
     recipe = Recipe("t", 65537, 3, 1025, {"a": [1, None]}, {"b": "c"})
     assert recipe.dtype == "uint32"
     assert dataclasses.replace(recipe, vocab_size=65536).dtype == "uint16"
@@ -101,7 +101,7 @@ def test_recipe_digest_is_frozen():
 
 
 def flipped_bytes(path, places):
-    """Each of some bytes flipped in turn. In place, for opening and cutting a file anew costs most of such a test."""
+    """Flip some bytes in turn, in place, because reopening the file would dominate the test."""
     raw = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for place in places:
@@ -121,7 +121,7 @@ def test_every_flipped_byte_of_the_recipe_is_detected(tmp_path):
     assert read_recipe(tmp_path) == RECIPE
 
 
-def test_another_recipe_is_refused_with_both_digests_and_the_difference():
+def test_a_different_recipe_is_refused_with_both_digests_and_the_difference():
     other = dataclasses.replace(RECIPE, row_tokens=65)
     with pytest.raises(DataError) as caught:
         check_recipe(Path("cache"), RECIPE, other)
@@ -130,19 +130,19 @@ def test_another_recipe_is_refused_with_both_digests_and_the_difference():
     assert "vocab_size" not in caught.value.what
 
 
-def test_no_recipe_is_no_cache(tmp_path):
+def test_a_directory_without_a_recipe_is_not_a_cache(tmp_path):
     with pytest.raises(DataError, match="No cache here"):
         read_recipe(tmp_path)
 
 
-# Inventory
+# Files and units
 
 
 def planned(num_files: int, num_units: int) -> Manifest:
     return dataclasses.replace(Manifest.empty(), planned_units=num_units, planned_files=num_files)
 
 
-def test_inventory_survives_the_disk_and_grows_by_appending(tmp_path):
+def test_file_and_unit_lists_round_trip_and_grow_by_appending(tmp_path):
     files = tuple(SourceFile(f"/f{i}", i, f"v{i}") for i in range(2500))
     units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0), UnitSpan(i, i + 1, 2 * i + 2, 3))) for i in range(2300))
     record_inputs(tmp_path, Manifest.empty(), files[:1700], units[:800])
@@ -156,7 +156,7 @@ def test_inventory_survives_the_disk_and_grows_by_appending(tmp_path):
 
 
 @pytest.mark.parametrize("num_left", [1, 700, 2300])
-def test_what_a_build_listed_that_died_before_it_planned_it_does_not_count(tmp_path, num_left):
+def test_entries_of_a_build_that_died_before_planning_do_not_count(tmp_path, num_left):
     files = tuple(SourceFile(f"/f{i}", i, f"v{i}") for i in range(2500))
     units = tuple(Unit(i, (UnitSpan(i, 0, i + 1, 0),)) for i in range(2300))
     others = tuple(SourceFile(f"/g{i}", i, f"w{i}") for i in range(num_left))
@@ -191,7 +191,7 @@ def test_a_moved_file_is_followed_and_a_changed_one_refused(tmp_path):
     assert read_files(tmp_path) == list(moved)
 
 
-def test_source_set_depends_on_content_and_not_on_place():
+def test_source_set_depends_on_content_and_not_on_location():
     corpus = small_corpus()
     unit = corpus.units[-1]
     moved = [dataclasses.replace(file, uri="/elsewhere") for file in corpus.files]
@@ -231,16 +231,16 @@ def test_commit_order_changes_nothing(tmp_path_factory, order, snapshots):
     assert len(manifest.missing_units()) == 0
 
 
-def test_what_is_missing_is_what_is_planned_and_not_done(tmp_path):
+def test_missing_units_are_planned_and_not_committed(tmp_path):
     manifest = manifest_in(tmp_path, [planned_entry(5), unit_of(3, [8]), unit_of(1, [])])
     assert manifest.missing_units().tolist() == [0, 2, 4]
     assert manifest.missing_units(1, 4).tolist() == [2]
-    grown = manifest.commit(tmp_path, [planned_entry(7)])
-    assert grown.missing_units().tolist() == [0, 2, 4, 5, 6]
+    extended = manifest.commit(tmp_path, [planned_entry(7)])
+    assert extended.missing_units().tolist() == [0, 2, 4, 5, 6]
     assert manifest.missing_units().tolist() == [0, 2, 4]  # what was read stays as it was
 
 
-def test_a_flipped_byte_of_the_snapshot_leaves_the_state_as_it_is(tmp_path):
+def test_a_flipped_byte_of_the_snapshot_does_not_change_the_state(tmp_path):
     manifest = manifest_in(tmp_path, [planned_entry(3), unit_of(0, [7]), unit_of(2, [8, 2])])
     manifest.write_snapshot(tmp_path)
     manifest = manifest.commit(tmp_path, [unit_of(1, [4])])
@@ -253,7 +253,7 @@ def test_a_flipped_byte_of_the_snapshot_leaves_the_state_as_it_is(tmp_path):
         assert_same(Manifest.open(tmp_path), manifest)
 
 
-def test_a_flipped_byte_of_the_log_is_found_or_takes_back_the_last_line(tmp_path):
+def test_a_flipped_byte_of_the_log_is_detected_or_drops_the_last_line(tmp_path):
     entries = [planned_entry(3), unit_of(0, [7]), unit_of(2, [8, 2]), unit_of(1, [4])]
     manifest_in(tmp_path, entries)
     path = tmp_path / LOG_NAME
@@ -313,7 +313,7 @@ def test_a_log_of_two_recipes_is_refused(tmp_path):
 
 
 def test_a_log_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    """A torn line is cut off and written over: what was read in between makes no sense, and the next read does."""
+    """A torn line is truncated and replaced: a read in between fails, and the next one succeeds."""
     manifest_in(tmp_path, [planned_entry(2), unit_of(0, [8])])
     read_after, is_torn = HashChainedLog.read_after, [True]
 
@@ -331,8 +331,8 @@ def test_a_directory_holds_the_chunks_of_every_256th_unit():
     assert chunk_path(Path("c"), 0x1234, 2) == Path("c/chunks/34/u000004660-2.psc")
 
 
-def test_a_hundred_million_rows_open_and_are_addressed_at_once(tmp_path):
-    """The manifest alone: chunk files are not touched before a row is read."""
+def test_a_hundred_million_rows_open_and_are_addressed_fast(tmp_path):
+    """Opening reads the manifest only: no chunk file is opened before a row is read."""
     num_units, rows = 24_500, 4096
     corpus_file = SourceFile("/corpus", 64 << 30, "v")
     spans = [Unit(unit, (UnitSpan(0, unit << 20, (unit + 1) << 20, unit),)) for unit in range(num_units)]

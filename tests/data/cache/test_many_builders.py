@@ -1,4 +1,4 @@
-"""Several builders on one cache at once: one digest, no error for who reads meanwhile, whatever is killed or broken."""
+"""Concurrent builders of one cache: same digest and no reader errors, even with kills and damaged chunks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> CacheReader:
 
 
 def order_of_commits(directory: Path) -> list[int]:
-    """Units in the order of the log, by its text."""
+    """Return the units in log order."""
     lines = (directory / "manifest" / "log.jsonl").read_text().splitlines()
     return [unit["unit"] for line in lines for unit in json.loads(line)["body"].get("done", [])]
 
 
-def test_modes_differ_in_the_order_alone(tmp_path: Path, clean: CacheReader) -> None:
+def test_modes_differ_only_in_order(tmp_path: Path, clean: CacheReader) -> None:
     for mode in ("forward", "inverse", "gaps"):
         report = build_corpus(tmp_path / mode, CORPUS, mode=mode)
         assert report.digest == clean.digest
@@ -81,8 +81,8 @@ def test_a_forward_and_an_inverse_builder_meet(tmp_path: Path, clean: CacheReade
     assert sorted(order_of_commits(tmp_path)) == list(range(NUM_UNITS))
 
 
-def test_double_work_is_dropped(tmp_path: Path, clean: CacheReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases that keep nobody out: every unit is built twice, committed once, and by then never touched."""
+def test_duplicate_work_is_dropped(tmp_path: Path, clean: CacheReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With leases disabled, every unit is built twice, committed once, and not modified afterwards."""
     monkeypatch.setattr(Leases, "acquire", lambda self, unit: True)
     codecs = ("lz4", "zstd", "raw")
     reports = []
@@ -102,7 +102,7 @@ def test_double_work_is_dropped(tmp_path: Path, clean: CacheReader, monkeypatch:
 
 
 def test_a_builder_of_fewer_files_and_one_of_more_meet(tmp_path: Path, clean: CacheReader) -> None:
-    """One began before the source grew."""
+    """One builder started before the source grew."""
     per_file = NUM_UNITS // 3
     early = Corpus(CORPUS.contents, CORPUS.files[:2], CORPUS.units[: 2 * per_file])
     release = threading.Event()
@@ -126,11 +126,11 @@ def test_a_builder_of_fewer_files_and_one_of_more_meet(tmp_path: Path, clean: Ca
     assert reader.digest == clean.digest
 
 
-# Killed builders, broken chunks, and somebody who reads all the while
+# Killed builders and damaged chunks, with a concurrent reader
 
 
 def storm_in_a_process_of_its_own(tmp_path: Path, num_kills: int, seed: int, breaking: bool) -> None:
-    """It forks, which no process may that holds the threads of a framework."""
+    """In a subprocess, because it forks, which is unsafe with the threads of a framework."""
     tests = Path(__file__).parents[2]
     command = [
         sys.executable,
@@ -160,7 +160,7 @@ def test_two_hundred_kills(tmp_path: Path, breaking: bool) -> None:
     storm_in_a_process_of_its_own(tmp_path, 200, 2, breaking)
 
 
-def test_a_reader_mends_what_it_finds_broken_and_says_so(tmp_path: Path, clean: CacheReader) -> None:
+def test_a_reader_repairs_damaged_chunks_and_reports_it(tmp_path: Path, clean: CacheReader) -> None:
     build_corpus(tmp_path, CORPUS)
     expected = rows_of_units(clean)
     reader = CacheReader.open(tmp_path)
@@ -176,13 +176,13 @@ def test_a_reader_mends_what_it_finds_broken_and_says_so(tmp_path: Path, clean: 
     chunk_path(tmp_path, 9, 0).unlink()
     asked: list[int] = []
 
-    def mend(unit: int, error: DataError) -> None:
+    def repair(unit: int, error: DataError) -> None:
         asked.append(unit)
         assert "damaged" in str(error) or "cannot open" in str(error)
         rebuild(tmp_path, work_of(CORPUS), unit, error)
 
     fresh = CacheReader.open(tmp_path)
-    reader.repair = fresh.repair = mend
+    reader.repair = fresh.repair = repair
     assert rows_of_units(reader) == expected
     assert rows_of_units(fresh) == expected
     assert asked == [4, 9]

@@ -1,4 +1,4 @@
-"""Reading: the rows that were written, in the order asked for, from any number of threads, or an error with a name."""
+"""Reading returns the written rows in the requested order, from any number of threads, or a precise error."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def cache(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def broken(tmp_path) -> Path:
-    """A cache of its own, to be broken."""
+    """A separate cache that the test may damage."""
     build_corpus(tmp_path / "cache", small_corpus())
     return tmp_path / "cache"
 
 
 def stored_rows(directory: Path) -> list[tuple[bytes, bytes]]:
-    """Tokens and segments of every row, from whole chunks in the order of their names."""
+    """Return tokens and segments of every row, from whole chunks in name order."""
     rows = []
     for path in sorted(directory.glob("chunks/*/*.psc")):
         content = Chunk.open(path).content()
@@ -57,7 +57,7 @@ def read(reader: CacheReader, rows: list[int]) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def test_rows_are_numbered_in_unit_order_and_read_in_the_order_asked_for(cache):
+def test_rows_are_numbered_in_unit_order_and_read_in_the_requested_order(cache):
     reader = CacheReader.open(cache)
     expected = stored_rows(cache)
     assert reader.num_rows == len(expected)
@@ -108,7 +108,7 @@ def test_any_number_of_threads_with_few_open_chunks(cache):
     assert 1 <= most_open <= 3
 
 
-def test_what_was_read_outlives_the_reader(cache):
+def test_rows_outlive_the_reader(cache):
     reader = CacheReader.open(cache)
     block = reader.read_rows(np.arange(5))
     before = block.tokens_NC.tobytes()
@@ -125,7 +125,7 @@ def test_the_chunks_used_last_stay_open(cache):
     assert sorted(reader._open_chunks) == [0, 1, 3, 4]
 
 
-def test_a_process_out_of_files_closes_some_and_goes_on(cache, monkeypatch):
+def test_a_process_out_of_file_descriptors_closes_some_chunks(cache, monkeypatch):
     reader = CacheReader.open(cache)
     reader.read_rows(reader.manifest.chunk_row_starts[:4])
     real_open, calls = Chunk.open, []
@@ -180,7 +180,7 @@ def test_a_damaged_row_is_named_and_the_others_are_read(broken):
 
 
 def test_a_valid_chunk_in_the_wrong_place_is_refused(broken, tmp_path):
-    """Every hash of the file is right, but it is another unit's, or the same unit of another cache."""
+    """Its hashes match, but it belongs to another unit, or to the same unit of another cache."""
     other = tmp_path / "other"
     build_corpus(other, small_corpus(seed=77))
     target = chunk_path(broken, 1, 0)
@@ -205,7 +205,7 @@ def test_verify_names_everything_that_is_damaged(broken):
     assert all(str(path) in caught.value.where for path in paths)
     total = sum(path.stat().st_size for path in broken.glob("chunks/*/*.psc"))
     assert seen[-1] == (total, total)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen}), "bytes that were read only grow"
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen}), "the bytes read must not decrease"
 
 
 def test_verify_reads_the_whole_log(broken):
@@ -218,7 +218,7 @@ def test_verify_reads_the_whole_log(broken):
         CacheReader.open(broken).verify()
 
 
-def test_an_incomplete_cache_is_refused_unless_asked_for(broken):
+def test_an_incomplete_cache_is_refused_by_default(broken):
     log = broken / LOG_NAME
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-2]))

@@ -1,4 +1,4 @@
-"""Building: every token ends up where it should, one digest however it came about, and bad input is named."""
+"""Building: every token is stored once, the digest does not depend on the way, and bad input is reported."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_documents_of_a_row_are_exactly_its_tokens(tmp_path, packing):
 
 
 def test_digest_is_frozen(tmp_path):
-    """Caches of earlier versions can only be extended and repaired while this value stays."""
+    """Caches of earlier versions can be extended and repaired only while this value is unchanged."""
     report = build_corpus(tmp_path, small_corpus())
     assert report.digest == "99d1c4fa7587b55ccfd00aab001b005432e56600d9cfe867dc709a30048e69ba"
 
@@ -112,7 +112,7 @@ def test_codec_and_blocks_do_not_change_the_digest_and_every_value_of_the_recipe
         assert len(digests) == 1 + number
 
 
-def test_where_the_source_lies_does_not_change_the_digest(tmp_path):
+def test_the_location_of_the_source_does_not_change_the_digest(tmp_path):
     corpus = small_corpus()
     moved = dataclasses.replace(
         corpus, files=tuple(dataclasses.replace(file, uri="/elsewhere" + file.uri) for file in corpus.files)
@@ -122,7 +122,7 @@ def test_where_the_source_lies_does_not_change_the_digest(tmp_path):
     assert build_corpus(tmp_path / "b", moved, recipe=recipe).digest == first
 
 
-def test_a_complete_cache_is_only_looked_at(tmp_path):
+def test_a_complete_cache_is_only_read(tmp_path):
     corpus = small_corpus()
     first = build_corpus(tmp_path, corpus)
     operations: list[FileOperation] = []
@@ -144,7 +144,7 @@ def test_a_source_may_grow_and_addresses_stay(tmp_path):
 
 
 def test_rows_of_a_unit_are_not_stored_by_length(tmp_path):
-    """Packing goes from long to short; in the cache no position may tell the length of its documents."""
+    """Packing sorts by length; in the cache, position and document length must be uncorrelated."""
     generator = np.random.default_rng(4)
     lines = ["x" * int(n) for n in generator.lognormal(4.5, 0.8, 3000).clip(2, 250)]
     build_corpus(tmp_path, corpus_of([lines], 5000), recipe=recipe_for(TOKENIZER, 257, 128))
@@ -181,7 +181,7 @@ def test_progress_counts_up_to_the_report(tmp_path):
     assert (last.documents, last.text_bytes, last.tokens) == (report.documents, report.text_bytes, report.tokens)
 
 
-def test_a_builder_waits_for_what_another_has_in_hand(tmp_path):
+def test_a_builder_waits_for_units_of_another_builder(tmp_path):
     corpus = small_corpus()
     seen = []
     waiting = threading.Event()
@@ -222,7 +222,7 @@ def with_bad_lines(bad: set[int], num_lines: int = 40) -> Corpus:
     return corpus_of([[("! " if n in bad else "") + f"line number {n}" for n in range(num_lines)]], num_lines)
 
 
-def test_bad_records_are_put_aside_with_their_place(tmp_path):
+def test_bad_records_are_quarantined_with_their_place(tmp_path):
     corpus = with_bad_lines({3, 20})
     report = build_corpus(tmp_path, corpus, bad_record_fraction=0.05)
     assert (report.quarantined, report.documents) == (2, 38)
@@ -237,13 +237,13 @@ def test_bad_records_are_put_aside_with_their_place(tmp_path):
     assert 4 in Chunk.open(chunk_path(tmp_path, 0, 0)).documents()["ordinal"]
 
 
-def test_records_that_were_put_aside_are_told_once(tmp_path, caplog):
+def test_quarantined_records_are_reported_once(tmp_path, caplog):
     for _ in range(2):  # the second build finds the cache complete
         build_corpus(tmp_path, with_bad_lines({3, 4, 5, 20}), bad_record_fraction=0.1)
-    (told,) = [record for record in caplog.records if getattr(record, "event_kind", "") == "quarantine"]
-    assert told.event_fields["count"] == 4
+    (warning,) = [record for record in caplog.records if getattr(record, "event_kind", "") == "quarantine"]
+    assert warning.event_fields["count"] == 4
     for expected in ("4 unreadable records", "/corpus/0.txt:4: begins with", "1 more", str(tmp_path / "quarantine")):
-        assert expected in told.getMessage()
+        assert expected in warning.getMessage()
 
 
 def test_a_source_of_bad_records_alone_is_refused_with_the_first(tmp_path):
@@ -271,7 +271,7 @@ def test_budget_is_the_fraction_rounded_up(tmp_path, num_bad, fraction, passes):
     assert build_corpus(tmp_path, corpus, bad_record_fraction=0.5).quarantined == num_bad
 
 
-def test_a_hundred_bad_records_in_a_row_stop_the_build_at_once(tmp_path):
+def test_a_hundred_consecutive_bad_records_stop_the_build(tmp_path):
     corpus = with_bad_lines(set(range(500, 700)), num_lines=100_000)
     read = Counter()
 
@@ -292,7 +292,7 @@ def test_a_hundred_bad_records_in_a_row_stop_the_build_at_once(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class FaultyTokenizer(ByteTokenizer):
-    """Gives one word an id of its own."""
+    """Returns an out-of-vocabulary id for one word."""
 
     wrong: int = 0
 
@@ -354,7 +354,7 @@ def test_another_source_is_refused(tmp_path):
         build_corpus(tmp_path, small_corpus(seed=6))
 
 
-def test_an_unreadable_source_is_told_from_an_unwritable_cache(tmp_path):
+def test_an_unreadable_source_is_distinguished_from_an_unwritable_cache(tmp_path):
     corpus = small_corpus()
 
     def read_unit(unit):
@@ -397,7 +397,7 @@ def test_a_full_disk_at_any_write_loses_nothing(tmp_path):
         assert caught.value.exit_code == 4
         assert re.search(r"about [\d,]+ bytes to go", caught.value.what)
         done = len(Manifest.open(directory).units) if (directory / "manifest").exists() else 0
-        # An entry that could be written and not be made durable is there, and not promised.
+        # An entry that was written but not synced exists, but was not reported as committed.
         unsure = seen[-1].kind == "fsync" and seen[-1].path.name == "log.jsonl" and done > 0
         assert caught.value.saved.startswith(f"{done - unsure} of 4 units")
         report = build_corpus(directory, corpus)
@@ -459,7 +459,7 @@ def test_repair_with_another_codec_keeps_the_content(tmp_path):
     CacheReader.open(tmp_path).verify()
 
 
-def test_repair_refuses_to_put_other_rows_in_the_place_of_lost_ones(tmp_path):
+def test_repair_refuses_different_rows(tmp_path):
     corpus = small_corpus()
     build_corpus(tmp_path, corpus)
     damage(chunk_path(tmp_path, 1, 0))

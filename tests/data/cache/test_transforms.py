@@ -274,12 +274,12 @@ def test_new_files_are_compared_with_all_before_and_change_nothing_of_it(tmp_pat
     seen: set[str] = set()
     places = [(document.file_index, document.ordinal, document.text) for document in large.documents()]
     assert texts(tmp_path) == sorted(place for place in places if not (place[2] in seen or seen.add(place[2])))
-    at_once = tmp_path / "at once"
-    build(at_once, work_of(large, transforms), large.units)
-    assert digest_of(at_once) == digest_of(tmp_path)
+    in_one_build = tmp_path / "one build"
+    build(in_one_build, work_of(large, transforms), large.units)
+    assert digest_of(in_one_build) == digest_of(tmp_path)
 
 
-def test_a_damaged_list_of_duplicates_is_refused_and_found_again(tmp_path):
+def test_a_damaged_list_of_duplicates_is_refused_and_rebuilt(tmp_path):
     corpus = larger_corpus()
     work = work_of(corpus, [config("exact_duplicates")])
     build(tmp_path, work, corpus.units)
@@ -302,7 +302,7 @@ def test_a_damaged_list_of_duplicates_is_refused_and_found_again(tmp_path):
     assert digest_of(tmp_path) == digest
 
 
-def test_lists_that_follow_from_other_text_are_refused(tmp_path):
+def test_lists_computed_from_a_different_text_are_refused(tmp_path):
     transforms = [config("exact_duplicates")]
     small, large = larger_corpus(2), larger_corpus(4)
     other = corpus_of([["other text", *["x"] * 4], ["y"]], 5)
@@ -334,7 +334,7 @@ def test_near_duplicates_need_their_library(monkeypatch):
     assert "[dedup]" in caught.value.hint
 
 
-def test_a_first_pass_that_was_stopped_goes_on(tmp_path):
+def test_a_stopped_first_pass_continues(tmp_path):
     corpus = larger_corpus()
     whole = work_of(corpus, [config("exact_duplicates")]).with_directory(tmp_path / "whole")
     whole.find_duplicates(corpus.units)
@@ -450,7 +450,7 @@ def test_records_that_are_tokens_are_packed_as_they_are(tmp_path, dtype):
     assert caught.value.where == "/shards/a.bin, record 3 at byte 20"
 
 
-def test_a_tokenizer_that_changes_its_mind_makes_the_unit_anew():
+def test_a_tokenizer_that_falls_back_rebuilds_the_unit():
     class Fickle(ByteTokenizer):
         calls = fast_path_fallbacks = 0
 
@@ -470,7 +470,7 @@ def test_a_tokenizer_that_changes_its_mind_makes_the_unit_anew():
     assert Fickle.calls > 3
 
 
-def test_progress_and_statistics_are_told_in_the_thread_that_asks():
+def test_progress_and_statistics_are_reported_in_the_iterating_thread():
     pytest.importorskip("datasketch")
     told, statistics, threads = [], [], set()
 

@@ -1,4 +1,4 @@
-"""Units as pure functions: the same bytes as a cache has, in the order asked for, in any process."""
+"""Units as pure functions: the same bytes as in a cache, in the requested order, in any process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def work_of(corpus: Corpus, **changes) -> UnitBuilder:
     return UnitBuilder(files=corpus.files, read_unit=corpus.read_unit, **values)
 
 
-def test_units_are_what_a_built_cache_holds_whatever_the_order(tmp_path):
+def test_units_equal_those_of_a_built_cache_in_any_order(tmp_path):
     corpus = small_corpus()
     build_corpus(tmp_path, corpus)
     manifest = Manifest.open(tmp_path)
@@ -41,7 +41,7 @@ def test_units_are_what_a_built_cache_holds_whatever_the_order(tmp_path):
         assert unit.records_read == unit.statistics.documents
 
 
-def test_no_unit_is_taken_after_a_stop():
+def test_no_unit_is_consumed_after_a_stop():
     corpus = small_corpus()
     taken = []
     units = (taken.append(unit.unit_id) or unit for unit in corpus.units)
@@ -50,7 +50,7 @@ def test_no_unit_is_taken_after_a_stop():
     assert len(taken) <= 3
 
 
-def test_a_unit_of_nothing_but_bad_records_gives_up_and_says_where():
+def test_a_unit_of_bad_records_only_is_aborted_with_the_place():
     corpus = corpus_of([["!"] * 150], 200)
     (unit,) = work_of(corpus).run(corpus.units)
     assert unit.aborted
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_read_is_named_behind_the_units_before_it(tmp_path
     assert caught.value.where == "/corpus/gone.txt"
 
 
-def test_another_process_can_have_the_work_of_a_real_source(tmp_path: Path):
+def test_the_builder_of_a_real_source_can_be_pickled(tmp_path: Path):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     source = list_source(SourceConfig(name="text", format="txt", paths=(str(tmp_path),)))
     rule = ValidationConfig(held_out_fraction=0)

@@ -1,4 +1,4 @@
-"""What is lost or damaged is found: every bit that flips anywhere, links that lead out, lists of another cache."""
+"""Verification finds every lost or damaged file: any flipped bit, links out of the cache, foreign lists."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_found(directory: Path) -> bool:
 
 
 def test_a_flipped_bit_in_any_file_of_a_cache_is_found(tmp_path: Path) -> None:
-    """Each file in turn, so that small lists are not lost among large chunks."""
+    """Each file in turn, so small lists are covered as well as large chunks."""
     build_corpus(tmp_path, with_bad_line())
     names = sorted(
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file() and path.name != "LOCK"
@@ -71,13 +71,13 @@ def test_a_flipped_bit_in_any_file_of_a_cache_is_found(tmp_path: Path) -> None:
             place = generator.randrange(len(raw))
             raw[place] ^= 1 << generator.randrange(8)
             path.write_bytes(raw)
-            assert is_found(tmp_path), f"{name}, byte {place}: nobody noticed"
+            assert is_found(tmp_path), f"{name}, byte {place}: undetected"
         path.write_bytes(sound)
     CacheReader.open(tmp_path).verify()
 
 
 @pytest.mark.parametrize("depth", ["quick", "full"])
-def test_lost_and_cut_chunks_are_found_at_a_look_and_flipped_bits_by_reading(tmp_path: Path, depth: Depth) -> None:
+def test_quick_finds_lost_and_truncated_chunks_and_full_finds_flipped_bits(tmp_path: Path, depth: Depth) -> None:
     clean = build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
     assert damaged_units(tmp_path, manifest, depth) == {}
@@ -114,7 +114,7 @@ def test_missing_and_damaged_units_are_filled_by_processes_too(tmp_path: Path) -
     CacheReader.open(tmp_path).verify()
 
 
-# What leads elsewhere
+# Symbolic links and foreign files
 
 
 @pytest.mark.parametrize("what", ["chunk", "directory", "chunks"])
@@ -145,7 +145,7 @@ def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path: Path, what: str
     assert sorted(outside.rglob("*")) == before
 
 
-def test_a_cache_may_lie_behind_a_link(tmp_path: Path) -> None:
+def test_a_cache_may_be_reached_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "other disk").mkdir()
     (tmp_path / "caches").symlink_to(tmp_path / "other disk")
     build_corpus(tmp_path / "caches" / "c", CORPUS)
@@ -153,7 +153,7 @@ def test_a_cache_may_lie_behind_a_link(tmp_path: Path) -> None:
 
 
 def forge(directory: Path, change) -> None:
-    """Write the log anew with changed entries; its chain is sound, as that of who means harm would be."""
+    """Rewrite the log with changed entries and a valid hash chain, as an attacker would."""
     bodies = HashChainedLog(directory / LOG_NAME).read()[0]
     (directory / LOG_NAME).unlink()
     (directory / "manifest" / "snapshot.bin").unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def forge(directory: Path, change) -> None:
     "value", ["../../../../etc/passwd", "../0", -1, 1 << 60, 2.5, None, True, [1], {"unit": 1}, "0"]
 )
 @pytest.mark.parametrize("name", ["unit", "part", "rows"])
-def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, value: object) -> None:
+def test_a_manifest_names_chunks_by_number_only(tmp_path: Path, name: str, value: object) -> None:
     build_corpus(tmp_path, CORPUS)
 
     def change(body):
@@ -190,7 +190,7 @@ def test_a_manifest_names_places_by_numbers_alone(tmp_path: Path, name: str, val
         (lambda body: {**body, "file": "../../x"}, "entries of unknown kinds: file"),
     ],
 )  # fmt: skip
-def test_a_manifest_that_cannot_be_true_is_refused(tmp_path: Path, change, message: str) -> None:
+def test_an_inconsistent_manifest_is_refused(tmp_path: Path, change, message: str) -> None:
     build_corpus(tmp_path, CORPUS)
     forge(tmp_path, change)
     with pytest.raises(DataError, match=message):
@@ -207,7 +207,7 @@ def test_a_manifest_of_another_cache_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_chunk_of_another_cache_is_refused(tmp_path: Path) -> None:
-    """Same rows, other recipe: the header says so."""
+    """Same rows, different recipe: the header has its digest."""
     build_corpus(tmp_path / "a", CORPUS)
     build_corpus(tmp_path / "b", CORPUS, recipe=recipe_for(work_of(CORPUS).tokenizer, source={"name": "other"}))
     shutil.copyfile(chunk_path(tmp_path / "b", 1, 0), chunk_path(tmp_path / "a", 1, 0))
@@ -233,8 +233,8 @@ def test_lists_of_another_source_are_found(tmp_path: Path) -> None:
 # several threads
 
 
-def test_chunks_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check waits for another one to be under way: with one thread, that would never come."""
+def test_chunks_are_checked_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check waits for a concurrent one: with a single thread it would time out."""
     build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
     num_chunks = len(manifest.chunks)
@@ -254,7 +254,7 @@ def test_chunks_are_checked_at_the_same_time(tmp_path: Path, monkeypatch: pytest
     assert told == [(sum(sizes[: index + 1]), sum(sizes)) for index in range(num_chunks)]
 
 
-def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
     generator = random.Random(3)
@@ -275,7 +275,7 @@ def test_the_verdict_does_not_depend_on_the_threads(tmp_path: Path, monkeypatch:
     assert verdicts[0] == verdicts[1] == verdicts[2]
 
 
-def test_what_is_held_at_the_same_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_concurrent_checks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_corpus(tmp_path, CORPUS)
     manifest = Manifest.open(tmp_path)
     monkeypatch.setattr(verify_module, "usable_cores", lambda: 8)

@@ -1,4 +1,4 @@
-"""Builders in processes of their own and as Ray tasks: the same digest, errors and deaths told, ends in order."""
+"""Worker processes and Ray tasks: same digest, reported errors and deaths, orderly shutdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CORPUS = small_corpus(num_files=3, lines_per_file=40, lines_per_unit=5)
 
 @dataclasses.dataclass(frozen=True)
 class SlowCorpus(Corpus):
-    """Takes its time for every unit, so that there is something to interrupt; one unit may kill who reads it."""
+    """Reads every unit slowly, so builds can be interrupted; one unit may kill its reader."""
 
     seconds: float = 0.05
     deadly: int = -1
@@ -103,8 +103,8 @@ class DeadlyToTake:
         return os._exit, (3,)
 
 
-def test_workers_that_die_before_they_have_the_work_hold_up_nobody(tmp_path: Path) -> None:
-    """More follows than a pipe holds: whoever writes it to one that nobody reads would wait for ever."""
+def test_workers_that_die_before_their_assignment_do_not_block_the_build(tmp_path: Path) -> None:
+    """The assignment exceeds the pipe's capacity: writing it to a pipe without a reader would block forever."""
     with pytest.raises(DataError, match=r"die without finishing a unit \(exit code 3"):
         build_corpus(tmp_path, slow(deadly_to_take=DeadlyToTake(), ballast=bytes(1 << 20)), workers=2)
     assert children() == []
@@ -118,7 +118,7 @@ class FaultyTokenizer(ByteTokenizer):
         return super().encode(text)
 
 
-def test_what_a_worker_meets_is_what_the_caller_gets(tmp_path: Path, digest: str) -> None:
+def test_the_error_of_a_worker_is_raised_in_the_caller(tmp_path: Path, digest: str) -> None:
     with pytest.raises(DataError, match="no token for that") as caught:
         build_corpus(tmp_path, slow(seconds=0.0), tokenizer=FaultyTokenizer(), workers=2)
     assert ", record " in caught.value.where
@@ -127,7 +127,7 @@ def test_what_a_worker_meets_is_what_the_caller_gets(tmp_path: Path, digest: str
     assert build_corpus(tmp_path, CORPUS).digest == digest
 
 
-def test_workers_stop_when_asked_and_the_next_build_goes_on(tmp_path: Path, digest: str) -> None:
+def test_workers_stop_on_request_and_the_next_build_continues(tmp_path: Path, digest: str) -> None:
     stopped = threading.Event()
 
     def watch(progress: BuildProgress) -> None:
@@ -142,7 +142,7 @@ def test_workers_stop_when_asked_and_the_next_build_goes_on(tmp_path: Path, dige
     assert (again.digest, again.units_built) == (digest, report.units_missing)
 
 
-def test_a_build_in_the_background_fills_what_is_read(tmp_path: Path, digest: str) -> None:
+def test_a_background_build_fills_the_cache_that_is_read(tmp_path: Path, digest: str) -> None:
     corpus = slow(seconds=0.02)
     work = work_of(corpus)
     build(tmp_path, work, corpus.units, BuildOptions(last_unit=2))
@@ -160,7 +160,7 @@ def test_a_build_in_the_background_fills_what_is_read(tmp_path: Path, digest: st
     assert not reader.background.is_running
 
 
-def test_what_ends_a_build_in_the_background_is_raised_where_its_units_are_awaited(tmp_path: Path) -> None:
+def test_the_error_of_a_background_build_is_raised_where_its_units_are_awaited(tmp_path: Path) -> None:
     work = work_of(slow(seconds=0.0), tokenizer=FaultyTokenizer())
     prepare_directory(tmp_path, work, CORPUS.units)
     reader = CacheReader.open(tmp_path, complete=False)
@@ -172,8 +172,8 @@ def test_what_ends_a_build_in_the_background_is_raised_where_its_units_are_await
     reader.background.close()
 
 
-def test_a_build_in_the_background_ends_at_once(tmp_path: Path) -> None:
-    """Whoever waited for the unit that is being built would wait for a day."""
+def test_a_background_build_stops_immediately(tmp_path: Path) -> None:
+    """The unit in progress takes a day, so waiting for it would be noticed."""
     started = tmp_path / "started"
     corpus = slow(seconds=86_400.0, started=started)
     prepare_directory(tmp_path / "cache", work_of(corpus), corpus.units)
@@ -198,7 +198,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore:os.fork")  # by Ray, to start its processes
-def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest: str) -> None:
+def test_ray_tasks_build_the_same_and_report_errors(tmp_path: Path, digest: str) -> None:
     ray = pytest.importorskip("ray")
     here = str(Path(__file__).parents[2])
     environment = {"env_vars": {"PYTHONPATH": here, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
@@ -221,7 +221,7 @@ def test_ray_tasks_build_the_same_and_tell_what_they_meet(tmp_path: Path, digest
         ray.shutdown()
 
 
-def test_a_machine_that_does_not_see_the_cache_says_so(tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_cache_reports_it(tmp_path: Path) -> None:
     assignment = Assignment(tmp_path / "nowhere", work_of(CORPUS), 3, "forward", None, frozenset(), "quick")
     kind, value = ray_workers._work(assignment)
     assert kind == "DataError"

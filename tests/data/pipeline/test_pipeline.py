@@ -1,4 +1,4 @@
-"""Stages in threads give what the same functions give in a row: items, order, the place of a failure, and an end."""
+"""Threaded stages behave like the serial run: same items, order and failures, and they terminate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers(count: int):
 
 
 def our_threads() -> list[str]:
-    """The threads of pipelines: the one of remote storage lives as long as its process."""
+    """Return the threads of pipelines, without that of remote storage, which lives as long as the process."""
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("vorox-") and name != "vorox-storage"]
 
@@ -45,7 +45,7 @@ def doubled(item: Number) -> Number:
 
 
 def repeated(items):
-    """Each number as often as its last digit says: a flow that drops some and multiplies others."""
+    """Yield each number as often as its last digit: a flow that drops and multiplies items."""
     for item in items:
         for _ in range(item.value % 3):
             yield item
@@ -59,7 +59,7 @@ def summed(items):
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(0, 40), threads=st.integers(1, 4), queue_bytes=st.integers(1, 100), seed=st.integers(0, 10**6))
-def test_what_comes_out_is_what_one_thread_makes(count, threads, queue_bytes, seed):
+def test_the_output_equals_that_of_one_thread(count, threads, queue_bytes, seed):
     delays = random.Random(seed)
     waits = [delays.random() * 0.0005 for _ in range(64)]
 
@@ -76,7 +76,7 @@ def test_what_comes_out_is_what_one_thread_makes(count, threads, queue_bytes, se
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("failing", ["stage", "flow", "input"])
-def test_a_failure_comes_behind_everything_before_it_and_names_stage_and_place(threads, failing):
+def test_a_failure_follows_all_earlier_items_and_names_stage_and_place(threads, failing):
     def breaks(item: Number) -> Number:
         if item.value >= 5:
             time.sleep(0.001 * (9 - item.value))  # the later ones fail first
@@ -107,7 +107,7 @@ def test_a_failure_comes_behind_everything_before_it_and_names_stage_and_place(t
     assert our_threads() == []
 
 
-def test_nothing_is_left_running_when_the_consumer_walks_away():
+def test_no_thread_remains_when_the_consumer_stops():
     taken = []
     source = (taken.append(value) or Number(value) for value in itertools.count())
     pipeline = Pipeline(source, [Stage("double", doubled, 2), Flow("sum", summed)], queue_bytes=40)
@@ -118,7 +118,7 @@ def test_nothing_is_left_running_when_the_consumer_walks_away():
     assert len(taken) < 60  # bounded by the queues, not by the consumer's patience
 
 
-def test_a_stop_finishes_what_was_taken_and_begins_nothing_else():
+def test_a_stop_finishes_items_in_flight_and_starts_no_others():
     taken = []
     source = (taken.append(value) or Number(value) for value in itertools.count())
     pipeline = Pipeline(source, [Stage("double", doubled, 2)], queue_bytes=64, stop=lambda: len(taken) >= 10)
@@ -165,7 +165,7 @@ def test_memory_is_bounded_by_credits_when_the_consumer_is_slow():
 
 @pytest.mark.parametrize("slow", ["read", "work", "write"])
 def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow, monkeypatch):
-    """By a clock that goes on only while the slow stage works: what else the machine does takes no time."""
+    """Uses a clock that advances only while the slow stage works, so machine load has no effect."""
     now = [1000.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
     monkeypatch.setattr(pipeline_module, "time", clock)
@@ -206,7 +206,7 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow, monkeypatch)
     assert all(by_name[name].wait_seconds > 0 for name in {"read", "work", "pack", "write"} - {slow})
 
 
-def test_threads_see_what_holds_for_the_caller():
+def test_threads_inherit_the_context_of_the_caller():
     holds = contextvars.ContextVar("holds", default=0)
     token = holds.set(7)
     try:
@@ -216,7 +216,7 @@ def test_threads_see_what_holds_for_the_caller():
         holds.reset(token)
 
 
-def test_a_pipeline_that_has_done_nothing_names_no_bottleneck():
+def test_an_idle_pipeline_has_no_bottleneck():
     pipeline = Pipeline([], [Stage("work", doubled)], queue_bytes=10)
     assert pipeline.statistics().bottleneck == ""
     assert list(pipeline) == []

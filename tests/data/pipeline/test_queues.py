@@ -1,4 +1,4 @@
-"""The queue between stages: in order whatever the timing, bounded, and never stuck."""
+"""The queue between stages: ordered for any timing, bounded, free of deadlocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATIENCE_SECONDS = 20.0
 
 
 def waits(function) -> threading.Thread:
-    """A thread that runs ``function``; what it does is asserted by what changes when it may go on."""
+    """Run ``function`` in a thread; the test asserts what changes when it continues."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
 
 
-def test_items_come_out_by_number_whoever_was_first():
+def test_items_come_out_in_sequence_order():
     queue = CreditQueue("a>b", 100)
     for sequence in (2, 0, 1):
         assert queue.put(sequence, f"item {sequence}", 10)
@@ -32,7 +32,7 @@ def test_items_come_out_by_number_whoever_was_first():
     assert queue.num_taken == 3
 
 
-def test_a_producer_without_credits_waits_until_something_is_taken():
+def test_a_producer_without_credits_waits_until_an_item_is_taken():
     queue = CreditQueue("a>b", 100)
     queue.put(0, "first", 60)
     done = threading.Event()
@@ -53,7 +53,7 @@ def test_a_producer_without_credits_waits_until_something_is_taken():
 def test_the_item_that_is_next_passes_a_full_queue():
     queue = CreditQueue("a>b", 100)
     queue.put(1, "later", 100)
-    assert queue.reserve(0, 500)  # would wait for ever: the consumer can take nothing before it
+    assert queue.reserve(0, 500)  # without this it would deadlock: it is the consumer's next item
     queue.fill(0, "now", 300)
     assert queue.statistics().held_bytes == 400
     assert [queue.get(), queue.get()] == [(0, "now"), (1, "later")]
@@ -66,7 +66,7 @@ def test_an_item_larger_than_the_queue_passes_an_empty_one():
     assert queue.statistics().held_bytes == 1000
 
 
-def test_everybody_goes_home_when_it_is_cancelled():
+def test_cancelling_releases_all_threads():
     queue = CreditQueue("a>b", 10)
     results: list[object] = []
     queue.put(1, "item", 10)
@@ -96,7 +96,7 @@ def test_a_queue_without_credits_is_refused():
     consumers=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_no_sizes_credits_and_delays_stop_it_or_change_the_order(sizes, limit_bytes, producers, consumers, seed):
+def test_no_sizes_credits_or_delays_block_it_or_change_the_order(sizes, limit_bytes, producers, consumers, seed):
     queue = CreditQueue("a>b", limit_bytes)
     numbers = iter(range(len(sizes)))
     lock = threading.Lock()
