@@ -1,9 +1,9 @@
-"""Power cuts in the middle of a commit, enumerated against the meanest disk that POSIX allows.
+"""Power cuts during a commit, enumerated for the weakest disk that POSIX allows.
 
-``Disk`` keeps two pictures: what programs see, and what would survive a power cut. Bytes survive after an fsync of
-their file; names (new, renamed, removed) after an fsync of their directory. Whatever is not yet durable may or may
-not have reached the disk, independently for bytes and names, so for every prefix of the operations four states are
-made real and read back. The model knows nothing of the code under test.
+``Disk`` keeps two states: what programs see, and what survives a power cut. Bytes survive after an fsync of their file;
+names (new, renamed, removed) after an fsync of their directory. Anything else may or may not have reached the disk,
+independently for bytes and names, so four states are created and read back for every prefix of the operations. The
+model is independent of the code under test.
 """
 
 from __future__ import annotations

@@ -135,12 +135,12 @@ def test_a_complete_cache_is_only_read(tmp_path):
 def test_a_source_may_grow_and_addresses_stay(tmp_path):
     corpus = small_corpus(num_files=3)
     early = dataclasses.replace(corpus, files=corpus.files[:2], units=corpus.units[:3])
-    build_corpus(tmp_path / "grown", early)
-    before = all_rows(CacheReader.open(tmp_path / "grown"))
-    report = build_corpus(tmp_path / "grown", corpus)
+    build_corpus(tmp_path / "extended", early)
+    before = all_rows(CacheReader.open(tmp_path / "extended"))
+    report = build_corpus(tmp_path / "extended", corpus)
     assert report.units_built == len(corpus.units) - 3
     assert report.digest == build_corpus(tmp_path / "clean", corpus).digest
-    assert all_rows(CacheReader.open(tmp_path / "grown"))[: len(before)] == before
+    assert all_rows(CacheReader.open(tmp_path / "extended"))[: len(before)] == before
 
 
 def test_rows_of_a_unit_are_not_stored_by_length(tmp_path):

@@ -312,9 +312,9 @@ def test_lists_computed_from_a_different_text_are_refused(tmp_path):
         work.find_duplicates(corpus.units)
         lists[name] = lists_of(work, tmp_path / name)
     lists["small"](0).write_bytes(lists["other"](0).read_bytes())
-    grown = work_of(large, transforms).with_directory(tmp_path / "small")
+    extended = work_of(large, transforms).with_directory(tmp_path / "small")
     with pytest.raises(DataError, match="computed from a different text") as caught:
-        grown.find_duplicates(large.units)
+        extended.find_duplicates(large.units)
     assert caught.value.where == str(lists["small"](0))
     work = work_of(small, transforms).with_directory(tmp_path / "again")
     work.find_duplicates(small.units)
