@@ -260,7 +260,7 @@ def test_closing_leaves_no_thread_and_ends_those_who_wait(tmp_path):
     opened.stream.stop()
     waiter.join(10)
     assert not waiter.is_alive()
-    assert [str(error) for error in failed] == ["the build was closed while a unit was waited for"]
+    assert [str(error) for error in failed] == ["The build was closed while a thread waited for a unit"]
     go_on.set()
     opened.close()
     assert set(threading.enumerate()) <= before
