@@ -26,7 +26,7 @@ from vorox.data.storage.retry import RetryPolicy
 
 CREDENTIALS_HINTS = {
     "s3": "set credentials with access to it in the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
-    "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; drop_expired them if they expired",
+    "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; renew them if they expired",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a service account file, or run gcloud auth application-default login",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; or AZURE_CLIENT_ID, "
     "AZURE_CLIENT_SECRET and AZURE_TENANT_ID",
