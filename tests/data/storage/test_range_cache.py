@@ -52,7 +52,7 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE), st.integers(0
 @given(st.lists(ranges, max_size=30))
 def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
-    with cache.registered([FILE]):
+    with cache.register([FILE]):
         for start, length, before in wanted:
             read(cache, fetches, start, min(start + length, SIZE), before)
         assert max(fetches.times(), default=0) <= 1
@@ -63,7 +63,7 @@ def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
 @given(st.lists(ranges, max_size=30), st.integers(20, 100))
 def test_the_cache_is_bounded(wanted: list[tuple[int, int, int]], limit: int) -> None:
     cache, fetches = RangeCache[FakeFetch](limit, 0), Fetches()
-    with cache.registered([FILE]):
+    with cache.register([FILE]):
         for start, length, before in wanted:
             last = read(cache, fetches, start, min(start + length, SIZE), before)[-1]
             held = sum(entry.end_byte - entry.start_byte for entry in cache._ranges.values())
@@ -72,7 +72,7 @@ def test_the_cache_is_bounded(wanted: list[tuple[int, int, int]], limit: int) ->
 
 def test_the_least_recently_used_range_is_evicted_first() -> None:
     cache, fetches = RangeCache[FakeFetch](100, 0), Fetches()
-    with cache.registered([FILE]):
+    with cache.register([FILE]):
         for start in (0, 50, 0, 100, 0, 50):
             read(cache, fetches, start, start + 50)
     assert [fetch.start_byte for fetch in fetches.started] == [0, 50, 100, 50]
@@ -80,7 +80,7 @@ def test_the_least_recently_used_range_is_evicted_first() -> None:
 
 def test_a_failed_range_is_fetched_again() -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
-    with cache.registered([FILE]):
+    with cache.register([FILE]):
         read(cache, fetches, 0, 100)[0].has_failed = True
         assert not read(cache, fetches, 50, 100)[0].has_failed
         assert len(fetches.started) == 2
@@ -88,8 +88,8 @@ def test_a_failed_range_is_fetched_again() -> None:
 
 def test_unregistered_files_share_nothing() -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
-    with cache.registered([FILE]):
-        with cache.registered([FILE]):
+    with cache.register([FILE]):
+        with cache.register([FILE]):
             read(cache, fetches, 0, 100)
         assert read(cache, fetches, 0, 100) == fetches.started, "the other registration still holds"
     read(cache, fetches, 0, 100)
@@ -98,7 +98,7 @@ def test_unregistered_files_share_nothing() -> None:
 
 def test_a_small_file_is_fetched_whole() -> None:
     cache, fetches = RangeCache[FakeFetch](SIZE, SIZE), Fetches()
-    with cache.registered([FILE]):
+    with cache.register([FILE]):
         for start in (150, 20, 199):
             read(cache, fetches, start, start + 1)
     assert fetches.started == [FakeFetch(0, SIZE)]

@@ -1,4 +1,4 @@
-"""Files and object stores under one interface: listings, pinned versions, ranged reads, conditional writes."""
+"""Files and object stores under one interface: listings, versions, ranged reads, uploads."""
 
 from vorox.data.storage.api import (
     check_writable,

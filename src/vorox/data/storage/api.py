@@ -1,4 +1,4 @@
-"""The storage API, the same for every scheme: list, read a range, open for random access, put and remove.
+"""The storage API, the same for every scheme: list, read a range, open for random access, put, remove.
 
 A location or a ``StoredFile`` goes in and is dispatched to the module of its scheme. Invariant: what is read is the
 version that was listed, under every scheme; a change raises a ``DataError`` that names the object. Local files are

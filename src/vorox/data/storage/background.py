@@ -1,4 +1,4 @@
-"""The event loop thread of this process, on which all requests to stores run, and the clients bound to it.
+"""The storage event loop of this process, and the clients bound to it.
 
 A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. Invariants: one
 loop per process, created on first use; a forked child gets its own loop and clients and never closes its parent's.

@@ -1,4 +1,4 @@
-"""What a store's response means: a retry, a missing object, an object that changed since it was listed, or a refusal.
+"""What a store's response means: retry, not found, changed, or refused.
 
 A status, headers and a uri go in; a ``TransientError``, ``ObjectNotFound`` or ``DataError`` comes out. Invariant:
 messages contain neither headers nor the targets of redirects.

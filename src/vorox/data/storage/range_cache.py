@@ -1,4 +1,4 @@
-"""Ranges of remote files in memory: a cache that all readers share, and the prefetched ranges of one unit.
+"""An in-memory cache of fetched ranges that all readers share, and the prefetched ranges of a unit.
 
 Splitting a file into units, counting its records, building the units and rebuilding evicted ones each open readers of
 their own on the same bytes. Readers of a registered file take ranges from the cache and fetch only what is missing. A
@@ -61,7 +61,7 @@ class RangeCache(Generic[F]):
         self._size_bytes = 0
 
     @contextlib.contextmanager
-    def registered(self, files: Iterable[StoredFile]) -> Generator[None]:
+    def register(self, files: Iterable[StoredFile]) -> Generator[None]:
         """Cache the ranges of some files until the block ends. Blocks may overlap; the last to end drops the ranges."""
         listed = list(files)
         with self._lock:

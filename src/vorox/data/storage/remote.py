@@ -1,4 +1,4 @@
-"""Remote files, for every store: listings of folders, globs and single objects, and readers that read ahead.
+"""Listings and readers for every remote store, built from its three operations.
 
 A ``Store`` can describe one object, list a prefix, and stream a range in one try. This module builds listings and
 readers (sequential with prefetch, and random access) from these three. Invariants: a listing is sorted and omits hidden
@@ -154,7 +154,7 @@ def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
 
     Blocks may overlap. The cache is bounded and shared by the process: see ``range_cache``.
     """
-    return RANGE_CACHE.registered(files)
+    return RANGE_CACHE.register(files)
 
 
 class _RangeReader(io.RawIOBase):

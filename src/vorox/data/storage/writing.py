@@ -1,4 +1,4 @@
-"""Writing to stores: whole objects, verified after the upload, replaced only under the requested condition.
+"""Uploads: whole objects, verified afterwards, overwritten only under the requested condition.
 
 Bytes or a file and a uri go in; the object as the store describes it comes out. Large files are uploaded in parts, and
 each part is retried on its own. Invariants: an object appears complete or not at all, its size and checksum in the

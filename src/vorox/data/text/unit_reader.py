@@ -1,4 +1,4 @@
-"""Readers of the units of a source: for one split, or for both splits in one pass over the text.
+"""Readers of the units of a source, for one split or for both in one pass.
 
 A source and a split go in once, then units one by one; records come out. ``UnitReader`` can be pickled, so that worker
 processes and other machines read the same records. Invariants: prefetching changes when bytes are read, never which;
