@@ -73,17 +73,13 @@ def open_range(file: StoredFile, start_byte: int = 0, end_byte: int | None = Non
     Raises:
         DataError: The file cannot be read, or it changed since it was listed (checked again when the block ends).
     """
-    scheme = scheme_of(file.uri)
-    if scheme is not None:
-        prefetched = open_prefetched(file, start_byte, file.size_bytes if end_byte is None else end_byte)
-        if prefetched is not None:
-            yield prefetched
-            return
-        with open_remote_range(_store(scheme), file, start_byte, end_byte) as reader:
+    if file.scheme is None:
+        with local.open_range(file, start_byte, end_byte) as reader:
             yield reader
         return
-    with local.open_range(file, start_byte, end_byte) as reader:
-        yield reader
+    prefetched = open_prefetched(file, start_byte, file.size_bytes if end_byte is None else end_byte)
+    with prefetched or open_remote_range(_store(file.scheme), file, start_byte, end_byte) as reader:
+        yield cast("BinaryIO", reader)
 
 
 def open_seekable(file: StoredFile) -> BinaryIO:
@@ -92,10 +88,7 @@ def open_seekable(file: StoredFile) -> BinaryIO:
     Raises:
         DataError: The file cannot be read, or it changed since it was listed; its reads raise this too.
     """
-    scheme = scheme_of(file.uri)
-    if scheme is not None:
-        return open_remote_seekable(_store(scheme), file)
-    return local.open_seekable(file)
+    return local.open_seekable(file) if file.scheme is None else open_remote_seekable(_store(file.scheme), file)
 
 
 def list_objects(folder: str) -> list[StoredFile]:

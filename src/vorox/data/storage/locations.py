@@ -72,6 +72,11 @@ class StoredFile:
     content: str | None = None
     hashes: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def scheme(self) -> str | None:
+        """The scheme of a remote file; ``None`` for local files and the standard library."""
+        return _parse_scheme(self.uri)
+
 
 def scheme_of(location: str) -> str | None:
     """Return ``s3``, ``gs``, ``az``, ``hf``, ``http``, ``https`` or the import path of a user's store.
@@ -81,12 +86,10 @@ def scheme_of(location: str) -> str | None:
     Raises:
         ConfigError: The scheme is unknown, or the uri contains credentials.
     """
-    user_scheme = _USER_SCHEME.match(location)
-    match = user_scheme or _SCHEME.match(location)
-    if match is None:
+    scheme = _parse_scheme(location)
+    if scheme is None:
         return None
-    scheme = match[1] if user_scheme else match[1].lower()
-    if not user_scheme and scheme not in REMOTE_SCHEMES:
+    if ":" not in scheme and scheme not in REMOTE_SCHEMES:
         raise ConfigError(
             f"Scheme {scheme}:// is not supported", where=redact(location),
             hint=f"use {', '.join(f'{known}://' for known in REMOTE_SCHEMES)}, a local path, or a store of your own: "
@@ -99,6 +102,14 @@ def scheme_of(location: str) -> str | None:
             "HF_TOKEN) or use files that need none",
         )  # fmt: skip
     return scheme
+
+
+def _parse_scheme(location: str) -> str | None:
+    """Return the scheme of a uri, known or not; ``None`` for a path. Only the scheme of a user's store has a colon."""
+    if (match := _USER_SCHEME.match(location)) is not None:
+        return match[1]
+    match = _SCHEME.match(location)
+    return None if match is None else match[1].lower()
 
 
 def _has_credentials(scheme: str, location: str) -> bool:

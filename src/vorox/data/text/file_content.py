@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context, scheme_of
+from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context
 from vorox.data.text.decompression import MAX_READ_BYTES, BrokenStream, DecompressedStream, NotCompressed
 from vorox.data.text.signatures import Compression, compression_by_suffix, reject_binary
 
@@ -89,7 +89,7 @@ class _DecodedFile:
         self._base, self._recent = 0, bytearray()
         self._open = contextlib.ExitStack()
         # open_seekable checks a local file against its listing on every read, not only at the end.
-        source = self._open.enter_context(open_seekable(file) if scheme_of(file.uri) is None else open_range(file))
+        source = self._open.enter_context(open_seekable(file) if file.scheme is None else open_range(file))
         check = functools.partial(reject_binary, file) if limits.is_text else None
         self._stream = DecompressedStream(kind, source, check, max_read_bytes)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import BadRecord, Record, Unit
-from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_budget, scheme_of
+from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_budget
 from vorox.data.text.formats import has_many_records, has_row_groups
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.signatures import compression_by_suffix
@@ -62,7 +62,7 @@ class UnitReader:
 
     def _is_plain(self, file: StoredFile) -> bool:
         plain = self.source.config.format in _PLAIN_FORMATS and compression_by_suffix(file.uri) is None
-        return plain and scheme_of(file.uri) is not None
+        return plain and file.scheme is not None
 
 
 def splits_share_units(source: Source) -> bool:
