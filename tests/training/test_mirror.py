@@ -516,7 +516,7 @@ def test_the_commands_know_the_mirror(
     capsys.readouterr()
 
     assert main(["runs", "remove", name, "--root", root, "--yes"]) == 0
-    assert f"mirror {there} stays" in capsys.readouterr().out
+    assert f"mirror {there} was kept" in capsys.readouterr().out
     assert list_mirror(there).lineage()
     assert main(["runs", "remove", name, "--root", str(second), "--yes", "--mirror"]) == 0
     assert list_objects(there) == []
