@@ -17,7 +17,7 @@ from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.staged_directory import StagedDirectory, hash_file
 from vorox.data.storage import StoredFile, list_files
 from vorox.training.mirror import restore
-from vorox.training.mirror.contents import RECORD_NAME, Contents, MirroredCheckpoint, record_bytes
+from vorox.training.mirror.contents import SNAPSHOT_MANIFEST, Contents, MirroredCheckpoint, encode_snapshot
 from vorox.training.mirror.restore import fetch_checkpoint, restore_run
 
 HOSTILE = [
@@ -77,10 +77,10 @@ def contents(mirror: Path, name: str) -> Contents:
     files = checkpoint_files(mirror, "payload")
     payload = mirror / "checkpoint" / "payload"
     entry = hash_file(payload)
-    record = mirror / RECORD_NAME
+    record = mirror / SNAPSHOT_MANIFEST
     known: dict[str, Any] = {name: {"size_bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128}}
-    record.write_bytes(record_bytes({"base_step": 0}, known))
-    records = {0: {RECORD_NAME: stored(record), name: stored(payload)}}
+    record.write_bytes(encode_snapshot({"base_step": 0}, known))
+    records = {0: {SNAPSHOT_MANIFEST: stored(record), name: stored(payload)}}
     return Contents(str(mirror), [MirroredCheckpoint(4, 1, files, records)], {})
 
 

@@ -130,7 +130,7 @@ def test_disorder_is_refused_on_the_way_out() -> None:
     for broken, message in [
         (weights[:-1], "final_norm.bias is missing"),
         ([*weights, ("blocks.2.mlp.up.weight", weights[0][1])], "blocks.2.mlp.up.weight is unknown"),
-        ([weights[0], weights[0]], "embedding.weight is unknown or appears twice"),
+        ([weights[0], weights[0]], "embedding.weight is unknown or duplicated"),
         ([("embedding.weight", np.zeros((12, 11), np.float32))], r"shape \(12, 11\).*\(11, 12\)"),
         ([(name, array) for name, array in weights if "key.bias" not in name], "key.bias is missing"),
     ]:
@@ -145,8 +145,8 @@ def test_disorder_is_refused_on_the_way_in() -> None:
     for broken, message in [
         (stored[:-1], "model.norm.weight is missing"),
         ([*stored, ("model.layers.7.mlp.up_proj.weight", array)], "layers.7.* is not part of this llama"),
-        ([*stored, (name, array)], f"{name} appears twice"),
-        ([*stored, (name.removeprefix("model."), array)], f"{name} appears twice"),
+        ([*stored, (name, array)], f"{name} is duplicated"),
+        ([*stored, (name.removeprefix("model."), array)], f"{name} is duplicated"),
         ([(name, array[:, :-1])], "has shape"),
         ([*stored, ("model.layers.0.self_attn.q_proj.bias", array)], "without this bias"),
     ]:

@@ -40,7 +40,7 @@ def test_what_is_given_wins() -> None:
     [
         ({"hidden_size": 100, "num_heads": 6}, "hidden_size = 100 is not a multiple of num_heads = 6"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads = 6 is not a multiple of num_kv_heads = 4"),
-        ({"hidden_size": 30, "num_heads": 6}, "even head width, it is 5"),
+        ({"hidden_size": 30, "num_heads": 6}, "even head_dim, but it is 5"),
         ({"norm_bias": True}, "rms_norm has no bias"),
         ({"vocab_size": 99}, "vocab_size = 99, but the tokenizer has 100 tokens"),
         ({"max_positions_tokens": 63}, "max_positions_tokens = 63, but data.sequence_length_tokens = 64"),

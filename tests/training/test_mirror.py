@@ -239,12 +239,12 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_loudly(
     outcome = run(second, display=Screen())
     assert chain_of(outcome.run_directory) == straight
     assert any("damaged" in text and newest.name in text for text in said)
-    assert any(f"Brought step {older.step}" in text for text in said)
+    assert any(f"Restored step {older.step}" in text for text in said)
     for entry in list_mirror(f"{mirror}/{name}").lineage():  # and a record that is damaged, or gone
-        record = entry.record
+        record = entry.snapshot
         assert record is not None
         flip(record["chain.jsonl"].uri) if entry.step == 12 else remove_object(record["plan.jsonl"].uri)
-    with pytest.raises(CheckpointError, match="no checkpoint of the mirror is valid"):
+    with pytest.raises(CheckpointError, match="No checkpoint of the mirror is valid"):
         run(on_machine(tmp_path / "third", mirror))
 
 
@@ -410,7 +410,7 @@ def test_two_lines_of_work_are_not_mixed(mirror: str, tmp_path: Path) -> None:
     shutil.rmtree(directory)
     shutil.copytree(only_run(other), directory)
     (directory / "config.yaml").write_text((directory / "config.yaml").read_text())
-    with pytest.raises(ConfigError, match="not the same work: they differ at step 12"):
+    with pytest.raises(ConfigError, match="have diverged: they differ at step 12"):
         run(first)
 
 
@@ -536,7 +536,7 @@ def test_weights_from_a_store(mirror: str, tmp_path: Path) -> None:
         assert note["fields"]["fingerprint"] == outcome.fingerprint
         assert "(step 12)" in note["fields"]["from_weights"]
         assert not list((directory / "cache").glob(".tmp-*"))
-    with pytest.raises(ConfigError, match="there is nothing"):
+    with pytest.raises(ConfigError, match="There is nothing at this URI"):
         run(on_machine(tmp_path / "nothing", None, f"train.from_weights={mirror}/nothing"))
 
 

@@ -84,7 +84,7 @@ def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
             "name": entry.name,
             "path": f"{mirror.uri}/checkpoints/{entry.name}",
             "step": entry.step,
-            "state": "whole" if entry.name in line else "abandoned" if entry.is_whole else "torn",
+            "state": "whole" if entry.name in line else "abandoned" if entry.is_complete else "torn",
             "size_bytes": entry.size_bytes,
             "saved_at": entry.saved_at,
         }

@@ -1,1 +1,1 @@
-"""Floor 1: descriptions of models. No tensors."""
+"""Floor 1: model descriptions, weight files and cost estimates, without a framework."""

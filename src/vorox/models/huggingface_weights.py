@@ -1,11 +1,11 @@
-"""Canonical parameter names and those of Hugging Face transformers, in both directions, one tensor at a time.
+"""Conversion of weights between canonical and Hugging Face transformers names, in both directions, tensor by tensor.
 
-The canonical table (``models/spec.py``) is the truth; this file says under which transformers name each of its rows is
-stored, which rows are fused there (GPT-2's ``c_attn``) and which are transposed (GPT-2's Conv1D). Which transformers
-family a model is follows from what it computes, never from its label: a llama with learned positions is nobody's.
+Maps each row of the parameter table (``models/spec.py``) to its transformers name, including fused tensors (GPT-2's
+``c_attn``) and transposed ones (GPT-2's Conv1D). The transformers family of a model is derived from what it computes,
+never from its label: a llama with learned positions has no family.
 
-Invariant: ``from_huggingface(to_huggingface(x))`` is ``x`` bit for bit, and whatever is missing, unknown, doubled or
-misshapen is a ``CheckpointError`` that names the tensor.
+Invariant: ``from_huggingface(to_huggingface(x))`` is ``x`` bit for bit. A missing, unknown, duplicated or misshapen
+tensor is a ``CheckpointError`` that names it.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _CANONICAL = re.compile(r"(?:blocks\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<kind>
 _BUFFERS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.\w+"
 )
-"""Constants that older versions of transformers stored beside the parameters."""
+"""Constants that older versions of transformers store with the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTensor:
-    """One stored tensor: the canonical parameters that it joins, in order, and whether each is stored transposed."""
+    """A transformers tensor: the canonical parameters that it concatenates, and whether it is stored transposed."""
 
     name: str
     parts: tuple[ParameterSpec, ...]
@@ -92,7 +92,7 @@ class HuggingFaceTensor:
 
 
 def huggingface_family(spec: ModelSpec) -> Family | None:
-    """The transformers architecture that computes exactly this model, or ``None`` when there is none."""
+    """Return the transformers architecture that computes exactly this model, or ``None``."""
     plain = spec.head_dim * spec.num_heads == spec.hidden_size and spec.num_kv_heads == spec.num_heads
     if spec.positions == "learned":
         layers = spec.norm == "layer_norm" and spec.norm_bias and spec.attention_bias and spec.mlp_bias
@@ -106,23 +106,23 @@ def huggingface_family(spec: ModelSpec) -> Family | None:
 
 
 def require_family(spec: ModelSpec) -> Family:
-    """``huggingface_family``, or a refusal that lists what decides."""
+    """Return ``huggingface_family``, or raise ``ConfigError`` with the properties that decide it."""
     family = huggingface_family(spec)
     if family is None:
         knobs = ("positions", "norm", "norm_bias", "activation", "qk_norm", "attention_bias", "mlp_bias")
         shape = f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} key/value heads"
         raise ConfigError(
-            "transformers has no architecture that computes this model: "
+            "Transformers has no architecture that computes this model: "
             + ", ".join(f"{knob} = {getattr(spec, knob)}" for knob in knobs)
             + f", hidden_size = {spec.hidden_size}, {shape}",
             where="model",
-            hint="only what equals gpt2, llama or qwen3 can be stored in Hugging Face form",
+            hint="only models equal to gpt2, llama or qwen3 can be exported to Hugging Face format",
         )
     return family
 
 
 def huggingface_tensors(spec: ModelSpec) -> tuple[HuggingFaceTensor, ...]:
-    """Every tensor of the transformers model, in the order in which ``to_huggingface`` completes them."""
+    """Return all tensors of the transformers model, in the order in which ``to_huggingface`` completes them."""
     family = require_family(spec)
     modules = _MODULES[family]
     parts: dict[str, list[ParameterSpec]] = {}
@@ -134,48 +134,48 @@ def huggingface_tensors(spec: ModelSpec) -> tuple[HuggingFaceTensor, ...]:
         parts.setdefault(name, []).append(parameter)
         is_projection = match["module"].startswith(("attention.", "mlp.")) and match["kind"] == "weight"
         transposed[name] = family == "gpt2" and is_projection
-    place = {parameter.name: index for index, parameter in enumerate(spec.parameters)}
-    order = sorted(parts, key=lambda name: max(place[part.name] for part in parts[name]))
+    position = {parameter.name: index for index, parameter in enumerate(spec.parameters)}
+    order = sorted(parts, key=lambda name: max(position[part.name] for part in parts[name]))
     return tuple(HuggingFaceTensor(name, tuple(parts[name]), transposed[name]) for name in order)
 
 
 def huggingface_entries(spec: ModelSpec, dtype: str = "F32") -> tuple[TensorEntry, ...]:
-    """What ``model.safetensors`` holds, for ``weights_file.write_weights``."""
+    """Return the entries of ``model.safetensors``, for ``weights_file.write_weights``."""
     return tuple(TensorEntry(tensor.name, dtype, tensor.shape) for tensor in huggingface_tensors(spec))
 
 
 def to_huggingface(spec: ModelSpec, weights: Iterable[NamedArray]) -> Iterator[NamedArray]:
-    """Canonical parameters, in table order, to transformers tensors in the order of ``huggingface_entries``.
+    """Convert canonical parameters, in table order, to transformers tensors in the order of ``huggingface_entries``.
 
-    Holds no more than the parts of one fused tensor.
+    Buffers only the parts of one fused tensor.
 
     Raises:
-        CheckpointError: A parameter is missing, unknown, doubled or of another shape.
+        CheckpointError: A parameter is missing, unknown, duplicated or has the wrong shape.
     """
-    waiting = {part.name: tensor for tensor in huggingface_tensors(spec) for part in tensor.parts}
+    missing = {part.name: tensor for tensor in huggingface_tensors(spec) for part in tensor.parts}
     held: dict[str, npt.NDArray[np.float32]] = {}
     for name, array in weights:
-        tensor = waiting.pop(name, None)
+        tensor = missing.pop(name, None)
         if tensor is None:
-            raise CheckpointError(f"parameter {name} is unknown or appears twice")
-        wanted = next(part.shape for part in tensor.parts if part.name == name)
-        if array.shape != wanted:
-            raise CheckpointError(f"parameter {name} has shape {array.shape}, the model needs {wanted}")
+            raise CheckpointError(f"Parameter {name} is unknown or duplicated")
+        expected = next(part.shape for part in tensor.parts if part.name == name)
+        if array.shape != expected:
+            raise CheckpointError(f"Parameter {name} has shape {array.shape}; the model needs {expected}")
         held[name] = array
         if all(part.name in held for part in tensor.parts):
             yield tensor.name, tensor.join([held.pop(part.name) for part in tensor.parts])
-    if waiting:
-        raise CheckpointError(f"parameter {min(waiting)} is missing ({len(waiting)} are)")
+    if missing:
+        raise CheckpointError(f"Parameter {min(missing)} is missing ({len(missing)} in total)")
 
 
 def from_huggingface(spec: ModelSpec, tensors: Iterable[tuple[str, npt.NDArray[Any]]]) -> Iterator[NamedArray]:
-    """Transformers tensors in any order to canonical fp32 parameters.
+    """Convert transformers tensors, in any order, to canonical fp32 parameters.
 
-    Takes names with and without the ``transformer.`` or ``model.`` in front, skips stored constants, and checks that a
-    tied head, if it is stored at all, equals the embedding.
+    Accepts names with and without the prefix ``transformer.`` or ``model.``, skips stored constants, and checks that a
+    tied head, if stored, equals the embedding.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown, doubled or of another shape, or the tied head differs.
+        CheckpointError: A tensor is missing, unknown, duplicated or has the wrong shape, or a tied head differs.
     """
     family = require_family(spec)
     known = {tensor.name: tensor for tensor in huggingface_tensors(spec)}
@@ -192,19 +192,19 @@ def from_huggingface(spec: ModelSpec, tensors: Iterable[tuple[str, npt.NDArray[A
             if _BUFFERS.fullmatch(stored_name):
                 continue
             raise CheckpointError(
-                f"tensor {stored_name} is not part of this {family} model", hint=_bias_hint(stored_name)
+                f"Tensor {stored_name} is not part of this {family} model", hint=_bias_hint(stored_name)
             )
         if name in seen:
-            raise CheckpointError(f"tensor {name} appears twice")
+            raise CheckpointError(f"Tensor {name} is duplicated")
         seen.add(name)
         if stored.shape != known[name].shape:
-            raise CheckpointError(f"tensor {stored_name} has shape {stored.shape}, the model needs {known[name].shape}")
+            raise CheckpointError(f"Tensor {stored_name} has shape {stored.shape}; the model needs {known[name].shape}")
         if spec.tie_embeddings and name == embedding_name:
             tied[name] = _digest(stored)
         yield from known[name].split(stored.astype(np.float32, copy=False))
     missing = sorted(known.keys() - seen)
     if missing:
-        raise CheckpointError(f"tensor {missing[0]} is missing ({len(missing)} are)")
+        raise CheckpointError(f"Tensor {missing[0]} is missing ({len(missing)} in total)")
     if len(set(tied.values())) > 1:
         raise CheckpointError(
             "lm_head.weight differs from the embedding, but the model ties them", hint="set tie_embeddings to false"
@@ -216,4 +216,4 @@ def _digest(array: npt.NDArray[Any]) -> str:
 
 
 def _bias_hint(name: str) -> str:
-    return "the model was described without this bias" if name.endswith(".bias") else ""
+    return "the model configuration has no such bias" if name.endswith(".bias") else ""

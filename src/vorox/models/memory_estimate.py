@@ -1,8 +1,8 @@
-"""How much memory training a model takes, before it is tried.
+"""Estimate of the memory that training a model takes.
 
-An estimate from shapes: what must be there whatever the kernels do (parameters, gradients, optimizer state), and what
-the backward pass needs of the forward pass (Korthikanti et al., arXiv 2205.05198, without their tensor parallelism).
-Good to within some tens of percent; allocators, kernels and the framework itself come on top.
+Computed from shapes: parameters, gradients and optimizer state, plus the activations saved for the backward pass
+(Korthikanti et al., arXiv 2205.05198, without tensor parallelism). Accurate to some tens of percent; memory of
+allocators, kernels and the framework is not included.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device at the peak of a step, and of the host beside it.
+    """Peak memory of a step on one device, and of checkpoints on the host.
 
     Attributes:
         parameter_bytes: Parameters.
-        gradient_bytes: Their gradients.
-        optimizer_bytes: Moments of the optimizer.
-        activation_bytes: What the backward pass needs of the forward pass.
-        logits_bytes: Logits of a chunk, and their gradient.
-        mask_bytes: Which position may see which, where documents of a row are kept apart.
-        snapshot_bytes: Host memory of the copy that a checkpoint is written from in the background.
+        gradient_bytes: Gradients.
+        optimizer_bytes: Optimizer moments.
+        activation_bytes: Activations saved for the backward pass.
+        logits_bytes: Logits of a chunk and their gradient.
+        mask_bytes: Dense attention mask, with ``data.document_mask``.
+        snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
     """
 
     parameter_bytes: int
@@ -40,7 +40,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """On the device."""
+        """Memory on the device."""
         return (
             self.parameter_bytes
             + self.gradient_bytes
@@ -51,12 +51,12 @@ class MemoryEstimate:
         )
 
     def total_bytes_on(self, device_kind: str) -> int:
-        """In the device's memory, which on a ``cpu`` is the host's as well."""
+        """Return the memory on the device; on a ``cpu`` it includes the host's."""
         return self.total_bytes + (self.snapshot_bytes if device_kind == "cpu" else 0)
 
 
 def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
-    """Estimate the peak of a training step of a run, with a checkpoint being written meanwhile."""
+    """Estimate the peak memory of a run's training step while a checkpoint is being written."""
     step = training_memory(
         spec,
         micro_batch_sequences=config.train.micro_batch_sequences,
@@ -83,24 +83,24 @@ def training_memory(
     loss_chunk_tokens: int,
     document_mask: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the peak of one training step.
+    """Estimate the peak memory of one training step.
 
     Args:
         spec: The model. Parameters, gradients and optimizer state are fp32.
         micro_batch_sequences: Rows of a forward pass.
         sequence_length_tokens: Positions of a row.
-        dtype_bytes: Width of activations: 4 for fp32, 2 for bf16 and fp16.
-        optimizer: ``adamw`` keeps two moments of every parameter, ``muon`` one of the matrices.
-        recompute_blocks: Only block inputs are kept, and one block at a time is computed again.
-        loss_chunk_tokens: Positions whose logits exist at once.
-        document_mask: Attention gets a mask of all pairs of positions, as booleans and as numbers to add.
+        dtype_bytes: Bytes per activation element: 4 for fp32, 2 for bf16 and fp16.
+        optimizer: ``adamw`` has two moments per parameter, ``muon`` one for matrices.
+        recompute_blocks: Activation checkpointing: only block inputs are saved, and blocks are recomputed one by one.
+        loss_chunk_tokens: Positions per chunk of logits.
+        document_mask: Whether attention materialises a dense mask, as booleans and as additive floats.
     """
     weights = FP32_BYTES * spec.num_parameters
     state = 2 * weights
     if optimizer == "muon":
         state -= FP32_BYTES * sum(row.num_elements for row in spec.parameters if row.kind == "matrix")
     positions = micro_batch_sequences * sequence_length_tokens
-    block = positions * _kept_per_position(spec) * dtype_bytes
+    block = positions * _saved_per_position(spec) * dtype_bytes
     stream = positions * spec.hidden_size * dtype_bytes
     blocks = stream * spec.num_layers + block if recompute_blocks else block * spec.num_layers
     chunk = min(loss_chunk_tokens, positions)
@@ -115,17 +115,17 @@ def training_memory(
 
 
 def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
-    """Refuse a run on the CPU whose steps take more memory than the machine has, before the first of them.
+    """Check before step 1 that a run on the CPU fits into the machine's memory.
 
     Raises:
-        DoesNotFitError: They do; settings that fit are named.
+        DoesNotFitError: It does not; the hint names settings that fit.
     """
     needed_bytes = planned_memory(spec, config).total_bytes_on("cpu")
     if needed_bytes > available_bytes:
         fitting = _fitting_settings(spec, config, available_bytes)
         tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
         raise DoesNotFitError(
-            f"a micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB, this machine has "
+            f"A micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
             f"{available_bytes / 2**30:,.1f} GiB",
             where="memory",
             hint=f"set {' or '.join(fitting)}" if fitting else "lower model.num_layers or model.hidden_size",
@@ -133,7 +133,7 @@ def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) 
 
 
 def _fitting_settings(spec: ModelSpec, config: RunConfig, available_bytes: int) -> list[str]:
-    """Single settings that are enough for a run to fit, the largest value of each."""
+    """Return the single settings that make a run fit, each with its largest value that does."""
 
     def fits(section: str, **values: object) -> bool:
         changed = getattr(config, section).model_copy(update=values)
@@ -156,8 +156,8 @@ def _fitting_settings(spec: ModelSpec, config: RunConfig, available_bytes: int) 
     return [f"{section}.{name}={str(value).lower()}" for section, name, value in found if value is not None]
 
 
-def _kept_per_position(spec: ModelSpec) -> int:
-    """Elements per position that one block keeps for its backward pass, attention without the T x T matrix."""
+def _saved_per_position(spec: ModelSpec) -> int:
+    """Return the elements per position that a block saves for its backward pass, without T x T matrices."""
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = 2 * spec.hidden_size + query + 2 * key_value + query  # stream, norm, projections, mixed values
     mlp = 2 * spec.hidden_size + (3 if spec.is_gated else 2) * spec.intermediate_size
@@ -166,12 +166,12 @@ def _kept_per_position(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What a run holds on a device at its peak, against what the device has.
+    """The estimated peak memory of a run and the memory of its device.
 
     Attributes:
         planned: The estimate.
-        available_bytes: Memory of the device; ``None`` if it does not say.
-        state_parts: Among how many devices parameters and optimizer state are divided.
+        available_bytes: Memory of the device; ``None`` if unknown.
+        state_parts: Number of devices over which parameters and optimizer state are sharded.
     """
 
     planned: MemoryEstimate
@@ -184,20 +184,20 @@ class MemoryBudget:
         return whole // self.state_parts
 
     def check_state(self) -> None:
-        """Refuse a model whose parameters, gradients and optimizer state alone exceed the device, before allocating.
+        """Check, before allocating, that parameters, gradients and optimizer state fit into the device.
 
         Raises:
-            DoesNotFitError: They do.
+            DoesNotFitError: They do not.
         """
         if self.available_bytes is not None and self._state_bytes > self.available_bytes:
             raise self.error("creating the model")
 
     def error(self, doing: str) -> DoesNotFitError:
-        """The error for a device, or a host, that had no memory left."""
+        """Return the error for a device or host that ran out of memory."""
         rest_bytes = self.planned.activation_bytes + self.planned.logits_bytes + self.planned.mask_bytes
-        has = "" if self.available_bytes is None else f"; there are {self.available_bytes / 2**30:,.2f} GiB"
+        has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
         what = (
-            f"out of memory while {doing}: parameters, gradients and optimizer state take about "
+            f"Out of memory while {doing}: parameters, gradients and optimizer state take about "
             f"{self._state_bytes / 2**30:,.2f} GiB, activations and logits {rest_bytes / 2**30:,.2f} GiB{has}"
         )
         if self.available_bytes is not None and self._state_bytes > 0.9 * self.available_bytes:

@@ -1,10 +1,10 @@
-"""What a model is, without tensors: resolved dimensions and the table of its parameters.
+"""Model specification: resolved dimensions and the parameter table, without tensors.
 
-``model_spec`` turns the configuration into a frozen ``ModelSpec`` in which nothing is left to default. Everything that
-must agree between engines, checkpoints, exports and cost estimates is derived from its table: canonical names, shapes,
-initial distribution, what is decayed, and which axis means what.
+``model_spec`` resolves the configuration into a frozen ``ModelSpec`` without defaults. Its parameter table is the
+source of canonical names, shapes, initial distributions, weight decay and logical axes for engines, checkpoints,
+exports and cost estimates.
 
-Canonical weights are ``[out, in]``. Rotary positions rotate halves of a head (Hugging Face's convention). A gated MLP
+Canonical weights are ``[out, in]``. Rotary embeddings rotate halves of a head (Hugging Face's convention). A gated MLP
 is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``.
 """
 
@@ -23,7 +23,7 @@ Init = Literal["normal", "ones", "zeros"]
 
 GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu"})
 GATED_WIDTH_MULTIPLE = 64
-"""A gated MLP without a given width is 8/3 of the hidden size, rounded up to a multiple of this."""
+"""The default width of a gated MLP is 8/3 of the hidden size, rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class ParameterSpec:
 
     Attributes:
         name: Canonical name.
-        shape: As stored, matrices ``[out, in]``.
+        shape: Stored shape; matrices are ``[out, in]``.
         init: Initial distribution.
         std: Standard deviation of a normal initialisation, else 0.
-        decay: Whether weight decay applies. Embeddings can be exempted by ``optimizer.decay_embeddings``.
+        decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
         kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises.
-        axes: Meaning of each dimension, for sharding.
+        axes: Logical axis of each dimension, for sharding.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder with every dimension resolved. Fields mean what those of ``ModelConfig`` mean."""
+    """A decoder with all dimensions resolved. Fields are those of ``ModelConfig``."""
 
     num_layers: int
     hidden_size: int
@@ -85,16 +85,16 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter once, in the order of the forward pass."""
+        """The parameter table, in the order of the forward pass."""
         return _parameter_table(self)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters; a tied head counts once."""
+        """Number of elements of all parameters; a tied head counts once."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
     def to_json(self) -> dict[str, Any]:
-        """For manifests: two specs are the same model iff this is equal."""
+        """Return the spec for manifests; two models are the same if and only if it is equal."""
         return asdict(self)
 
 
@@ -102,8 +102,8 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
     """Resolve and check a model configuration.
 
     Args:
-        config: The model section.
-        tokenizer_vocab_size: Ids that the tokenizer can produce.
+        config: The ``model`` section.
+        tokenizer_vocab_size: Vocabulary size of the tokenizer.
         sequence_length_tokens: Positions of a training row.
 
     Raises:
@@ -113,7 +113,7 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
     if config.head_dim is None and config.hidden_size % config.num_heads:
         raise _contradiction(
             f"hidden_size = {config.hidden_size} is not a multiple of num_heads = {config.num_heads}",
-            "or give head_dim",
+            "or set model.head_dim",
         )
     head_dim = config.hidden_size // config.num_heads if config.head_dim is None else config.head_dim
     vocab_size = tokenizer_vocab_size if config.vocab_size is None else config.vocab_size
@@ -127,7 +127,9 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
     if config.num_heads % num_kv_heads:
         raise _contradiction(f"num_heads = {config.num_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
     if config.positions == "rope" and head_dim % 2:
-        raise _contradiction(f"rotary positions need an even head width, it is {head_dim}", "or positions: learned")
+        raise _contradiction(
+            f"rotary positions need an even head_dim, but it is {head_dim}", "or set positions: learned"
+        )
     if config.norm == "rms_norm" and config.norm_bias:
         raise _contradiction("norm_bias = true, but rms_norm has no bias", "set norm: layer_norm or norm_bias: false")
     if vocab_size < tokenizer_vocab_size:

@@ -1,7 +1,7 @@
-"""The weights that training starts from: a pure function of (spec, seed), the same for every engine.
+"""Weight initialisation: a pure function of model spec and seed, identical for every engine.
 
-Each parameter has a stream of its own, keyed by its canonical name, so neither the order of the table nor the presence
-of other parameters changes it. Values are drawn in fp32 by numpy's Philox.
+Each parameter has its own random stream, keyed by its canonical name, so neither the order of the table nor other
+parameters affect its values. Values are sampled in fp32 with NumPy's Philox generator.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vorox.models.spec import ModelSpec, ParameterSpec
 
 
 def initial_weights(spec: ModelSpec, seed: int) -> Iterator[NamedArray]:
-    """All parameters of a fresh model, in table order, one at a time."""
+    """Yield the initial value of every parameter, in table order."""
     for parameter in spec.parameters:
-        yield parameter.name, _draw(parameter, seed)
+        yield parameter.name, _sample(parameter, seed)
 
 
-def _draw(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _sample(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     if parameter.init == "ones":
         return np.ones(parameter.shape, np.float32)
     if parameter.init == "zeros":

@@ -1,1 +1,1 @@
-"""Floor 1: host-side monitors that only read."""
+"""Floor 1: host-side measurements: throughput, memory, device peaks."""

@@ -1,7 +1,7 @@
-"""Data-sheet peaks of accelerators, by the whole product name that the driver reports.
+"""Data-sheet peak FLOP/s of accelerators, by the product name that the driver reports.
 
-A name selects a row only if all of it matches: an ``H200 NVL`` is no ``H200``, and a MIG slice, a vGPU or a laptop part
-is none of them. A name that several products share (the RTX 3080 has two sets of cores) is in no row.
+A row matches full names only: an ``H200 NVL``, a MIG slice, a vGPU or a laptop part is not an ``H200``. Names shared by
+different products (two variants of the RTX 3080) have no row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
-"""Number format of the products; sums are fp32."""
+"""Precision of matrix products; accumulation is fp32."""
 
 PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]], ...] = (
     # Product name                               bf16    fp16    tf32   fp32, dense TFLOP/s with fp32 sums
@@ -38,15 +38,15 @@ PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]],
     (r"V100S-PCIE-32GB",                        (None,   130.0,  None,   16.4)),
     (r"T4",                                     (None,   65.0,   None,   8.1)),
 )  # fmt: skip
-"""``tests/runtime/test_device_peaks.py`` names the data sheet of every row."""
+"""``tests/runtime/test_device_peaks.py`` cites the data sheet of every row."""
 
 
 def peak_flops_per_second(device_name: str, arithmetic: Arithmetic) -> float | None:
-    """Return the data-sheet peak of one device, or ``None`` where the name does not determine it.
+    """Return the data-sheet peak of a device, or ``None`` for an unknown device.
 
     Args:
-        device_name: As the driver reports it, for example ``NVIDIA H200``.
-        arithmetic: Number format of the products.
+        device_name: Name from the driver, for example ``NVIDIA H200``.
+        arithmetic: Precision of matrix products.
     """
     product = re.sub(r"^(?:NVIDIA )?(?:Tesla )?", "", device_name.strip())
     for pattern, (bf16, fp16, tf32, fp32) in PEAKS:

@@ -1,4 +1,4 @@
-"""Memory of this process and this machine, by registered metric name. Reads only, cheaply enough for every log line."""
+"""Host memory of this process and this machine, by metric name; cheap enough for every log line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import psutil
 
 
 class HostMemory:
-    """Reads what the system says about this process."""
+    """Reads the memory use of this process."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
 
     def read(self) -> dict[str, float]:
-        """Resident memory now and at its largest, and what the machine still has for new work."""
+        """Return current and peak resident memory, and the memory available on the machine."""
         return {
             "memory/host_bytes": float(self._process.memory_info().rss),
             "memory/host_peak_bytes": float(peak_host_bytes()),
@@ -23,7 +23,7 @@ class HostMemory:
 
 
 def peak_host_bytes() -> int:
-    """Largest resident memory of this process since it started."""
+    """Return the peak resident memory of this process."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

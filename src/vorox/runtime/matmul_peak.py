@@ -1,9 +1,8 @@
 """Matmul peak: the rate that a device reaches on the matrix shapes of a model.
 
-The ceiling is how many FLOP/s this machine does on the matrices of this model. In: shapes and a function that times one
-multiplication in the engine's framework and arithmetic (an engine's matter: numpy's product says nothing about
-PyTorch's). Out: the rate over all shapes, weighted by how often a step needs each, which is what a step cannot beat
-however it is written. Fairer between machines than a data-sheet, and it sees a throttled clock.
+In: matrix shapes, and a function that times one multiplication in the engine's framework and precision. Out: the rate
+over all shapes, weighted by how often a step needs each: an upper bound of the speed of a step. It is a fairer
+comparison between machines than the data sheet, and it reflects throttled clocks.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ class MatmulShape:
 
 @dataclass(frozen=True, slots=True)
 class MatmulPeak:
-    """What was measured.
+    """A measurement of the matmul peak.
 
     Attributes:
-        flops_per_second: All multiplications of a step over the time they take: the weighted harmonic mean.
-        seconds_per_step: That time.
+        flops_per_second: FLOPs of all multiplications of a step over their time: the weighted harmonic mean.
+        seconds_per_step: Time of all multiplications of a step.
         rates: FLOP/s of each shape.
-        best_flops_per_second: The fastest shape.
     """
 
     flops_per_second: float
@@ -49,18 +47,19 @@ class MatmulPeak:
 
     @property
     def best_flops_per_second(self) -> float:
+        """FLOP/s of the fastest shape."""
         return max(self.rates.values())
 
 
 def training_shapes(weights: Iterable[tuple[int, int]], num_positions: int) -> Counter[MatmulShape]:
-    """The multiplications of one forward and backward pass over linear layers.
+    """Count the multiplications of one forward and backward pass over linear layers.
 
     Args:
         weights: ``(out, in)`` of every weight matrix, the head once.
         num_positions: Rows times positions of a micro-batch.
 
     Returns:
-        How often each shape occurs: forward, gradient of the input, gradient of the weight.
+        The count of each shape: forward, input gradient and weight gradient.
     """
     shapes: Counter[MatmulShape] = Counter()
     for num_out, num_in in weights:
@@ -78,26 +77,26 @@ def measure_matmul_peak(
     repeats: int = MIN_REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MatmulPeak:
-    """Time every shape in turn, so that all see the same clocks and neighbours; medians.
+    """Time all shapes round-robin, so that they see the same clocks and load, and take medians.
 
     Args:
-        shapes: How often a step needs each shape.
-        matmul: Multiplies ``[m, k] @ [k, n]`` of normal random numbers in the run's arithmetic, waits for the result,
-            and returns the seconds it took, allocation not included.
-        warmup_seconds: How long to warm the device up before timing.
+        shapes: Count of each shape in a step.
+        matmul: Multiplies ``[m, k] @ [k, n]`` of normal random numbers in the run's precision, waits for the result,
+            and returns the seconds, without allocation.
+        warmup_seconds: Warm-up before timing.
         repeats: Timed rounds.
-        clock: Seconds that only rise.
+        clock: A monotonic clock in seconds.
 
     Raises:
-        NumericalError: A time is not positive, so no rate follows from it.
+        NumericalError: A measured time is not positive.
     """
     order = sorted(shapes)
     assert order, "no shapes to measure"
-    began = clock()
+    started = clock()
     while True:
         for shape in order:
             matmul(shape.m, shape.k, shape.n)
-        if clock() - began >= warmup_seconds:
+        if clock() - started >= warmup_seconds:
             break
     times: dict[MatmulShape, list[float]] = {shape: [] for shape in order}
     for _ in range(repeats):
@@ -107,7 +106,7 @@ def measure_matmul_peak(
     for shape, seconds in medians.items():
         if not seconds > 0:
             raise NumericalError(
-                f"multiplying [{shape.m}, {shape.k}] by [{shape.k}, {shape.n}] took {seconds} s",
+                f"Multiplying [{shape.m}, {shape.k}] by [{shape.k}, {shape.n}] took {seconds} s",
                 where="runtime/matmul_peak.py",
                 hint="the timing function must wait for the result",
             )

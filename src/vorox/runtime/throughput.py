@@ -1,18 +1,17 @@
-"""How fast a run is and where its time goes, each number with one definition.
+"""Throughput, MFU and time breakdown of a run.
 
-In: the work of every step (tokens and FLOPs), how long the loop waited for data, and pauses for saves and validation.
-Out: a ``Reading`` per window and for the whole process. The clock starts with the end of the first step, so compilation
-and warm-up are in no number.
+In: the work of every step (tokens and FLOPs), the time that the loop waited for data, and pauses for checkpoints and
+validation. Out: a ``Reading`` per window and for the whole process. The clock starts at the end of the first step, so
+compilation and warm-up are excluded.
 
     training seconds   = wall seconds - save seconds - eval seconds
     tokens_per_second  = positions processed / training seconds
     time fractions     = compute + data + save + eval = 1, of wall seconds
     mfu_fraction       = FLOPs of the steps / training seconds / data-sheet peak
-    matmul_peak_fraction   = FLOPs of the steps / training seconds / measured matmul rate
+    matmul_peak_fraction = FLOPs of the steps / training seconds / measured matmul peak
 
-FLOPs are summed over the steps of a window, because the rows of one step may be longer than those of another. A speed
-that the hardware cannot have is never shown: ``check_possible`` refuses it, and a ``Reading`` leaves it out and says
-which number was impossible.
+FLOPs are summed over the steps of a window, because row lengths may differ between steps. A speed above what the
+hardware can do is never shown: ``check_possible`` refuses it, and a ``Reading`` omits it and states why.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from typing import Literal
 from vorox.core.errors import NumericalError
 
 MATMUL_PEAK_TOLERANCE = 1.15
-"""How far above the measured matmul rate a speed may be: clocks and neighbours differ between two measurements."""
+"""Accepted ratio of a speed to the measured matmul peak; clocks and load differ between two measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one or more steps, over all processes.
+    """Arithmetic of one or more steps, over all ranks.
 
     Attributes:
         num_tokens: Positions processed.
-        flops: By the usual convention (6N + 12LDT per position), which MFU is made of.
-        least_flops: What no implementation avoids (masked attention skipped).
+        flops: By the usual convention for MFU, 6N + 12LDT per position.
+        least_flops: A lower bound for any implementation (masked attention skipped).
     """
 
     num_tokens: int = 0
@@ -49,11 +48,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a speed is held against, over all devices of the run; ``None`` where it is unknown.
+    """Upper bounds of the speed, over all devices of the run; ``None`` if unknown.
 
     Attributes:
-        peak_flops_per_second: Data-sheet peak in this arithmetic.
-        matmul_peak_flops_per_second: Measured matmul rate for the shapes of the model (``runtime.matmul_peak``).
+        peak_flops_per_second: Data-sheet peak in the run's precision.
+        matmul_peak_flops_per_second: Measured peak on the matrix shapes of the model (``runtime.matmul_peak``).
     """
 
     peak_flops_per_second: float | None = None
@@ -62,17 +61,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Speed and use of time over one window. What is unknown or impossible is ``None``.
+    """Throughput and time breakdown of one window; unknown or impossible values are ``None``.
 
     Attributes:
         num_steps: Steps in the window.
-        num_tokens: Positions that they processed.
+        num_tokens: Positions processed.
         seconds: Wall seconds by use: compute, data, save, eval.
-        tokens_per_second: See the module.
-        model_flops_per_second: FLOPs of the steps / training seconds.
-        mfu_fraction: Of the data-sheet peak.
-        matmul_peak_fraction: Of the measured matmul rate.
-        impossible: Why a number is missing, if one was refused.
+        tokens_per_second: Positions per second of training.
+        model_flops_per_second: FLOPs per second of training.
+        mfu_fraction: Share of the data-sheet peak.
+        matmul_peak_fraction: Share of the measured matmul peak.
+        impossible: Why a value was refused; empty if none was.
     """
 
     num_steps: int
@@ -94,12 +93,12 @@ class Reading:
 
     @property
     def time_fractions(self) -> dict[str, float]:
-        """Share of the wall seconds by use; empty when no time has passed."""
+        """Share of the wall seconds by use; empty if no time has passed."""
         total = sum(self.seconds.values())
         return {use: spent / total for use, spent in self.seconds.items()} if total > 0 else {}
 
     def metrics(self) -> dict[str, float]:
-        """The known numbers by registered name."""
+        """Return the known values by metric name."""
         values: dict[str, float | None] = {
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step_seconds,
@@ -115,7 +114,7 @@ class Reading:
 
 @dataclass(slots=True)
 class _Window:
-    """Sums since some moment."""
+    """Sums since the start of a window."""
 
     started_at: float
     waited_before: float
@@ -125,11 +124,11 @@ class _Window:
 
 
 class Throughput:
-    """The meter of one process.
+    """Measures the throughput of one process.
 
     Args:
-        limits: What the speed is held against.
-        clock: Seconds that only rise.
+        limits: Upper bounds of the speed.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(self, limits: Limits | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -140,11 +139,11 @@ class Throughput:
         self._waited = 0.0
 
     def count(self, work: Work, *, waited_seconds: float) -> None:
-        """Take note of a step, at the same point of every step. The first one only starts the clock.
+        """Count a step; call it at the same point of every step. The first call only starts the clock.
 
         Args:
             work: Arithmetic of the step.
-            waited_seconds: How long the loop has waited for data in all so far (``Prefetcher.wait_seconds``).
+            waited_seconds: Total time that the loop has waited for data so far (``Prefetcher.wait_seconds``).
         """
         self._waited = waited_seconds
         if self._window is None or self._whole is None:
@@ -157,7 +156,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self, use: Literal["save", "eval"]) -> Generator[None]:
-        """Count the time inside as saving or validating, not as training. Does not nest."""
+        """Count the time inside as saving or validation, not as training. Does not nest."""
         started_at = self._clock()
         try:
             yield
@@ -168,12 +167,12 @@ class Throughput:
                     window.paused[use] += spent
 
     def raise_matmul_peak(self, flops_per_second: float) -> None:
-        """Take a new measurement of the matmul rate into account; the highest counts."""
+        """Record a new measurement of the matmul peak; the highest counts."""
         highest = max(flops_per_second, self.limits.matmul_peak_flops_per_second or 0.0)
         self.limits = replace(self.limits, matmul_peak_flops_per_second=highest)
 
     def read(self) -> Reading:
-        """The window since the last ``read``; begins the next one."""
+        """Return the window since the last ``read`` and start the next one."""
         window = self._window
         if window is None:
             return Reading(0, 0, {"compute": 0.0, "data": 0.0, "save": 0.0, "eval": 0.0})
@@ -182,7 +181,7 @@ class Throughput:
         return self._reading(window, now)
 
     def total(self) -> Reading:
-        """Everything since the end of the first step."""
+        """Return the reading of the whole process since the end of the first step."""
         whole = self._whole
         if whole is None:
             return self.read()
@@ -205,13 +204,13 @@ def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
     except NumericalError as error:
         return replace(reading, impossible=error.what)
     tokens_per_second, rate = work.num_tokens / seconds, work.flops / seconds
-    peak, ceiling = limits.peak_flops_per_second, limits.matmul_peak_flops_per_second
+    peak, matmul_peak = limits.peak_flops_per_second, limits.matmul_peak_flops_per_second
     mfu = rate / peak if peak else None
-    of_ceiling = rate / ceiling if ceiling else None
-    if (mfu or 0) > 1 or (of_ceiling or 0) > MATMUL_PEAK_TOLERANCE:
+    matmul_peak_fraction = rate / matmul_peak if matmul_peak else None
+    if (mfu or 0) > 1 or (matmul_peak_fraction or 0) > MATMUL_PEAK_TOLERANCE:
         impossible = (
-            f"MFU is not shown: the convention 6N + 12LDT counts attention that is masked, and comes to "
-            f"{rate / 1e12:,.3g} TFLOP/s, more than the hardware has"
+            f"MFU is not shown: 6N + 12LDT includes masked attention and gives {rate / 1e12:,.3g} TFLOP/s, more than "
+            "the hardware can do"
         )
         return replace(reading, tokens_per_second=tokens_per_second, impossible=impossible)
     return replace(
@@ -219,20 +218,20 @@ def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
         tokens_per_second=tokens_per_second,
         model_flops_per_second=rate,
         mfu_fraction=mfu,
-        matmul_peak_fraction=of_ceiling,
+        matmul_peak_fraction=matmul_peak_fraction,
     )
 
 
 def check_possible(work: Work, seconds: float, limits: Limits) -> None:
-    """Refuse a speed that the hardware cannot have.
+    """Refuse a speed above what the hardware can do.
 
     Raises:
-        NumericalError: It is above the data-sheet peak, or well above the measured matmul rate.
+        NumericalError: The speed exceeds the data-sheet peak, or the measured matmul peak by more than the tolerance.
     """
     rate = work.least_flops / seconds
     bounds = (
         ("the data-sheet peak", limits.peak_flops_per_second, 1.0),
-        ("the measured matmul rate", limits.matmul_peak_flops_per_second, MATMUL_PEAK_TOLERANCE),
+        ("the measured matmul peak", limits.matmul_peak_flops_per_second, MATMUL_PEAK_TOLERANCE),
     )
     for name, bound, tolerance in bounds:
         if bound is not None and rate > bound * tolerance:
@@ -241,11 +240,11 @@ def check_possible(work: Work, seconds: float, limits: Limits) -> None:
                 f"{work.num_tokens / seconds:,.0f} tokens/s is impossible: at {per_token / 1e9:,.4g} GFLOP per token "
                 f"it is {rate / 1e12:,.4g} TFLOP/s, {rate / bound:.1%} of {name} ({bound / 1e12:,.4g} TFLOP/s)",
                 where="runtime/throughput.py",
-                hint="the number of tokens, the clock, the FLOPs per token or the bound is wrong; nothing was printed",
+                hint="the number of tokens, the clock, the FLOPs per token or the bound is wrong",
             )
 
 
 def eta_seconds(reading: Reading, steps_left: int) -> float | None:
-    """Time left at the pace of a reading, with its share of saves and validation."""
+    """Return the remaining time at the speed of a reading, including checkpoints and validation."""
     total = sum(reading.seconds.values())
     return total / reading.num_steps * steps_left if reading.num_steps and total > 0 else None

@@ -117,9 +117,9 @@ class Session:
 
     def _publish(self, saved: SavedCheckpoint) -> None:
         """Pass a committed checkpoint to mirror, metadata and observer, in the thread that wrote it."""
-        self.setup.mirror.committed(saved.path)
+        self.setup.mirror.enqueue(saved.path)
         for path in saved.removed:
-            self.setup.mirror.removed(path)
+            self.setup.mirror.discard(path)
         self.provenance.saved(saved.progress)
         self.observer.saved(saved.path, saved.progress, saved.seconds)
 
@@ -212,7 +212,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
     )  # fmt: skip
     with (
         contextlib.closing(tracker),
-        setup.mirror.following(run.directory, progress.step, evaluations.losses, log),
+        setup.mirror.uploading(run.directory, progress.step, evaluations.losses, log),
         open_provenance(run, config.log, progress, plan, plan_readers(plan, corpus), log) as provenance,
         training_batches(
             config, corpus, plan, engine.data_shard, progress.cursor, total_steps=total_steps,

@@ -336,7 +336,7 @@ def test_ids_outside_the_vocabulary_are_refused(array: str, value: int, message:
 
 
 def test_rows_longer_than_the_model_are_refused() -> None:
-    with pytest.raises(DataError, match="rows have 25 positions, the model 24"):
+    with pytest.raises(DataError, match="Rows have 25 positions; the model has 24"):
         step(make(), batch_of(random_rows(2, positions=POSITIONS + 1)))
 
 
@@ -360,7 +360,7 @@ def test_running_out_of_memory_says_what_to_do(error: Exception) -> None:
         raise error
 
     engine.taps.attach("after_mlp", 0, fail)
-    with pytest.raises(DoesNotFitError, match="out of memory while training") as caught:
+    with pytest.raises(DoesNotFitError, match="Out of memory while training") as caught:
         step(engine, batch_of(random_rows(2)))
     assert caught.value.exit_code == 3
     assert "activation_checkpointing=block" in caught.value.hint

@@ -1,13 +1,13 @@
-"""What lies in the mirror of a run, and which of it counts.
+"""Contents of a mirror: checkpoints, run snapshots, and which of them are valid.
 
     gs://bucket/prefix/<run>/
-      OWNER.json                             which process writes here (``owner``)
-      checkpoints/step-00000100-c0003/       a checkpoint as it is on disk; MANIFEST.json was put last
-      record/step-00000100-c0003-r1/         the files of the run at that moment; RECORD.json was put last
+      OWNER.json                             the process that writes here (``ownership``)
+      checkpoints/step-00000100-c0003/       a checkpoint as on disk; MANIFEST.json is uploaded last
+      record/step-00000100-c0003-r1/         a snapshot of the run files at that time; RECORD.json is uploaded last
 
-``c0003`` is the fencing token: how often a process has taken the mirror over. Every process writes under names of its
-own, so none can damage what another one wrote. Invariants: a checkpoint counts only with its manifest and a record; of
-two lines of work the one with the higher token is the run's; nothing here trusts a clock.
+``c0003`` is the fencing token, which increases with every owner. Every process writes under its own names, so it cannot
+damage the work of another. Invariants: a checkpoint counts only with its manifest and a run snapshot; where two
+processes have diverged, the higher token wins; nothing here depends on a clock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vorox.core.errors import CheckpointError
 from vorox.data.storage import StoredFile, canonical_uri, list_objects, open_range
 
 OWNER_NAME = "OWNER.json"
-RECORD_NAME = "RECORD.json"
-RECORD_FORMAT = "vorox-mirror-record/1"
-CHECKPOINTS, RECORDS = "checkpoints", "record"
+SNAPSHOT_MANIFEST = "RECORD.json"
+SNAPSHOT_FORMAT = "vorox-mirror-record/1"
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "record"
 CHECKPOINT_NAME = re.compile(r"step-(?P<step>\d{8,})-c(?P<claim>\d{4,})(?:-r(?P<number>\d+))?")
 
 
 def checkpoint_name(step: int, fencing_token: int) -> str:
-    """The name of a checkpoint in a mirror."""
+    """Return the name of a checkpoint in a mirror."""
     return f"step-{step:08d}-c{fencing_token:04d}"
 
 
@@ -42,30 +42,30 @@ class MirroredCheckpoint:
 
     Attributes:
         step: Steps finished.
-        fencing_token: Of the process that wrote it.
-        files: Its objects by their name in the checkpoint.
-        records: Objects of the run's files by the number of the record and by name.
+        fencing_token: Fencing token of the process that wrote it.
+        files: Objects of the checkpoint, by file name.
+        snapshots: Objects of its run snapshots, by number and file name.
     """
 
     step: int
     fencing_token: int
     files: dict[str, StoredFile] = field(default_factory=dict[str, StoredFile])
-    records: dict[int, dict[str, StoredFile]] = field(default_factory=dict[int, dict[str, StoredFile]])
+    snapshots: dict[int, dict[str, StoredFile]] = field(default_factory=dict[int, dict[str, StoredFile]])
 
     @property
     def name(self) -> str:
         return checkpoint_name(self.step, self.fencing_token)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether its upload came to the end."""
-        return MANIFEST_NAME in self.files and self.record is not None
+    def is_complete(self) -> bool:
+        """Whether the upload is complete."""
+        return MANIFEST_NAME in self.files and self.snapshot is not None
 
     @property
-    def record(self) -> Mapping[str, StoredFile] | None:
-        """The newest record that was put to its end."""
-        whole = [number for number, files in self.records.items() if RECORD_NAME in files]
-        return self.records[max(whole)] if whole else None
+    def snapshot(self) -> Mapping[str, StoredFile] | None:
+        """The newest complete run snapshot."""
+        complete = [number for number, files in self.snapshots.items() if SNAPSHOT_MANIFEST in files]
+        return self.snapshots[max(complete)] if complete else None
 
     @property
     def size_bytes(self) -> int:
@@ -73,25 +73,25 @@ class MirroredCheckpoint:
 
     @property
     def saved_at(self) -> float | None:
-        """When the store took its manifest, seconds since the epoch; ``None`` if it never did."""
+        """When its manifest was uploaded, seconds since the epoch; ``None`` without a manifest."""
         manifest = self.files.get(MANIFEST_NAME)
         return None if manifest is None else manifest.modified_nanoseconds / 1e9
 
     def objects(self) -> Iterator[StoredFile]:
-        """Everything of it, the manifest first: whoever removes in this order never leaves a torn one that counts."""
+        """Yield all objects, the manifest first: removing them in this order never leaves a torn checkpoint."""
         yield from sorted(self.files.values(), key=lambda file: not file.uri.endswith(f"/{MANIFEST_NAME}"))
-        for files in self.records.values():
+        for files in self.snapshots.values():
             yield from files.values()
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one listing of a mirror found.
+    """A listing of a mirror.
 
     Attributes:
         uri: The run's folder.
-        checkpoints: Whole and torn ones, by step and fencing token.
-        others: Every other object by its name in the folder, ``OWNER.json`` among them.
+        checkpoints: Complete and incomplete ones, by step and fencing token.
+        others: All other objects by name, including ``OWNER.json``.
     """
 
     uri: str
@@ -103,14 +103,14 @@ class Contents:
         return max((checkpoint.fencing_token for checkpoint in self.checkpoints), default=0)
 
     def lineage(self) -> list[MirroredCheckpoint]:
-        """The whole checkpoints of the run as it stands, in the order in which they are to be tried.
+        """Return the complete checkpoints of the run's current history, newest first.
 
-        A process that went on from step S made everything after S that earlier ones left another line of work.
+        A process that resumed from step S supersedes all checkpoints after S of earlier processes.
         """
         found: list[MirroredCheckpoint] = []
         limit: int | None = None
         for token in sorted({checkpoint.fencing_token for checkpoint in self.checkpoints}, reverse=True):
-            own = [entry for entry in self.checkpoints if entry.fencing_token == token and entry.is_whole]
+            own = [entry for entry in self.checkpoints if entry.fencing_token == token and entry.is_complete]
             known = {checkpoint.step for checkpoint in found}
             found += sorted(
                 (entry for entry in own if (limit is None or entry.step <= limit) and entry.step not in known),
@@ -122,65 +122,65 @@ class Contents:
 
 
 def list_mirror(uri: str) -> Contents:
-    """What a mirror of a run holds; empty if there is none.
+    """List the mirror of a run; empty if it does not exist.
 
     Raises:
-        DataError: There is no such bucket, or it cannot be read.
+        DataError: The bucket does not exist or cannot be read.
     """
     uri = canonical_uri(uri)
     found: dict[tuple[int, int], MirroredCheckpoint] = {}
     others: dict[str, StoredFile] = {}
     for file in list_objects(uri):
         name = file.uri[len(uri) + 1 :]
-        room, _, rest = name.partition("/")
+        kind, _, rest = name.partition("/")
         folder, _, inner = rest.partition("/")
-        match = CHECKPOINT_NAME.fullmatch(folder) if room in {CHECKPOINTS, RECORDS} and inner else None
-        if match is None or (match["number"] is None) != (room == CHECKPOINTS):
+        match = CHECKPOINT_NAME.fullmatch(folder) if kind in {CHECKPOINTS, SNAPSHOTS} and inner else None
+        if match is None or (match["number"] is None) != (kind == CHECKPOINTS):
             others[name] = file
             continue
-        place = int(match["step"]), int(match["claim"])
-        entry = found.setdefault(place, MirroredCheckpoint(*place))
+        key = int(match["step"]), int(match["claim"])
+        entry = found.setdefault(key, MirroredCheckpoint(*key))
         if match["number"] is None:
             entry.files[inner] = file
         else:
-            entry.records.setdefault(int(match["number"]), {})[inner] = file
-    return Contents(uri, [found[place] for place in sorted(found)], others)
+            entry.snapshots.setdefault(int(match["number"]), {})[inner] = file
+    return Contents(uri, [found[key] for key in sorted(found)], others)
 
 
 def read_object(file: StoredFile) -> bytes:
-    """All bytes of a small object."""
+    """Return all bytes of a small object."""
     with open_range(file) as reader:
         return reader.read()
 
 
-def record_bytes(metadata: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """``RECORD.json``: what the other files of a record are, and a hash over all that it says."""
-    body = {"format": RECORD_FORMAT, "metadata": dict(metadata), "files": dict(files)}
+def encode_snapshot(metadata: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Encode ``RECORD.json``: metadata and file digests of a run snapshot, with a hash over all of it."""
+    body = {"format": SNAPSHOT_FORMAT, "metadata": dict(metadata), "files": dict(files)}
     return atomic.pretty_json({**body, "sha256": hashlib.sha256(atomic.canonical_json(body)).hexdigest()})
 
 
-def read_record(checkpoint: MirroredCheckpoint) -> dict[str, Any]:
-    """The record of a whole checkpoint.
+def read_snapshot(checkpoint: MirroredCheckpoint) -> dict[str, Any]:
+    """Read the run snapshot's ``RECORD.json`` of a complete checkpoint.
 
     Raises:
-        CheckpointError: It is not what was written.
+        CheckpointError: It does not match its own hash.
     """
-    assert checkpoint.record is not None, "only whole checkpoints are asked"
-    file = checkpoint.record[RECORD_NAME]
+    assert checkpoint.snapshot is not None, "the checkpoint must be complete"
+    file = checkpoint.snapshot[SNAPSHOT_MANIFEST]
     body: dict[str, Any] = {}
     try:
         body = json.loads(read_object(file))
         digest = body.pop("sha256")
-        intact = body["format"] == RECORD_FORMAT and digest == hashlib.sha256(atomic.canonical_json(body)).hexdigest()
+        intact = body["format"] == SNAPSHOT_FORMAT and digest == hashlib.sha256(atomic.canonical_json(body)).hexdigest()
     except (ValueError, KeyError, AttributeError, TypeError):
         intact = False
     if not intact:
-        raise CheckpointError("the record does not match its own hash", where=file.uri)
+        raise CheckpointError("The run snapshot does not match its own hash", where=file.uri)
     return body
 
 
 def _base_step(checkpoint: MirroredCheckpoint) -> int | None:
     try:
-        return int(read_record(checkpoint)["metadata"]["base_step"])
+        return int(read_snapshot(checkpoint)["metadata"]["base_step"])
     except CheckpointError:
-        return None  # whoever brings it back will say so
+        return None  # a restore reports it

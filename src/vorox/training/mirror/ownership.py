@@ -1,9 +1,9 @@
-"""Which process writes to the mirror of a run: one at a time, decided by the store.
+"""Ownership of a mirror: one writing process at a time, by a lease with a fencing token.
 
-``OWNER.json`` names the process and its fencing token (a number that only rises), and is put again every
-``RENEW_SECONDS``. It is only ever replaced in the version that the writer knows, so of two claimers one is refused,
-and an owner that was away for so long that another one took over learns it at its next renewal. Whether an owner is
-silent is judged by the store's own times; a process of this machine that is known to be dead is not waited for.
+``OWNER.json`` names the process and its fencing token, and is renewed every ``RENEW_SECONDS``. It is written by
+conditional puts only, so of two processes that acquire it one is refused, and an owner whose lease was taken over
+notices at its next renewal. Leases expire by the store's timestamps; the lease of a dead process on this machine is
+taken over immediately.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from vorox.training.mirror.contents import OWNER_NAME, Contents, list_mirror, re
 
 RENEW_SECONDS = 30.0
 LEASE_SECONDS = 120.0
-"""An owner that was silent for so long counts as dead."""
+"""A lease that was not renewed for so long has expired."""
 
 _POLL_SECONDS = 2.0
 _READS = 3
-"""Attempts to read a record that its owner replaces while it is read."""
+"""Attempts to read ``OWNER.json`` while its owner replaces it."""
 
 
 class Ownership:
-    """The right of this process to write to a mirror, renewed in the background until it is released.
+    """This process's lease of a mirror, renewed in the background until it is released.
 
     Attributes:
-        fencing_token: Rises with every owner; part of every name that this process writes.
+        fencing_token: Increases with every owner; part of every name that this process writes.
         lost: Whether another process has taken over.
     """
 
@@ -75,7 +75,7 @@ class Ownership:
             self._put(released=False)
 
     def confirm(self) -> None:
-        """Ask the store whether this process still has the mirror; ``lost`` says so if not."""
+        """Renew the lease now; sets ``lost`` if another process has taken over."""
         self._put(released=False)
 
     def _put(self, *, released: bool) -> None:
@@ -85,18 +85,18 @@ class Ownership:
                 try:
                     self._stored = put_bytes(content, self._uri, mode=self._stored)
                 except WriteConflict as failure:
-                    self._stored = put_bytes(content, self._uri, mode=self._own(failure))
+                    self._stored = put_bytes(content, self._uri, mode=self._check_own(failure))
         except WriteConflict:
             self.lost = True
         except DataError:
-            pass  # the store is away; whoever uploads says so
+            pass  # the store is unreachable; the uploader reports it
 
-    def _own(self, failure: WriteConflict) -> StoredFile:
-        """What the store has, if it is this process's own: it took an earlier put that was given up unanswered.
+    def _check_own(self, failure: WriteConflict) -> StoredFile:
+        """Return the stored ``OWNER.json`` if this process wrote it, in a put whose response was lost.
 
         Raises:
-            WriteConflict: It is another one's.
-            DataError: It cannot be read just now, so that nobody can know.
+            WriteConflict: Another process wrote it.
+            DataError: It cannot be read.
         """
         found = list_mirror(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
         if found is None or json.loads(read_object(found)).get("claim") != self.fencing_token:
@@ -104,7 +104,7 @@ class Ownership:
         return found
 
     def release(self, timeout_seconds: float) -> None:
-        """Let others take the mirror over at once; if the store hangs, they wait until the lease runs out."""
+        """Release the lease, so that others can acquire it immediately; bounded by the timeout."""
         self._ended.set()
         self._thread.join(timeout_seconds)
         if self.lost or self._thread.is_alive():
@@ -116,20 +116,20 @@ class Ownership:
         thread.join(timeout_seconds)
 
 
-def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep) -> tuple[Ownership, Contents]:
-    """Take the mirror of a run over, if nobody has it, and prove that it can be written, listed and cleared.
+def acquire(uri: str, echo: Echo, *, sleep: Callable[[float], None] = time.sleep) -> tuple[Ownership, Contents]:
+    """Acquire the lease of a mirror, and check that the mirror can be written, listed and deleted from.
 
     Args:
         uri: The run's folder.
-        tell: Told when another process's silence is waited for.
+        echo: Reports waiting for another process's lease to expire.
         sleep: How to wait.
 
     Returns:
-        The ownership, and what the mirror held.
+        The ownership, and the contents of the mirror.
 
     Raises:
-        ConfigError: Another process owns it.
-        DataError: The store refuses, or cannot be reached.
+        ConfigError: Another process owns the mirror.
+        DataError: The store refuses access or cannot be reached.
     """
     probe = f"{uri}/.probe-{os.getpid()}-{os.urandom(4).hex()}"
     now = put_bytes(b"can this be written?", probe)
@@ -142,7 +142,7 @@ def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep
     if known is not None and not record.get("released") and not _is_dead(record.get("holder")):
         stamp = found.others[probe.rpartition("/")[2]].modified_nanoseconds
         silent_seconds = max(0.0, (stamp - known.modified_nanoseconds) / 1e9)
-        known, record = _wait_for_silence(uri, known, record, silent_seconds, tell, sleep)
+        known, record = _wait_for_silence(uri, known, record, silent_seconds, echo, sleep)
     last = record.get("claim", 0)
     try:
         return Ownership(uri, max(last if type(last) is int else 0, found.last_fencing_token) + 1, known), found
@@ -151,15 +151,15 @@ def acquire(uri: str, tell: Echo, *, sleep: Callable[[float], None] = time.sleep
 
 
 def _wait_for_silence(
-    uri: str, known: StoredFile, record: Mapping[str, Any], silent_seconds: float, tell: Echo,
+    uri: str, known: StoredFile, record: Mapping[str, Any], silent_seconds: float, echo: Echo,
     sleep: Callable[[float], None],
 ) -> tuple[StoredFile | None, Mapping[str, Any]]:  # fmt: skip
-    """What is there once the owner has been silent for the lease, or has let go."""
+    """Wait until the owner's lease has expired or is released; return the last state of ``OWNER.json``."""
     left = LEASE_SECONDS - silent_seconds
     if left > 0:
-        tell(
-            f"The mirror {uri} was in use by {_named(record)} {silent_seconds:.0f} s ago; "
-            f"waiting up to {left:.0f} s to see whether it still is",
+        echo(
+            f"The mirror {uri} was in use by {_holder_name(record)} {silent_seconds:.0f} s ago; "
+            f"waiting up to {left:.0f} s for its lease to expire",
             "warning",
         )
     while left > 0:
@@ -176,13 +176,13 @@ def _wait_for_silence(
 
 def _in_use(uri: str, record: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
-        f"the mirror of this run is in use by {_named(record)}", where=uri,
-        hint="wait for that process or stop it, or give this run a checkpoint.mirror of its own",
+        f"The mirror of this run is in use by {_holder_name(record)}", where=uri,
+        hint="wait for that process or stop it, or set another checkpoint.mirror for this run",
     )  # fmt: skip
 
 
 def _owner(uri: str) -> tuple[StoredFile | None, dict[str, Any]]:
-    """The owner's file and its record, read again if the owner replaces it meanwhile."""
+    """Read ``OWNER.json`` and its content, again if the owner replaces it meanwhile."""
     file, record = None, dict[str, Any]()
     for _ in range(_READS):
         file = list_mirror(uri).others.get(OWNER_NAME)
@@ -193,7 +193,7 @@ def _owner(uri: str) -> tuple[StoredFile | None, dict[str, Any]]:
 
 
 def _read(file: StoredFile | None) -> dict[str, Any]:
-    """What an owner wrote; nothing if it cannot be read."""
+    """Return the content of ``OWNER.json``, empty if it cannot be read."""
     if file is None:
         return {}
     try:
@@ -203,12 +203,12 @@ def _read(file: StoredFile | None) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _named(record: Mapping[str, Any]) -> str:
+def _holder_name(record: Mapping[str, Any]) -> str:
     return str(ProcessIdentity.from_json(record.get("holder")) or "another process")
 
 
 def _is_dead(holder: Any) -> bool:
-    """Whether an owner is a process of this very machine that is no more."""
+    """Whether an owner is a dead process of this machine."""
     process = ProcessIdentity.from_json(holder)
     if process is None or not machine_identity() or cast("dict[str, Any]", holder).get("machine") != machine_identity():
         return False

@@ -1,8 +1,8 @@
-"""Opening a run that has a mirror: where it lies, whether the store is ahead, and the copying while it runs.
+"""The mirror of a running run: acquire and restore at the start, upload in the background, release at the end.
 
-``open_mirror`` goes around the opening of the run directory. Before: the mirror is taken over (or the run is refused),
-and what this machine lacks is brought back. Inside: ``following`` copies checkpoints in the background. After: the
-record of how the run ended goes up, and the mirror is let go. Without ``checkpoint.mirror`` all of it is nothing.
+``open_mirror`` wraps the opening of the run directory. Before it, the mirror is acquired and missing checkpoints are
+restored. Inside, ``uploading`` copies checkpoints in the background. Afterwards, the final run snapshot is uploaded and
+the mirror is released. Without ``checkpoint.mirror`` all of this does nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from vorox.training.mirror.restore import restore_run
 from vorox.training.mirror.uploader import Uploader
 
 CLOSE_SECONDS = 20.0
-"""For the record of how the run ended, and for letting the mirror go."""
+"""Time limit of the final run snapshot, and of releasing the mirror."""
 
 ResumeFrom = Literal["auto", "never"] | Path
 
 
 @dataclass(slots=True)
 class Mirror:
-    """A run and its mirror, if it has one.
+    """The mirror of a run; does nothing for a run without one.
 
     Attributes:
-        resume_from: What the run is to be opened from, now that the mirror has been asked.
+        resume_from: Where to open the run from, after a restore.
     """
 
     resume_from: ResumeFrom
@@ -59,28 +59,28 @@ class Mirror:
     _found: Contents | None = None
     _uploader: Uploader | None = None
 
-    def committed(self, path: Path) -> None:
-        """A checkpoint was committed; constant time, from any thread."""
+    def enqueue(self, path: Path) -> None:
+        """Enqueue a committed checkpoint for upload; constant time, from any thread."""
         if self._uploader is not None:
-            self._uploader.committed(path)
+            self._uploader.enqueue(path)
 
-    def removed(self, path: Path) -> None:
-        """A checkpoint was removed; constant time, from any thread."""
+    def discard(self, path: Path) -> None:
+        """Drop a removed checkpoint from the queue; constant time, from any thread."""
         if self._uploader is not None:
-            self._uploader.removed(path)
+            self._uploader.discard(path)
 
     def metrics(self) -> dict[str, float]:
         return {} if self._uploader is None else self._uploader.metrics()
 
     @contextlib.contextmanager
-    def following(self, directory: Path, step: int, losses: Mapping[int, float], log: RunLog) -> Generator[None]:
-        """While inside, checkpoints go to the mirror; at the end the last ones are waited for, within bounds.
+    def uploading(self, directory: Path, step: int, losses: Mapping[int, float], log: RunLog) -> Generator[None]:
+        """Upload checkpoints in the background; wait for the last ones at the end, within a time limit.
 
         Args:
             directory: The run; this process holds its lock.
-            step: Finished steps of the state that it goes on from.
-            losses: Validation losses by step, for the retention.
-            log: Told about everything.
+            step: Step from which the run starts or resumes.
+            losses: Validation losses by step, for the retention rules.
+            log: The run's log.
         """
         if self._ownership is None or self._found is None:
             yield
@@ -90,22 +90,22 @@ class Mirror:
             self._uri, directory, self._ownership, self._found, base_step=step, log=log,
             keep=lambda steps: steps_to_keep(steps, checkpoint, losses),
         )  # fmt: skip
-        self._mirror_what_is_here(self._uploader, directory, step)
+        self._enqueue_current(self._uploader, directory, step)
         try:
             yield
         except VoroxError as error:
-            there = self._uploader.settle(checkpoint.mirror_wait_seconds)
-            error.saved = f"{error.saved}; {there}" if error.saved else there
+            status = self._uploader.wait(checkpoint.mirror_wait_seconds)
+            error.saved = f"{error.saved}; {status}" if error.saved else status
             raise
-        there = self._uploader.settle(checkpoint.mirror_wait_seconds)
-        log.event("mirror_settled", there[0].upper() + there[1:], level="warning" if "NOT" in there else "info")
+        status = self._uploader.wait(checkpoint.mirror_wait_seconds)
+        log.event("mirror_settled", status[0].upper() + status[1:], level="warning" if "NOT" in status else "info")
 
-    def _mirror_what_is_here(self, uploader: Uploader, directory: Path, step: int) -> None:
-        """Have the state that the run goes on from mirrored, if it is not."""
+    def _enqueue_current(self, uploader: Uploader, directory: Path, step: int) -> None:
+        """Enqueue the checkpoint from which the run resumes, unless the mirror has it."""
         assert self._found is not None
         path = RunLayout(directory).checkpoint(step)
         if path.exists() and step not in {entry.step for entry in self._found.lineage()}:
-            uploader.committed(path)
+            uploader.enqueue(path)
 
     def close(self) -> None:
         if self._uploader is not None:
@@ -116,37 +116,37 @@ class Mirror:
 
 @contextlib.contextmanager
 def open_mirror(
-    config: RunConfig, resume_from: ResumeFrom, distributed: DistributedContext, tell: Echo
+    config: RunConfig, resume_from: ResumeFrom, distributed: DistributedContext, echo: Echo
 ) -> Generator[Mirror]:
-    """Take over the mirror of a run and bring back what this machine lacks.
+    """Acquire the mirror of a run and restore what this machine lacks.
 
     Args:
-        config: ``checkpoint.mirror`` says where it is.
+        config: ``checkpoint.mirror`` is its URI.
         resume_from: As for ``train``.
-        distributed: Only the main process of a run does anything.
-        tell: Shows a message to the person at the terminal.
+        distributed: Only rank 0 uses the mirror.
+        echo: Shows a message on the terminal.
 
     Raises:
         ConfigError: The mirror cannot be written, or is in use by another process.
-        CheckpointError: It cannot be reached, or nothing valid is in it.
+        CheckpointError: The mirror cannot be reached, or has no valid checkpoint.
     """
-    place = config.checkpoint.mirror
-    if place is None or not distributed.is_main:
+    root = config.checkpoint.mirror
+    if root is None or not distributed.is_main:
         yield Mirror(resume_from, config)
         return
-    with _as_ours(place):
-        check_writable(place)
-        place = canonical_uri(place)
-        directory = _directory(config, resume_from, place)
-        uri = f"{place}/{directory.name}"
-        ownership, found = acquire(uri, tell)
+    with _translate_store_errors(root):
+        check_writable(root)
+        root = canonical_uri(root)
+        directory = _directory(config, resume_from, root)
+        uri = f"{root}/{directory.name}"
+        ownership, found = acquire(uri, echo)
     run = Mirror(resume_from, config, uri, ownership, found)
     try:
         if resume_from == "auto":
-            with _as_ours(place):
-                restore_run(found, directory, tell)
+            with _translate_store_errors(root):
+                restore_run(found, directory, echo)
         if not isinstance(resume_from, Path):
-            tell(f"{'Going on' if is_run(directory) else 'Writing'} in {directory}, mirrored to {uri}", "info")
+            echo(f"{'Resuming' if is_run(directory) else 'Writing to'} {directory}, mirrored to {uri}", "info")
             atomic.make_directory(directory)
             run.resume_from = directory
         yield run
@@ -155,26 +155,26 @@ def open_mirror(
 
 
 @contextlib.contextmanager
-def _as_ours(place: str) -> Generator[None]:
-    """What a store says against the mirror is said of the setting, and whether it may pass by itself."""
+def _translate_store_errors(uri: str) -> Generator[None]:
+    """Translate errors of the store into errors about ``checkpoint.mirror``."""
     try:
         yield
     except StoreUnreachable as error:
         raise CheckpointError(
-            f"the mirror cannot be reached, and whether it is ahead of this machine is unknown: {error.what}",
-            where=error.where, hint="run the same command again, or train without: checkpoint.mirror=null",
+            f"The mirror cannot be reached, so it is unknown whether it is ahead of this machine: {error.what}",
+            where=error.where, hint="run the same command again, or train without a mirror: checkpoint.mirror=null",
         ) from error  # fmt: skip
     except DataError as error:
         raise ConfigError(
-            f"checkpoint.mirror={place} cannot be used: {error.what}", where=error.where, hint=error.hint
+            f"checkpoint.mirror={uri} cannot be used: {error.what}", where=error.where, hint=error.hint
         ) from error
     except ConfigError as error:
         error.where = error.where or "checkpoint.mirror"
         raise
 
 
-def _directory(config: RunConfig, resume_from: ResumeFrom, place: str) -> Path:
-    """The run directory, by what is here and what is in the store."""
+def _directory(config: RunConfig, resume_from: ResumeFrom, mirror_root: str) -> Path:
+    """Return the run directory, considering local runs and those in the store."""
     if isinstance(resume_from, Path):
         path = resume_from.absolute()
         return run_of_checkpoint(path) or path
@@ -182,30 +182,30 @@ def _directory(config: RunConfig, resume_from: ResumeFrom, place: str) -> Path:
     here = [path.name.removeprefix(name).removeprefix("-") for path in same_run_directories(root, name)]
     number = max((int(suffix or 1) for suffix in here), default=0)
     earlier = latest_run(config, name) if resume_from == "auto" and not here else None
-    if earlier is not None:  # it began before the schema had all of today's settings, which gave it another id
+    if earlier is not None:  # started under an older schema, which gave it another id
         return earlier
 
     def numbered(number: int) -> str:
         return name if number == 1 else f"{name}-{number}"
 
-    while list_objects(f"{place}/{numbered(number + 1)}"):
+    while list_objects(f"{mirror_root}/{numbered(number + 1)}"):
         number += 1
     return root / numbered(max(1, number) if resume_from == "auto" else number + 1)
 
 
-def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
-    """Bring a mirrored run to this machine, to go on with it.
+def resume_from_store(uri: str, root: str | None, echo: Echo) -> Path:
+    """Restore a mirrored run to this machine, to resume it.
 
     Args:
         uri: The run's folder in a store, or one of its checkpoints.
-        root: Where run directories are; ``None``: where the run itself says.
-        tell: Told what was brought, and what was passed over.
+        root: Parent of run directories; by default, ``run.directory`` of the mirrored run.
+        echo: Reports restored and skipped checkpoints.
 
     Returns:
-        The run directory; of one checkpoint, its path.
+        The run directory, or the path of the checkpoint if ``uri`` is one.
 
     Raises:
-        ConfigError: There is no mirrored run, or what is here is another line of work.
+        ConfigError: The URI is not a mirrored run, or the local run has diverged from it.
         CheckpointError, DataError: As ``restore_run``.
     """
     uri = canonical_uri(uri)
@@ -213,49 +213,49 @@ def resume_from_store(uri: str, root: str | None, tell: Echo) -> Path:
     match = CHECKPOINT_NAME.fullmatch(name) if folder.endswith(f"/{CHECKPOINTS}") else None
     run_uri = uri if match is None else folder.removesuffix(f"/{CHECKPOINTS}")
     found = list_mirror(run_uri)
-    line = found.lineage()
-    if not line:
+    lineage = found.lineage()
+    if not lineage:
         raise ConfigError(
-            "there is no mirrored run with a whole checkpoint", where=uri,
+            "There is no mirrored run with a complete checkpoint at this URI", where=uri,
             hint="name the folder below checkpoint.mirror that has the run's id",
         )  # fmt: skip
-    directory = Path(root or _recorded(line[0]).run.directory) / run_uri.rpartition("/")[2]
-    path = restore_run(found, directory, tell, step=None if match is None else int(match["step"]))
+    directory = Path(root or _mirrored_config(lineage[0]).run.directory) / run_uri.rpartition("/")[2]
+    path = restore_run(found, directory, echo, step=None if match is None else int(match["step"]))
     return directory if match is None or path is None else path
 
 
-def _recorded(checkpoint: MirroredCheckpoint) -> RunConfig:
-    """The configuration that a mirrored run was made with."""
-    assert checkpoint.record is not None
+def _mirrored_config(checkpoint: MirroredCheckpoint) -> RunConfig:
+    """Read the configuration of a mirrored run."""
+    assert checkpoint.snapshot is not None
     with tempfile.TemporaryDirectory() as folder:
         file = RunLayout(Path(folder)).config
-        file.write_bytes(read_object(checkpoint.record[file.name]))
+        file.write_bytes(read_object(checkpoint.snapshot[file.name]))
         return load_config(file)
 
 
 def mirror_uri(directory: Path) -> str | None:
-    """Where the mirror of a run on this machine is; ``None`` if it has none, or its record cannot be read."""
+    """Return the URI of a local run's mirror; ``None`` if it has none, or its configuration cannot be read."""
     try:
-        place = recorded_config(directory).checkpoint.mirror
-        return None if place is None else f"{canonical_uri(place)}/{directory.resolve().name}"
+        root = recorded_config(directory).checkpoint.mirror
+        return None if root is None else f"{canonical_uri(root)}/{directory.resolve().name}"
     except ConfigError:
-        return None  # of another version
+        return None  # written by another version
 
 
 def silent_echo(text: str, level: Level = "info") -> None:
-    """The echo of a command that says by itself what it did."""
+    """Discard messages; for commands that print their own."""
 
 
 def remove_mirror(uri: str) -> int:
-    """Remove everything that the mirror of a run holds; returns the bytes that it held.
+    """Remove the mirror of a run and return its size in bytes.
 
     Raises:
-        ConfigError: A process writes to it.
+        ConfigError: Another process writes to it.
     """
     ownership, found = acquire(uri, silent_echo)
     ownership.release(CLOSE_SECONDS)
     if ownership.lost:
-        raise ConfigError("another process has taken over this mirror", where=uri, hint="see what writes to it")
+        raise ConfigError("Another process has taken over this mirror", where=uri, hint="find the process that uses it")
     size_bytes = 0
     for entry in found.checkpoints:
         for file in entry.objects():
