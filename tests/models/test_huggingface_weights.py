@@ -148,7 +148,7 @@ def test_disorder_is_refused_on_the_way_in() -> None:
         ([*stored, (name, array)], f"{name} is duplicated"),
         ([*stored, (name.removeprefix("model."), array)], f"{name} is duplicated"),
         ([(name, array[:, :-1])], "has shape"),
-        ([*stored, ("model.layers.0.self_attn.q_proj.bias", array)], "without this bias"),
+        ([*stored, ("model.layers.0.self_attn.q_proj.bias", array)], "has no such bias"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             list(from_huggingface(spec, broken))

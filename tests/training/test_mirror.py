@@ -485,7 +485,7 @@ def test_a_mirror_that_cannot_be_is_refused_before_the_first_step(store: Shelf, 
     ):
         run(config)
     for place in ("ftp://bucket/x", "/some/folder", "gs://"):
-        with pytest.raises(ConfigError, match="no place in a store"):
+        with pytest.raises(ConfigError, match="is not a folder in an object store"):
             on_machine(tmp_path / "c", place)
 
 
