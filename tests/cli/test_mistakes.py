@@ -141,7 +141,7 @@ OPTIONS = [
         "train tiny.yaml data.sequence_length_tokens=1000000 --dry-run",
         3,
         "data.sequence_length_tokens=",
-        "4,000,000 tokens a step|2,000,000 tokens a step",
+        "4,000,000 tokens per step|2,000,000 tokens per step",
     ),
     row(
         "rows of a million tokens",

@@ -63,7 +63,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     code, out, err = vorox("train", "tiny.yaml")
     assert code == 0, err
     (directory,) = runs()
-    assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens a step\n")
+    assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens per step\n")
     assert f"Run directory: {directory}\n" in out
     commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
     assert list(commands) == ["resume", "generate", "export", "replay"]
@@ -280,7 +280,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(vorox: Run, prepare
     assert "text: 1 file," in lines["data"]
     assert lines["tokenizer"] == "byte, 257 tokens: ready"
     assert "cache          text train: ready, " in out
-    assert lines["batch"] == "4 rows = 2 x 2 rows x 1 device; 64 tokens a step"
+    assert lines["batch"] == "4 rows = 2 x 2 rows x 1 device; 64 tokens per step"
     assert lines["length"].startswith("12 steps, 768 tokens, ")
     assert lines["checkpoints"] == "every 4 steps, at the end; validation every 6 steps, at the end"
     # 257 x 16 embedding, 2 norms a layer and 1 at the end, 4 x 16 x 16 attention and 3 x 64 x 16 MLP, by hand

@@ -231,10 +231,10 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
     for part in (
         "duplicate key optimizer.lr; the first is in line 10 [my.yaml:11]",
         "optimizer.lr=-1 must be a number, greater than 0 [my.yaml:10]",
-        "unknown key model.num_layer; did you mean model.num_layers? [my.yaml:13]",
+        "Unknown key model.num_layer; did you mean model.num_layers? [my.yaml:13]",
         'model.num_heads="six" must be an integer, at least 1 [my.yaml:14]',
-        "schedule.warmup_steps and schedule.warmup_tokens all set the warm-up; keep one [my.yaml:16, my.yaml:17]",
-        "unknown key optimiser.lr; did you mean optimizer.lr? [override optimiser.lr=3]",
+        "schedule.warmup_steps and schedule.warmup_tokens both set the warm-up; keep one [my.yaml:16, my.yaml:17]",
+        "Unknown key optimiser.lr; did you mean optimizer.lr? [override optimiser.lr=3]",
         "train.global_batch_sequences=16 is not a multiple of train.micro_batch_sequences=5; "
         "global_batch_sequences=15 or 20, or micro_batch_sequences=4 or 8 would fit "
         "[override train.micro_batch_sequences=5]",
@@ -249,7 +249,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
     ("overrides", "message"),
     [
         (["train.num_steps=null"], "the run has no length"),
-        (["train.num_tokens=5", "train.num_epochs=1"], "train.num_tokens and train.num_epochs all set the length"),
+        (["train.num_tokens=5", "train.num_epochs=1"], "train.num_tokens and train.num_epochs both set the length"),
         (["train.global_batch_sequences=24"], "24 is not a multiple of train.micro_batch_sequences=16"),
         (
             ["parallel.data_parallel_size=3"],
@@ -310,7 +310,7 @@ def test_all_problems_come_in_one_report_with_their_places(small: str) -> None:
         (["data.sources=[3]"], "must be a section"),
         (["data.sources=[{format: txt, paths: [x]}]"], "data.sources.0.name is missing"),
         (["run.seed=9223372036854775808"], "run.seed"),
-        (["a.b.c=1"], "unknown key a.b.c"),
+        (["a.b.c=1"], "Unknown key a.b.c"),
         (["model.learning_rate=1"], "did you mean optimizer.lr"),
         (["model.hiden_size=64"], "did you mean model.hidden_size"),
         (["data.sources.0.wieght=1"], "did you mean data.sources.0.weight"),

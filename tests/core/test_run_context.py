@@ -405,7 +405,7 @@ def test_runs_are_found_by_id_beginning_hash_path_and_latest(tmp_path: Path) -> 
         name("demo")
     with pytest.raises(ConfigError, match="did you mean alpha-99998888"):
         name("alpha-99998880")
-    with pytest.raises(ConfigError, match="`latest` is alpha"):
+    with pytest.raises(ConfigError, match="the latest run is alpha"):
         name("zzz")
     with pytest.raises(ConfigError):
         name("")

@@ -251,7 +251,7 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
     times = rows // (micro * parts)
     yield (
         f"batch          {pluralize(rows, 'row')} = {times:,} x {pluralize(micro, 'row')} x "
-        f"{pluralize(parts, 'device')}; {pluralize(tokens, 'token')} a step"
+        f"{pluralize(parts, 'device')}; {pluralize(tokens, 'token')} per step"
     )
 
 

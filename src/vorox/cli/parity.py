@@ -28,10 +28,11 @@ def parity(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Train the torch and the jax engine from the same weights on the same batches, and compare every step.
+    """Train both engines from the same weights on the same batches, and compare every step.
 
-    Compares logits, loss, gradient norm and parameters. Exit code 7 if a quantity exceeds its tolerance. Use
-    precision.dtype=fp32; lower precisions are expected to differ.
+    Compares logits, loss, gradient norm and parameters. Exit code 7 if a
+    quantity exceeds its tolerance. Use precision.dtype=fp32; lower precisions
+    are expected to differ.
     """
     from vorox.backends import check_installed
     from vorox.cli.config import named_configuration

@@ -31,8 +31,8 @@ def replay(
 ) -> None:
     """Recompute recorded steps from a checkpoint and compare every bit.
 
-    The run is not changed. The first step that differs is reported with the quantity that differs, and the exit code
-    gives its kind: 4 the data, 5 the saved state, 7 the numbers.
+    The run is not changed. The first difference is reported with its step and
+    quantity; the exit code gives its kind: 4 data, 5 saved state, 7 numbers.
     """
     from vorox.cli.build_display import BuildDisplay
     from vorox.core.run_lookup import find_run

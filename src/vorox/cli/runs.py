@@ -104,7 +104,7 @@ def _head_lines(run: RunSummary) -> list[str]:
 def _attempt_lines(attempt: dict[str, Any]) -> list[str]:
     code = attempt.get("code") or attempt.get("git") or {}
     commit = str(code.get("commit", ""))[:10] or "no commit"
-    dirty = " (changed)" if code.get("dirty") else ""
+    dirty = " with uncommitted changes" if code.get("dirty") else ""
     command = " ".join(str(word) for word in attempt.get("argv", []))
     began, ended = (_without_milliseconds(attempt.get(key)) for key in ("started_at", "ended_at"))
     return [

@@ -45,8 +45,9 @@ def train(
 ) -> None:
     """Train a model, or resume an interrupted run.
 
-    Write settings as section.key=value, with or without dashes: model.num_layers=8 --optimizer.lr=6e-4. Common
-    names work too: --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
+    Write settings as section.key=value, with or without dashes:
+    model.num_layers=8 --optimizer.lr=6e-4. Common names work too:
+    --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
     `vorox config explain KEY` describes a setting.
     """
     sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
@@ -316,6 +317,4 @@ def _first_line(config: RunConfig) -> str:
     sources = ", ".join(source.name for source in data.sources)
     label, name = model_label(config), config.run.name or ""
     model = name if label in name else f"{name}: {label}".removeprefix(": ")
-    return (
-        f"{model} on {sources}, {length}, {train.global_batch_sequences} x {data.sequence_length_tokens} tokens a step"
-    )
+    return f"{model} on {sources}, {length}, {train.global_batch_sequences} x {data.sequence_length_tokens} tokens per step"

@@ -41,7 +41,7 @@ class FileLock:
             raise ConfigError(
                 f"{_capitalised(self._purpose or self.path.name)} is in use by {holder}",
                 where=str(self.path),
-                hint="wait for it to finish or stop that process",
+                hint="wait until that process finishes, or stop it",
             ) from error
         file.seek(0)
         file.truncate()

@@ -65,7 +65,7 @@ _held: dict[str, str] = {}
 
 
 def hold_secret(name: str, value: str) -> None:
-    """Keep a secret in memory for this process: it is never written, and redacted wherever it appears.
+    """Keep a secret in memory for this process: it is never written, and redacted in all output.
 
     Args:
         name: The environment variable that would hold it.

@@ -74,9 +74,13 @@ def find_run(root: Path | str, name: str) -> Path:
             hint="use a longer prefix of the id",
         )
     near = nearest(name, [path.name for path in runs])
-    hint = f"did you mean {' or '.join(near)}?" if near else f"`latest` is {find_run(root, 'latest').name}"
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"the latest run is {find_run(root, 'latest').name}; list all with `vorox runs list`"
+    )
     if Path(name).suffix in {".yaml", ".yml"} and Path(name).is_file():
-        hint = f"{name} is a configuration; list its runs with `vorox runs list`; {hint}"
+        hint = f"{name} is a configuration, not a run; {hint}"
     raise ConfigError(f"Run {name} not found", where=str(root.absolute()), hint=hint)
 
 

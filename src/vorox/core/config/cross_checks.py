@@ -277,12 +277,20 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
 def _length(config: RunConfig) -> Iterator[Problem]:
     given = _given(config, LENGTHS)
     if len(given) != 1:
-        what = f"{' and '.join(given)} all set the length of the run" if given else "the run has no length"
+        what = (
+            f"{' and '.join(given)} {_quantifier(given)} set the length of the run"
+            if given
+            else "the run has no length"
+        )
         kind = "" if given else "missing"
         yield Problem(f"{what}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS, kind=kind)
     warm_ups = _given(config, WARM_UPS)
     if len(warm_ups) > 1:
-        yield Problem(f"{' and '.join(warm_ups)} all set the warm-up; keep one", keys=WARM_UPS)
+        yield Problem(f"{' and '.join(warm_ups)} {_quantifier(warm_ups)} set the warm-up; keep one", keys=WARM_UPS)
+
+
+def _quantifier(keys: list[str]) -> str:
+    return "both" if len(keys) == 2 else "all"
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:

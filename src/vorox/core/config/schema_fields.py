@@ -1,6 +1,6 @@
 """The schema as a flat table: every key with its type, default, bounds and description.
 
-Suggestions for unknown keys, ``explain`` and comparisons read it. Keys are dotted; ``*`` stands for any entry of a list
+Suggestions for unknown keys, ``explain`` and comparisons read it. Keys are dotted; ``*`` is any entry of a list
 of sections (``data.sources.*.weight``).
 """
 

@@ -155,7 +155,7 @@ def _unknown(path: KeyPath, tree: ConfigTree) -> Problem:
     hint = did_you_mean(key)
     if len(indices) == 1:
         hint = hint.replace("*", indices[0])
-    return Problem(f"unknown key {key}" + (f"; {hint}" if hint else ""), tree.origin(key).text, (key,))
+    return Problem(f"Unknown key {key}" + (f"; {hint}" if hint else ""), tree.origin(key).text, (key,))
 
 
 def _wanted(field: SchemaField | None) -> str:

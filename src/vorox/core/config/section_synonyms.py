@@ -51,7 +51,7 @@ def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]
         tree.add_problem(f"{key} must be a section with the keys {', '.join(known)}", origin, (key,))
         return {}
     for name in value.keys() - set(known):
-        tree.add_problem(f"unknown key {key}.{name}; known are {', '.join(known)}", origin, (f"{key}.{name}",))
+        tree.add_problem(f"Unknown key {key}.{name}; known are {', '.join(known)}", origin, (f"{key}.{name}",))
     return {name: item for name, item in value.items() if name in known}
 
 
