@@ -317,4 +317,5 @@ def _first_line(config: RunConfig) -> str:
     sources = ", ".join(source.name for source in data.sources)
     label, name = model_label(config), config.run.name or ""
     model = name if label in name else f"{name}: {label}".removeprefix(": ")
-    return f"{model} on {sources}, {length}, {train.global_batch_sequences} x {data.sequence_length_tokens} tokens per step"
+    batch = f"{train.global_batch_sequences} x {data.sequence_length_tokens} tokens per step"
+    return f"{model} on {sources}, {length}, {batch}"
