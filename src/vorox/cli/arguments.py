@@ -121,18 +121,20 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
     from vorox.core.errors import ConfigError
 
     name, equals, value = word.partition("=")
-    behind = rest[0] if rest else ""
+    following = rest[0] if rest else ""
     if key is None or find_field(key_of(key)) is None or value:
         return
-    if equals and behind and "=" not in behind and not behind.startswith("-"):
-        meant = f"{word}{behind}"
-    elif not equals and behind.startswith("="):
-        meant = f"{word}={behind[1:] or (rest[1] if len(rest) > 1 else 'VALUE')}"
+    if equals and following and "=" not in following and not following.startswith("-"):
+        corrected = f"{word}{following}"
+    elif not equals and following.startswith("="):
+        corrected = f"{word}={following[1:] or (rest[1] if len(rest) > 1 else 'VALUE')}"
     elif not equals and not word.startswith("-"):
-        meant = f"{word}=VALUE"
+        corrected = f"{word}=VALUE"
     else:
         return
-    raise ConfigError(f"Setting {name} has no value", where=word, hint=f"write {meant}, without blanks around the =")
+    raise ConfigError(
+        f"Setting {name} has no value", where=word, hint=f"write {corrected}, without blanks around the ="
+    )
 
 
 def _unknown_option(name: str, options: Sequence[str]) -> Exception:
@@ -140,9 +142,9 @@ def _unknown_option(name: str, options: Sequence[str]) -> Exception:
     from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
-    meant = _EQUIVALENTS.get(name.lstrip("-").replace("-", "_"))
-    if meant is not None:
-        return ConfigError(f"Unknown option {name}", where=name, hint=f"write {meant}")
+    equivalent = _EQUIVALENTS.get(name.lstrip("-").replace("-", "_"))
+    if equivalent is not None:
+        return ConfigError(f"Unknown option {name}", where=name, hint=f"write {equivalent}")
     own = (*options, "--config", "--data")
     near = nearest(name, [*own, *(f"--{synonym}" for synonym in SYNONYMS if "." not in synonym)])
     near = near or [f"--{key}=" for key in nearest(name.lstrip("-"))]

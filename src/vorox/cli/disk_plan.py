@@ -61,4 +61,4 @@ def disk_lines(
 
 def _device(path: Path) -> int:
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+    return next(existing for existing in (path, *path.parents) if existing.exists()).stat().st_dev

@@ -68,8 +68,8 @@ def environments_of(count: int, port: int, base: Mapping[str, str]) -> list[dict
     found: list[dict[str, str]] = []
     for index in range(count):
         member = {COORDINATOR: f"{_HERE}:{port}", COUNT: str(count), INDEX: str(index)}
-        mine = {_VISIBLE: ",".join(visible[index * share : (index + 1) * share])} if share else {}
-        found.append({**base, **member, **mine})
+        visible_devices = {_VISIBLE: ",".join(visible[index * share : (index + 1) * share])} if share else {}
+        found.append({**base, **member, **visible_devices})
     return found
 
 

@@ -163,9 +163,8 @@ class LiveDisplay:
 
     def step(self, view: StepView) -> None:
         now = self._clock()
-        if (
-            0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS and view.step < view.total_steps
-        ):  # the clock may be set back
+        is_recent = 0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS  # negative if the clock was set back
+        if is_recent and view.step < view.total_steps:
             return
         self._drawn_at, self._view = now, view
         self._draw(self._show)

@@ -106,9 +106,9 @@ def _attempt_lines(attempt: dict[str, Any]) -> list[str]:
     commit = str(code.get("commit", ""))[:10] or "no commit"
     dirty = " with uncommitted changes" if code.get("dirty") else ""
     command = " ".join(str(word) for word in attempt.get("argv", []))
-    began, ended = (_without_milliseconds(attempt.get(key)) for key in ("started_at", "ended_at"))
+    started, ended = (_without_milliseconds(attempt.get(key)) for key in ("started_at", "ended_at"))
     return [
-        f"  {attempt.get('attempt')}. {began} to {ended or 'now'}: {attempt.get('outcome')}, {commit}{dirty}",
+        f"  {attempt.get('attempt')}. {started} to {ended or 'now'}: {attempt.get('outcome')}, {commit}{dirty}",
         f"     {command}",
     ]
 

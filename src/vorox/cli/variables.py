@@ -35,6 +35,6 @@ def _advice(name: str) -> str:
         return f"did you mean {near[0]}?"
     from vorox.core.config.schema_fields import leaf_keys
 
-    meant = name.removeprefix("VOROX_").replace("__", "_").lower()
-    key = next((key for key in leaf_keys() if key.replace(".", "_") == meant), "section.key")
+    key_name = name.removeprefix("VOROX_").replace("__", "_").lower()
+    key = next((key for key in leaf_keys() if key.replace(".", "_") == key_name), "section.key")
     return f"write settings as {key}=VALUE"

@@ -36,14 +36,14 @@ def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
     )
 
 
-def disk_error(error: OSError, place: str) -> CheckpointError | None:
+def disk_error(error: OSError, default_path: str) -> CheckpointError | None:
     """Return the error to show for a failing, full or read-only disk; ``None`` for any other error.
 
     Args:
         error: The system's error.
-        place: The path, if the error does not name a file.
+        default_path: The path, if the error does not name a file.
     """
-    where = str(error.filename or place)
+    where = str(error.filename or default_path)
     if is_disk_full(error):
         hint = f"free space on the file system of {where}, then run the same command again"
     elif error.errno in _FAILING:
@@ -68,7 +68,7 @@ def memory_error(error: MemoryError) -> DoesNotFitError:
 
 
 @contextlib.contextmanager
-def translate_machine_errors(place: Path) -> Generator[None]:
+def translate_machine_errors(default_path: Path) -> Generator[None]:
     """Translate unhandled errors of disk and memory to errors with a hint.
 
     Raises:
@@ -80,16 +80,16 @@ def translate_machine_errors(place: Path) -> Generator[None]:
     except MemoryError as error:
         raise memory_error(error) from error
     except OSError as error:
-        explained = disk_error(error, str(place)) or _permission_error(error, str(place))
+        explained = disk_error(error, str(default_path)) or _permission_error(error, str(default_path))
         if explained is None:
             raise
         raise explained from error
 
 
-def _permission_error(error: OSError, place: str) -> CheckpointError | None:
+def _permission_error(error: OSError, default_path: str) -> CheckpointError | None:
     if error.errno not in (errno.EACCES, errno.EPERM):
         return None
-    where = str(error.filename or place)
+    where = str(error.filename or default_path)
     return CheckpointError(
         f"File cannot be read or written: {os.strerror(error.errno)}", where=where,
         hint=f"give this user permission to read and write {where}; then run the same command again",

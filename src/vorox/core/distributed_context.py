@@ -134,9 +134,8 @@ class DistributedContext:
             self._channel.put(f"{key}/{self.process_index}", canonical_json({"value": value}))
             return self._wait(f"{key}/decision")["value"]
         others = [self._wait(f"{key}/{index}")["value"] for index in range(1, self.process_count)]
-        self._channel.remove(
-            f"vorox/{topic}/{self._turns[topic] - 1}"
-        )  # every rank has read it, or it would not be here
+        # Every rank has read the previous collective, or it would not take part in this one.
+        self._channel.remove(f"vorox/{topic}/{self._turns[topic] - 1}")
         with self.propagating_failure():
             decision = decide([value, *others])
         self._channel.put(f"{key}/decision", canonical_json({"value": decision}))

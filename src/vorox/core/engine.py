@@ -103,8 +103,8 @@ class NonfiniteOrigin:
         return cls(micro_batch, loss, f"layer {layer}, {point}" if metric else "", gradient)
 
     def __str__(self) -> str:
-        place = self.activation or (f"the gradient of {self.gradient}" if self.gradient else "the loss")
-        return f"micro-batch {self.micro_batch}, {place}"
+        where = self.activation or (f"the gradient of {self.gradient}" if self.gradient else "the loss")
+        return f"micro-batch {self.micro_batch}, {where}"
 
 
 class StepResult(Protocol):

@@ -102,12 +102,12 @@ def _start(process_id: int) -> str:
         fields = (
             Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         )
-        began = f"{_boot_id()} {fields[19]}"  # clock ticks since boot
+        started = f"{_boot_id()} {fields[19]}"  # clock ticks since boot
     except (OSError, IndexError):
         import psutil
 
         try:
-            began = f"{psutil.Process(process_id).create_time():.2f}"
+            started = f"{psutil.Process(process_id).create_time():.2f}"
         except psutil.Error:
             return ""
-    return hashlib.sha256(began.encode()).hexdigest()[:8]
+    return hashlib.sha256(started.encode()).hexdigest()[:8]

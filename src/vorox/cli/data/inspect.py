@@ -118,7 +118,7 @@ def peek(
         typer.echo(f"{row.source} {row.split}, row {row.row:,}, {pluralize(row.padding_tokens, 'padding position')}")
         for segment in row.segments:
             record = f"{segment.uri}, record {segment.ordinal:,}"
-            place = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
-            typer.echo(f"  {pluralize(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {place}")
+            span = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
+            typer.echo(f"  {pluralize(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {span}")
             for line in humanize.printable(segment.text).split("\n"):
                 typer.echo(f"    \N{BOX DRAWINGS LIGHT VERTICAL} {line}")

@@ -28,11 +28,11 @@ def expected_ids(tokenizer: TokenizerConfig) -> str:
     if tokenizer.kind != "none":
         return ""
     section = {key: getattr(tokenizer, key) for key in _GPT2_IDS}
-    whose = " as in GPT-2" if section == _GPT2_IDS else ""
+    suffix = " as in GPT-2" if section == _GPT2_IDS else ""
     end = tokenizer.end_of_text_id
     ends = "no end of text" if end is None else f"end of text {end:,}"
     return (
-        f"Token ids: {tokenizer.vocab_size:,}{whose}, {ends}. "
+        f"Token ids: {tokenizer.vocab_size:,}{suffix}, {ends}. "
         "Otherwise set tokenizer.vocab_size and tokenizer.end_of_text_id"
     )
 

@@ -106,11 +106,11 @@ def known_key(key: str) -> str:
     Raises:
         ConfigError: The key does not exist; the error suggests the nearest ones.
     """
-    meant = key_of(key)
-    if find_field(meant) is None:
+    current = key_of(key)
+    if find_field(current) is None:
         near = nearest(key)
         raise ConfigError(f"Unknown key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
-    return meant
+    return current
 
 
 def _values(key: str, field: SchemaField, resolved: ResolvedConfig | None) -> tuple[Value, ...]:

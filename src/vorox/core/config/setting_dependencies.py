@@ -200,7 +200,7 @@ def resolve_dependencies(tree: ConfigTree) -> None:
         for key in given:
             if tree.origin(key).layer < latest:
                 tree.reset(key)
-    turned: dict[str, float] = {}  # reset keys, with the layer that disabled them
+    disabled: dict[str, float] = {}  # reset keys, by the layer that disabled them
     for dependency in DEPENDENCIES:
         for key in tree.expand_key(dependency.key):
             index = key.removeprefix(dependency.key.partition("*")[0]).partition(".")[0]
@@ -210,10 +210,10 @@ def resolve_dependencies(tree: ConfigTree) -> None:
             default = field.default if field else None
             if dependency.holds(setting) or _same(value, default):
                 continue
-            layer = turned.get(switch, tree.origin(switch).layer)
+            layer = disabled.get(switch, tree.origin(switch).layer)
             if tree.origin(key).layer < layer:
                 tree.reset(key)
-                turned[key] = layer
+                disabled[key] = layer
                 continue
             context = "" if isinstance(setting, list | tuple) and not setting else f" with {switch}={_show(setting)}"
             tree.problems.append(

@@ -29,9 +29,9 @@ GPT_SYNONYMS: Final[Mapping[str, str]] = {
     "from_pretrained": "train.from_weights",
     "data_dir": "data.sources",
 }
-"""Options of a GPT trainer on token shards. ``data_dir`` means one source: a folder of ``.bin`` shards.
+"""Options of a GPT trainer on token shards. ``data_dir`` is one source: a folder of ``.bin`` shards.
 
-Where no configuration is named, one of these starts from the preset ``gpt2-shards``, which has that trainer's defaults.
+Without a configuration, they select the preset ``gpt2-shards``, which has that trainer's defaults.
 """
 
 EARLIER_NAMES: Final[Mapping[str, str]] = {
@@ -98,13 +98,13 @@ SYNONYMS: Final[Mapping[str, str]] = {
 
 
 def key_of(name: str) -> str:
-    """Return the key that a dotted name means: itself, unless it is a synonym."""
+    """Resolve a synonym to its key; other names are returned unchanged."""
     return SYNONYMS.get(name, name)
 
 
 def synonyms_of(key: str) -> tuple[str, ...]:
     """Return the synonyms of a key."""
-    return tuple(sorted(name for name, meant in SYNONYMS.items() if meant == key))
+    return tuple(sorted(name for name, target in SYNONYMS.items() if target == key))
 
 
 def current_value(key: str, value: Any) -> Any:
@@ -136,7 +136,7 @@ def update_record(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(assignment: Assignment) -> Assignment:
-    """Return the assignment to the current key that a synonym means."""
+    """Return the assignment to the key of a synonym."""
     name = ".".join(map(str, assignment.path))
     if name not in SYNONYMS:
         return assignment
