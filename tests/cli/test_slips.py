@@ -67,7 +67,7 @@ def test_common_names_are_understood(words: str, line: str, capsys: pytest.Captu
         ("train tiny.yaml --minutes 2x", "--minutes=2"),
         ("train tabs.yaml", "indent with blanks"),
         ("train cfg.toml", "`train:`"),
-        ("train indent.yaml", "one column"),
+        ("train indent.yaml", "indent all keys of a section equally"),
         ("train twice.yaml", "duplicate key train"),
         ("generate latest -p hi", "vorox train quickstart"),
         ("generate latest hi there", "vorox train quickstart"),
