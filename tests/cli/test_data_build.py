@@ -125,7 +125,8 @@ def test_grow_takes_up_new_files(place: Path, vorox: Run) -> None:
     (place / "text" / "a.jsonl").unlink()
     code, _, err = vorox("data", "grow", "c.yaml")
     assert code == 4
-    assert "is gone, so it cannot grow" in err
+    assert "The cache cannot be extended" in err
+    assert "is missing" in err
 
 
 def test_options_that_contradict_each_other_are_refused(vorox: Run) -> None:

@@ -167,16 +167,16 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
     [
         (("where", "latest"), "--step"),
         (("where", "latest", "--step", "0"), "step"),
-        (("where", "latest", "--step", "999999"), "there is no step 999,999"),
-        (("where", "latest", "--step", "1", "--slot", "4"), "there is no slot 4"),
+        (("where", "latest", "--step", "999999"), "Step 999,999 is not in the run's plan"),
+        (("where", "latest", "--step", "1", "--slot", "4"), "Slot 4 does not exist"),
         (("where", "nobody", "--step", "1"), "Run nobody not found"),
-        (("when", "latest", "--source", "txet.jsonl"), "did you mean"),
+        (("when", "latest", "--source", "txet.jsonl"), "Did you mean"),
         (("when", "latest"), "--source"),
         (("sql", "latest", "DELETE FROM run"), "only reading"),
         (("sql", "latest", "SELECT nobody FROM run"), "no such column"),
         (("sql", "latest", "SELECT 1", "--samples", "5"), "is not a range of steps"),
         (("sql", "latest", "SELECT 1", "--samples", "7:5"), "is not a range of steps"),
-        (("sql", "latest", "SELECT 1", "--samples", "1:999999"), "there is no step"),
+        (("sql", "latest", "SELECT 1", "--samples", "1:999999"), "is not in the run's plan"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_2(vorox: Run, words: tuple[str, ...], message: str) -> None:
@@ -193,7 +193,7 @@ def test_a_cache_that_is_gone_is_a_data_error(vorox: Run, trained: Path) -> None
     finally:
         aside.rename(cache)
     assert code == 4
-    assert "cache of source 'text' is not there" in err
+    assert "cache of source 'text' is missing" in err
 
 
 def test_sql(vorox: Run) -> None:

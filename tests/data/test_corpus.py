@@ -317,7 +317,7 @@ class TestWeights:
 
     def test_names_are_unique(self, tmp_path: Path) -> None:
         write_texts(tmp_path / "texts", 3)
-        with pytest.raises(ConfigError, match="two sources are called 'texts'"):
+        with pytest.raises(ConfigError, match="Two sources are named 'texts'"):
             prepare(configuration(tmp_path, texts_source(tmp_path), texts_source(tmp_path)))
 
 
@@ -437,7 +437,7 @@ class TestRefusals:
         config = configuration(
             tmp_path, texts_source(tmp_path), data={"cache": {"directory": str(tmp_path / "file" / "x")}}
         )
-        self.refuse(config, ConfigError, "cache directory cannot be made", str(tmp_path / "file"))
+        self.refuse(config, ConfigError, "Cannot create the cache directory", str(tmp_path / "file"))
 
     def test_nothing_is_made_when_building_is_off(self, tmp_path: Path, texts: RunConfig) -> None:
         with pytest.raises(DataError, match="not been trained") as caught:
@@ -556,7 +556,7 @@ class TestInspection:
         monkeypatch.setattr(
             inspection, "content_hash", lambda file: "0" * 64 if "005" in file.uri else _version(corpus, file.uri)
         )
-        with pytest.raises(DataError, match="not what its recorded hash says") as caught:
+        with pytest.raises(DataError, match="does not match its recorded hash") as caught:
             verify(corpus)
         assert caught.value.where.endswith("005.txt")
 
@@ -566,7 +566,7 @@ class TestInspection:
         corpus = prepare(texts)
         encode = Tokenizer.encode
         monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encode(self, text.replace("alpha", "alphb")))
-        with pytest.raises(DataError, match="does not hold the tokens of this document"):
+        with pytest.raises(DataError, match="does not match the tokens of this document"):
             verify(corpus)
 
     def test_xz_speaks_of_the_validation_text(self, tmp_path: Path, texts: RunConfig) -> None:

@@ -137,5 +137,5 @@ def test_bytes_per_token_is_that_of_the_unit(cache: CacheReader) -> None:
 
 
 def test_a_statistic_that_does_not_divide_is_refused(cache: CacheReader) -> None:
-    with pytest.raises(ConfigError, match="does not divide source 'web'"):
+    with pytest.raises(ConfigError, match="does not split source 'web'"):
         measure_buckets(cache, "web", "tokens_per_document", (0.0001,))

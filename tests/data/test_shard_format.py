@@ -50,20 +50,20 @@ def test_both_headers_are_read_the_length_decides(tmp_path: Path, kind: tuple[in
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "0 bytes cannot be a token shard"),
-        (b"12345678901", "11 bytes cannot be a token shard"),
+        (b"", "0 bytes is too small for a token shard"),
+        (b"12345678901", "11 bytes is too small for a token shard"),
         (shard(20240521, 1, "<u2", [1]), "magic 20240521, version 1"),
         (shard(20240520, 2, "<u2", [1]), "magic 20240520, version 2"),
         (shard(20240520, 7, "<u4", [1]), "magic 20240520, version 7"),
         (
             shard(20240520, 1, "<u2", [1, 2, 3])[:-1],
-            "says 3 tokens of 2 bytes, the file of 1,029 bytes has room for 2.5",
+            "states 3 tokens of 2 bytes, but the file of 1,029 bytes holds 2.5",
         ),
         (shard(20240520, 1, "<u2", [1, 2, 3], said=4), "says 4 tokens"),
         (shard(20240520, 1, "<u2", [1, 2, 3], said=2), "says 2 tokens"),
         (shard(20240520, 1, "<u2", [1, 2, 3], said=-1), "says 4,294,967,295 tokens"),
         (shard(20240801, 7, "<u2", [1, 2, 3]), "says 3 tokens of 4 bytes"),
-        (b"PAR1 and so on, which is no shard", "that is no token shard"),
+        (b"PAR1 and so on, which is no shard", "Not a token shard"),
     ],
 )
 def test_every_lie_of_a_header_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -79,5 +79,5 @@ def test_the_first_units_alone_give_the_same_whatever_is_built(cache: CacheReade
 
 
 def test_nothing_built_is_refused(cache: CacheReader) -> None:
-    with pytest.raises(DataError, match="no unit of the cache is built yet"):
+    with pytest.raises(DataError, match="No unit of the cache is built yet"):
         estimate([with_units(cache, [])])

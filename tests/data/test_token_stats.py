@@ -56,7 +56,7 @@ class _Kind:
         ({"largest_token_id": 60_000}, {"vocab_size": 65_536}, None),
         ({"largest_token_id": 65_500}, {"vocab_size": 128_000}, None),
         ({"distinct_tokens": 400}, {}, "only 400 of 50,000 ids occur"),
-        ({"bytes_per_token": 1.4}, {}, "a token stands for 1.40 bytes only"),
+        ({"bytes_per_token": 1.4}, {}, "a token covers only 1.40 bytes"),
         ({"bytes_per_token": 1.0}, {"vocab_size": 257}, None),
     ],
 )

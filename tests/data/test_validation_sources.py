@@ -71,7 +71,7 @@ def test_a_file_that_validates_does_not_train(tmp_path: Path) -> None:
     assert files_in(corpus.train[0]) == {"text.jsonl"}
     assert any(note.kind == "validation" for note in corpus.notes)
     (tmp_path / "text" / "text.jsonl").unlink()
-    with pytest.raises(DataError, match="none is left to train on") as caught:
+    with pytest.raises(DataError, match="no training text remains") as caught:
         prepare(config)
     assert caught.value.hint
 

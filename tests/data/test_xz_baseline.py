@@ -43,22 +43,22 @@ def test_covers_the_held_out_files_in_order(tmp_path: Path) -> None:
 
 
 def test_is_remembered_and_damage_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, memory = corpus(tmp_path), tmp_path / "memory"
-    first = xz_baseline([source], unit_bytes=1 << 20, memory=memory)
+    source, results = corpus(tmp_path), tmp_path / "results"
+    first = xz_baseline([source], unit_bytes=1 << 20, results=results)
     with monkeypatch.context() as patch:
         patch.setattr(baseline, "compress", lambda text: pytest.fail("compressed again"))
-        assert xz_baseline([source], unit_bytes=1 << 20, memory=memory) == first
-    (kept,) = memory.iterdir()
+        assert xz_baseline([source], unit_bytes=1 << 20, results=results) == first
+    (kept,) = results.iterdir()
     kept.write_bytes(b"{")
-    assert xz_baseline([source], unit_bytes=1 << 20, memory=memory) == first
+    assert xz_baseline([source], unit_bytes=1 << 20, results=results) == first
 
 
-def test_other_text_is_another_memory(tmp_path: Path) -> None:
-    memory = tmp_path / "memory"
-    first = xz_baseline([corpus(tmp_path)], unit_bytes=1 << 20, memory=memory)
-    second = xz_baseline([corpus(tmp_path, text="a slow red dog")], unit_bytes=1 << 20, memory=memory)
+def test_other_text_has_its_own_result(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    first = xz_baseline([corpus(tmp_path)], unit_bytes=1 << 20, results=results)
+    second = xz_baseline([corpus(tmp_path, text="a slow red dog")], unit_bytes=1 << 20, results=results)
     assert first != second
-    assert len(list(memory.iterdir())) == 2
+    assert len(list(results.iterdir())) == 2
 
 
 def test_says_when_it_saw_only_the_beginning(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def change_token(cache: Path, row: int, position: int) -> None:
 def test_one_token_id_with_all_hashes_recomputed_is_refused(directory: Path, tmp_path: Path) -> None:
     change_token(train_cache(tmp_path), 3, 5)
     for first in (0, 9):
-        with pytest.raises(DataError, match=r"the cache of source 'text' changed: units 0 to 1"):
+        with pytest.raises(DataError, match=r"The cache of source 'text' changed: units 0 to 1"):
             again(directory, first)
 
 
@@ -247,7 +247,7 @@ def test_another_seed_is_refused(directory: Path) -> None:
     path = directory / "config.yaml"
     path.write_text(path.read_text().replace("seed: 1234", "seed: 1235"))
     assert recorded_config(directory).run.seed == 1235
-    with pytest.raises(ConfigError, match="seed = 1234, the configuration says 1235"):
+    with pytest.raises(ConfigError, match="seed = 1234, the configuration 1235"):
         again(directory)
     with pytest.raises(ConfigError, match="was made with another configuration"):
         again(directory, 8)

@@ -200,7 +200,7 @@ def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
         configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
     with pytest.raises(ConfigError, match="each builds what it reads"):
         configured(tmp_path, [*STREAMED, "data.growth.build=false"])
-    with pytest.raises(ConfigError, match="never built as a whole"):
+    with pytest.raises(ConfigError, match="cannot be built in advance"):
         prepare(configured(tmp_path, STREAMED), options=BuildOptions(wait_for="complete"))
     settled = configured(tmp_path, ["data.mode=streaming"])
     assert (settled.data.growth.mode, settled.data.growth.later_passes) == ("strict", "segments")

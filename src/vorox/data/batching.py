@@ -1,4 +1,4 @@
-"""Runs of consecutive items of bounded size."""
+"""Grouping consecutive items into batches of bounded size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ T = TypeVar("T")
 
 
 def batch_by_size(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Cut (item, size) in order into groups of at most ``limit`` in all; a larger item is a group of its own."""
-    group: list[T] = []
+    """Yield consecutive items in batches whose sizes add up to at most ``limit``; a larger item is a batch by itself.
+
+    Args:
+        sized: Pairs of (item, size).
+        limit: Maximum total size of a batch.
+    """
+    batch: list[T] = []
     total = 0
     for item, size in sized:
-        if group and total + size > limit:
-            yield group
-            group, total = [], 0
-        group.append(item)
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
         total += size
-    if group:
-        yield group
+    if batch:
+        yield batch

@@ -1,8 +1,8 @@
-"""Where the cache of a split of a source lies, and whether an earlier cache of it can take up files that are new.
+"""Locate the cache directory of a split of a source, or an earlier cache that can be extended with new files.
 
-A listed source and a recipe go in; a directory comes out, the source with its files in the order that the directory
-has them, and the units as far as they are planned. Invariant: what is recorded keeps its place; a directory is only
-taken for growing if all that it was built from is still there unchanged.
+A listed source and a recipe go in; out come a directory, the source with its files in the directory's order, and the
+units planned so far. Invariant: recorded files and units keep their order; a cache is extended only if all files that
+it was built from are unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vorox.data.text.unit_splitter import split_into_units
 
 @dataclass(frozen=True, slots=True)
 class CacheLocation:
-    """A cache directory and what is to be in it.
+    """The directory of a cache, and its planned content.
 
     Attributes:
-        directory: It.
+        directory: The cache directory.
         source: The source, its files in the order of the directory.
-        units: The planned units, of the first ``num_files`` files; ``None`` while there are none.
-        num_files: Files that the planned units are of.
+        units: The planned units of the first ``num_files`` files; ``None`` if none are planned.
+        num_files: Number of files that the planned units cover.
     """
 
     directory: Path
@@ -41,52 +41,52 @@ class CacheLocation:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the units of all files are."""
+        """Whether the units of all files are planned."""
         return self.units is not None and self.num_files == len(self.source.files)
 
 
 def cache_root(data: DataConfig) -> Path:
-    """Root of all caches: ``data.cache.directory``, else ``$VOROX_CACHE``, else ``~/.cache/vorox``."""
+    """Return the root of all caches: ``data.cache.directory``, else ``$VOROX_CACHE``, else ``~/.cache/vorox``."""
     return root_of(data.cache.directory)
 
 
 def root_of(directory: str | None) -> Path:
-    """The same for a value of ``data.cache.directory``."""
+    """Return the root of all caches for a value of ``data.cache.directory``."""
     return Path(directory or os.environ.get("VOROX_CACHE") or "~/.cache/vorox").expanduser().absolute()
 
 
 def cache_directory(root: Path, source: Source, split: Split, recipe: Recipe) -> Path:
-    """Where a cache lies: named by source, split, recipe and content, so that none of them can change under a run."""
-    return root / f"{_family(source, split, recipe)}{source.digest[:8]}"
+    """Return the directory of a cache. Its name identifies source, split, recipe and content."""
+    return root / f"{_name_prefix(source, split, recipe)}{source.digest[:8]}"
 
 
-def _family(source: Source, split: Split, recipe: Recipe) -> str:
-    """How the names of all caches begin that differ in their files alone."""
+def _name_prefix(source: Source, split: Split, recipe: Recipe) -> str:
+    """Return the common name prefix of caches that differ only in their files."""
     return f"{source.config.name}-{split}-{recipe.digest[:12]}-"
 
 
 def find_location(root: Path, source: Source, split: Split, recipe: Recipe, *, grow: bool) -> CacheLocation:
-    """Where a split of a source lies or will lie.
+    """Return the location of the cache of a split of a source, which may not exist yet.
 
     Args:
-        root: Root of the caches.
-        source: The source as it is listed now.
-        split: Which part of it.
-        recipe: What its rows are a function of.
-        grow: Look for a cache that was begun with fewer files.
+        root: Root directory of the caches.
+        source: The source as listed now.
+        split: The split.
+        recipe: The recipe of the cache.
+        grow: Whether to extend a cache that was built from fewer files.
 
     Raises:
-        ConfigError: Growing is asked for and ``max_bytes`` would take away what was there.
-        DataError: A file that such a cache was built from is gone or changed.
+        ConfigError: ``grow`` contradicts the source's ``max_bytes``.
+        DataError: A file that the earlier cache was built from has changed or is missing.
     """
     directory = cache_directory(root, source, split, recipe)
     if grow:
         if source.config.max_bytes is not None:
             raise ConfigError(
-                f"source {source.config.name!r} has max_bytes, so that new files would push out older ones",
-                where=f"{source.key}.max_bytes", hint="leave max_bytes away, or set data.cache.grow=false",
+                f"Source {source.config.name!r} has max_bytes, so new files would displace older ones",
+                where=f"{source.key}.max_bytes", hint="Remove max_bytes, or set data.cache.grow=false",
             )  # fmt: skip
-        found = _growing(root, source, split, recipe)
+        found = _find_extendable(root, source, split, recipe)
         if found is not None:
             directory, source = found
     if not (directory / RECIPE_NAME).exists():
@@ -98,27 +98,27 @@ def find_location(root: Path, source: Source, split: Split, recipe: Recipe, *, g
     return CacheLocation(directory, source, units, min(len(files), len(source.files)))
 
 
-def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[Path, Source] | None:
-    """The furthest grown cache that has nothing but files of the source, and the source in its order."""
-    place_of = {(file.size_bytes, file.version): index for index, file in enumerate(source.files)}
+def _find_extendable(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[Path, Source] | None:
+    """Return the largest cache that contains only files of the source, and the source in the order of that cache."""
+    index_of = {(file.size_bytes, file.version): index for index, file in enumerate(source.files)}
     uris = {file.uri for file in source.files}
     fitting: list[tuple[int, str, Path, list[int]]] = []
     problem: DataError | None = None
-    for directory in sorted(root.glob(f"{_family(source, split, recipe)}*")):
+    for directory in sorted(root.glob(f"{_name_prefix(source, split, recipe)}*")):
         if not (directory / RECIPE_NAME).exists():
             continue
         files, _ = planned_inputs(directory, Manifest.open(directory))
-        indexes = [place_of.get((file.size_bytes, file.version)) for file in files]
+        indexes = [index_of.get((file.size_bytes, file.version)) for file in files]
         known = [index for index in indexes if index is not None]
         if files and len(known) == len(files):
             fitting.append((len(files), directory.name, directory, known))
-        elif any(file.uri in uris for file in files):  # begun with files of this source
+        elif any(file.uri in uris for file in files):  # built from files of this source
             lost = files[indexes.index(None)]
             problem = DataError(
-                f"{lost.uri}, which the cache was built from, is {'changed' if lost.uri in uris else 'gone'}, "
-                "so it cannot grow",
+                f"The cache cannot be extended: {lost.uri}, from which it was built, "
+                f"{'has changed' if lost.uri in uris else 'is missing'}",
                 where=str(directory),
-                hint="restore the file; or set data.cache.grow=false to build a cache of the files as they are now",
+                hint="Restore the file, or set data.cache.grow=false to build a new cache of the current files",
             )
     if not fitting:
         if problem is not None:
@@ -129,13 +129,13 @@ def _growing(root: Path, source: Source, split: Split, recipe: Recipe) -> tuple[
     return directory, with_files(source, order)
 
 
-def all_units(place: CacheLocation, split: Split, data: DataConfig) -> Sequence[Unit]:
-    """The planned units, and behind them those of the files that are new."""
-    unit_bytes, known = data.cache.unit_bytes, list(place.units or ())
-    if place.is_planned:
+def all_units(location: CacheLocation, split: Split, data: DataConfig) -> Sequence[Unit]:
+    """Return the planned units, followed by the units of new files."""
+    unit_bytes, known = data.cache.unit_bytes, list(location.units or ())
+    if location.is_planned:
         return known
-    new = with_files(place.source, range(place.num_files, len(place.source.files)))
-    for unit in split_into_units(new, split, place.source.holdout, unit_bytes):
-        spans = tuple(replace(span, file_index=span.file_index + place.num_files) for span in unit.spans)
+    new = with_files(location.source, range(location.num_files, len(location.source.files)))
+    for unit in split_into_units(new, split, location.source.holdout, unit_bytes):
+        spans = tuple(replace(span, file_index=span.file_index + location.num_files) for span in unit.spans)
         known.append(Unit(len(known), spans))
     return known

@@ -1,8 +1,8 @@
-"""One split of one source, ready to read: its cache found, grown, completed, or begun with the rest to follow.
+"""Open the cache of a split of a source: find it, extend it, build it, or build it in the background.
 
-What all caches of a corpus have in common goes in, then source after source; readers and reports come out. Invariant:
-what is read is a function of the configuration and the text; how it was built, by whom and in how many goes is not
-visible in it.
+The settings that all caches of a corpus share go in, then one source at a time; readers and reports come out.
+Invariant: the rows are a function of the configuration and the text, however often the build was interrupted and
+whichever processes took part.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from vorox.data.text.unit_splitter import UnitSplitter, first_units, reject_empt
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
 
-_LOOK_EVERY_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
-"""Called with (phase, done, total, rates), counted in bytes of text. Phases: ``list NAME``, ``tokenizer``,
-``check NAME train`` (counted in bytes), ``compare NAME train`` (duplicates are looked for), ``build NAME train``,
-``build NAME validation``, and ``wait NAME train`` while other builders have the rest in hand. Rates while building:
+"""Callback for progress: (phase, done, total, rates), in bytes of text. Phases: ``list NAME``, ``tokenizer``,
+``check NAME train`` (in bytes of the cache), ``compare NAME train`` (search for duplicates), ``build NAME train``,
+``build NAME validation``, and ``wait NAME train`` while other processes build the rest. Rates while building:
 ``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
 ``ratio_to_uint32``, ``ratio_to_uint16``."""
 
 
 def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
-    """What the rows of one split of a source are a function of, besides its files."""
+    """Return the recipe of a split of a source: everything besides its files that determines the rows."""
     rule = source.holdout
     share = rule.held_out_fraction if rule.split != "named" else 0
     held_out = rule.split if rule.held_out_fraction else "none"
@@ -70,16 +70,16 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
 
 @dataclass(frozen=True)
 class CacheOpener:
-    """Opens the caches of a corpus, and builds what they lack.
+    """Opens the caches of a corpus, and builds missing units.
 
     Attributes:
-        data: The section.
-        tokenizer: Text to tokens.
-        root: Root of the caches.
+        data: The section ``data``.
+        tokenizer: The tokenizer of the corpus.
+        root: Root directory of the caches.
         report: Called with the progress.
-        options: How what is missing is built.
-        streams: Builds training text while it is read, if it is streamed.
-        backgrounds: Builds that go on after opening; the corpus closes them.
+        options: How missing units are built.
+        streams: The streams of the training text under ``data.mode: streaming``; else ``None``.
+        backgrounds: Builds that continue after opening; the corpus closes them.
     """
 
     data: DataConfig
@@ -91,66 +91,66 @@ class CacheOpener:
     backgrounds: list[BuildScheduler] = field(default_factory=list[BuildScheduler])
 
     def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
-        """The rows of a split of a source.
+        """Open the cache of a split of a source, and build it if needed.
 
         Raises:
-            DataError: There are none and none may be built, or they cannot be built.
-            Preempted: The build was asked to stop.
+            DataError: The cache is not built and building is off, or it cannot be built.
+            Preempted: A stop was requested during the build.
         """
         recipe = recipe_for(self.data, source, split, self.tokenizer)
         if self.streams is not None and split == "train":
             return self._open_stream(source, recipe)
         units: Sequence[Unit] | None = None
         if self.streams is not None:
-            recipe, units = self._beginning(source, split, recipe)
-        place = self._place(source, split, recipe)
+            recipe, units = self._validation_prefix(source, split, recipe)
+        location = self._locate(source, split, recipe)
         name = f"{source.config.name} {split}"
         if split == "train" and not self._waits_for_all:
-            return self._open_growing(place, recipe, name)
-        units = self._units(place, split, units)
-        with replacing(place.directory, wanted=self.options.force_rebuild) as directory:
-            report = self._build(replace(place, directory=directory), recipe, units, None)
-        return self._reader(place, recipe, units, name, complete=True), report
+            return self._open_growing(location, recipe, name)
+        units = self._units(location, split, units)
+        with replacing(location.directory, wanted=self.options.force_rebuild) as directory:
+            report = self._build(replace(location, directory=directory), recipe, units, None)
+        return self._reader(location, recipe, units, name, complete=True), report
 
     def open_splits(self, source: Source) -> tuple[tuple[CacheReader, BuildReport], tuple[CacheReader, BuildReport]]:
-        """The training rows and the held-out rows of a source, from one pass over its text where they share units.
+        """Open the training and the validation cache of a source, with one pass over its text if they share units.
 
         Raises:
             DataError, Preempted: As ``open``.
         """
         recipes = {split: recipe_for(self.data, source, split, self.tokenizer) for split in SPLITS}
-        places = {split: self._place(source, split, recipes[split]) for split in SPLITS}
-        train, held_out = places["train"], places["validation"]
+        locations = {split: self._locate(source, split, recipes[split]) for split in SPLITS}
+        train, held_out = locations["train"], locations["validation"]
         options = self.options
         serial = options.workers == 1 and options.executor == "process" and options.build and self._waits_for_all
         planned = train.units is not None or held_out.units is not None
         if not serial or not splits_share_units(source) or train.source.files != held_out.source.files:
             return self.open(source, "train"), self.open(source, "validation")
         cut = (None, None) if planned else units_of_both_splits(train.source, self.data.cache.unit_bytes)
-        units = {split: self._units(places[split], split, known) for split, known in zip(SPLITS, cut, strict=True)}
+        units = {split: self._units(locations[split], split, known) for split, known in zip(SPLITS, cut, strict=True)}
         reader = SplitPairReader(train.source, "train")
         with ExitStack() as stack:
             targets: list[BuildTarget] = []
-            for split, place in places.items():
-                directory = stack.enter_context(replacing(place.directory, wanted=self.options.force_rebuild))
-                targets.append(self._target(replace(place, directory=directory), recipes[split], units[split]))
+            for split, location in locations.items():
+                directory = stack.enter_context(replacing(location.directory, wanted=self.options.force_rebuild))
+                targets.append(self._target(replace(location, directory=directory), recipes[split], units[split]))
             pair = replace(targets[0], builder=replace(targets[0].builder, read_unit=reader)), targets[1]
             reports = build_pair(*pair, reader, self.options)
             for split, target, report in zip(SPLITS, targets, reports, strict=True):
                 self._check_finished(f"{source.config.name} {split}", target.directory, report)
         train_reader, validation_reader = (
-            self._reader(place, recipes[split], units[split], f"{source.config.name} {split}", complete=True)
-            for split, place in places.items()
+            self._reader(location, recipes[split], units[split], f"{source.config.name} {split}", complete=True)
+            for split, location in locations.items()
         )
         return (train_reader, reports[0]), (validation_reader, reports[1])
 
     @property
     def _waits_for_all(self) -> bool:
-        """Whether all units of the training text are built before anything is read."""
+        """Whether all units of the training text are built before the first row is read."""
         wait_for = self.options.wait_for or ("complete" if self.data.growth.mode == "complete" else "first_segment")
         return wait_for == "complete" and self.streams is None
 
-    def _place(self, source: Source, split: Split, recipe: Recipe) -> CacheLocation:
+    def _locate(self, source: Source, split: Split, recipe: Recipe) -> CacheLocation:
         try:
             return find_location(self.root, source, split, recipe, grow=self.data.cache.grow)
         except DataError:
@@ -158,8 +158,8 @@ class CacheOpener:
                 raise
             return CacheLocation(cache_directory(self.root, source, split, recipe), source, None, 0)
 
-    def _beginning(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
-        """The part of a held-out split that a streamed corpus is validated on: that of the beginning of the source."""
+    def _validation_prefix(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
+        """Return the recipe and units of a streamed corpus's validation text: the held-out part of the first bytes."""
         limit_bytes = self.data.streaming.validation_bytes
         while True:
             units, is_all = first_units(
@@ -171,74 +171,76 @@ class CacheOpener:
                 return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
             limit_bytes *= 2
 
-    def _units(self, place: CacheLocation, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
-        """The units of a split, cut if they are not planned yet."""
-        if place.is_planned and place.units is not None:
-            return place.units
+    def _units(self, location: CacheLocation, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
+        """Return the units of a split; split its text if they are not planned yet."""
+        if location.is_planned and location.units is not None:
+            return location.units
         if not self.options.build:
-            raise not_built(place.source, split, place.directory)
+            raise not_built(location.source, split, location.directory)
         if units is None:
-            units = all_units(place, split, self.data)
-        if not _has_records(place.source, units, split):
-            raise _without_records(place.source, split)
+            units = all_units(location, split, self.data)
+        if not _has_records(location.source, units, split):
+            raise _without_records(location.source, split)
         return units
 
-    def _build(self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], last_unit: int | None) -> BuildReport:
-        if not self.options.build and not _is_done(place.directory, last_unit):
-            raise not_built(place.source, recipe.split["name"], place.directory)
-        target = self._target(place, recipe, units)
+    def _build(
+        self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], last_unit: int | None
+    ) -> BuildReport:
+        if not self.options.build and not _is_done(location.directory, last_unit):
+            raise not_built(location.source, recipe.split["name"], location.directory)
+        target = self._target(location, recipe, units)
         report = build(
             target.directory, target.builder, units, replace(self.options, last_unit=last_unit),
             on_progress=target.on_progress, on_verified=target.on_verified,
         )  # fmt: skip
-        self._check_finished(f"{place.source.config.name} {recipe.split['name']}", target.directory, report)
+        self._check_finished(f"{location.source.config.name} {recipe.split['name']}", target.directory, report)
         return report
 
-    def _target(self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit]) -> BuildTarget:
-        name = f"{place.source.config.name} {recipe.split['name']}"
+    def _target(self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit]) -> BuildTarget:
+        name = f"{location.source.config.name} {recipe.split['name']}"
         return BuildTarget(
-            place.directory, self.unit_builder(place.source, recipe), units, watch(self.report, name),
+            location.directory, self.unit_builder(location.source, recipe), units, watch(self.report, name),
             lambda done, total: self.report(f"check {name}", done, total, {}),
         )  # fmt: skip
 
     def _check_finished(self, name: str, directory: Path, report: BuildReport) -> None:
         if self.options.stop() and report.units_missing:
             raise Preempted(
-                f"stopped while building {name}", where=str(directory),
+                f"Stopped while building {name}", where=str(directory),
                 saved=f"{report.units - report.units_missing:,} of {report.units:,} units of this cache",
-                hint="run the same command again to continue",
+                hint="Run the same command again to continue",
             )  # fmt: skip
 
-    def _open_growing(self, place: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
-        """A reader of the first units; the others are built in the background or by other processes."""
+    def _open_growing(self, location: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
+        """Return a reader of the first units; this process's background build or other processes build the rest."""
         growth = self.data.growth
         if self.options.build and growth.build:
-            units = self._units(place, "train", None)
+            units = self._units(location, "train", None)
             last = min(growth.first_segment_units if growth.mode == "strict" else 1, len(units))
-            report = self._build(place, recipe, units, last)
-        elif not self.options.build and not _is_done(place.directory, 1):
-            raise not_built(place.source, "train", place.directory)
+            report = self._build(location, recipe, units, last)
+        elif not self.options.build and not _is_done(location.directory, 1):
+            raise not_built(location.source, "train", location.directory)
         else:
             if self.options.build:
-                self._await(place, growth.first_segment_units if growth.mode == "strict" else 1, name)
-            manifest = Manifest.open(place.directory)
+                self._await(location, growth.first_segment_units if growth.mode == "strict" else 1, name)
+            manifest = Manifest.open(location.directory)
             report = report_of(manifest, recipe)
-            units = self._place(place.source, "train", recipe).units or ()
-        reader = self._reader(place, recipe, units, name, complete=False)
+            units = self._locate(location.source, "train", recipe).units or ()
+        reader = self._reader(location, recipe, units, name, complete=False)
         if self.options.build and growth.build and report.units_missing:
             reader.background = build_in_background(
-                place.directory, self.unit_builder(place.source, recipe), units, self.options
+                location.directory, self.unit_builder(location.source, recipe), units, self.options
             )
             self.backgrounds.append(reader.background)
         return reader, report
 
-    def _await(self, place: CacheLocation, num_units: int, name: str) -> None:
+    def _await(self, location: CacheLocation, num_units: int, name: str) -> None:
         """Wait until other processes have built the first units."""
-        while not _is_done(place.directory, num_units):
+        while not _is_done(location.directory, num_units):
             if self.options.stop():
-                raise Preempted(f"stopped while waiting for {name}", hint="run the same command again")
+                raise Preempted(f"Stopped while waiting for {name}", hint="Run the same command again")
             self.report(f"wait {name}", 0, 0, {})
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _reader(
         self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
@@ -261,28 +263,28 @@ class CacheOpener:
             raise DataError(error.what, where=error.where, hint=hint) from failure
 
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
-        """The rows of the training text, built while they are read."""
+        """Return a reader of the training text, which is built while it is read."""
         assert self.streams is not None
         if self.options.wait_for == "complete":
             raise ConfigError(
-                "a streamed corpus is never built as a whole: its chunks are made while training runs, and removed",
-                where="data.mode", hint="set data.mode=cached to build a cache that stays",
+                "A streamed corpus cannot be built in advance: chunks are built and evicted while training runs",
+                where="data.mode", hint="Set data.mode=cached to build a permanent cache",
             )  # fmt: skip
-        place = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
+        location = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         self.streams.share_reads(source.stored)
         builder = self.unit_builder(source, recipe)
         splitter = UnitSplitter(source, "train", source.holdout, self.data.cache.unit_bytes)
-        units = UnitList(place.directory, builder, splitter)
+        units = UnitList(location.directory, builder, splitter)
         if not units.units:
-            self._split_first(splitter, units, place)
-        reader = self.streams.open(place.directory, builder, units)
-        mark_used(place.directory)
+            self._split_first(splitter, units, location)
+        reader = self.streams.open(location.directory, builder, units)
+        mark_used(location.directory)
         return reader, report_of(reader.manifest, recipe)
 
-    def _split_first(self, splitter: UnitSplitter, units: UnitList, place: CacheLocation) -> None:
-        """Split the first units of a stream, until one of them has a record."""
+    def _split_first(self, splitter: UnitSplitter, units: UnitList, location: CacheLocation) -> None:
+        """Split the text of a stream until a unit with a record is found."""
         if not self.options.build:
-            raise not_built(place.source, "train", place.directory)
+            raise not_built(location.source, "train", location.directory)
         known, num_units = 0, self.data.growth.first_segment_units
         while not units.is_all:
             units.split(num_units)
@@ -290,11 +292,11 @@ class CacheOpener:
                 return
             known, num_units = len(units.units), 2 * num_units
         if not units.units:
-            reject_empty_source(place.source)
-        raise _without_records(place.source, "train")
+            reject_empty_source(location.source)
+        raise _without_records(location.source, "train")
 
     def unit_builder(self, source: Source, recipe: Recipe) -> UnitBuilder:
-        """What the units of one split of a source are a function of."""
+        """Return the builder of the units of a split of a source."""
         split: Split = recipe.split["name"]
         read = UnitReader(source, split, source.holdout)
         cache = self.data.cache
@@ -306,7 +308,7 @@ class CacheOpener:
 
 
 def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
-    """Tells bytes of text instead of units of work, which are too coarse for a person who waits."""
+    """Return a callback that reports build progress in bytes of text, which is finer than units."""
     started = time.perf_counter()
     done = text_bytes = 0
 
@@ -334,14 +336,14 @@ def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]
 
 
 def report_of(manifest: Manifest, recipe: Recipe) -> BuildReport:
-    """What a cache holds that nothing was done for."""
+    """Return the report of a cache for which no unit was built."""
     return build_report(
         manifest, recipe.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
     )  # fmt: skip
 
 
 def _is_done(directory: Path, num_units: int | None) -> bool:
-    """Whether a cache is there and has its first units; None: all of them."""
+    """Return whether a cache exists and its first ``num_units`` units (``None``: all) are built."""
     if not (directory / RECIPE_NAME).exists():
         return False
     manifest = Manifest.open(directory)
@@ -351,8 +353,8 @@ def _is_done(directory: Path, num_units: int | None) -> bool:
 
 def not_built(source: Source, split: str, directory: Path) -> DataError:
     return DataError(
-        f"the {split} cache of source {source.config.name!r} is not built", where=str(directory),
-        hint="run `vorox data build` with the same configuration first",
+        f"The {split} cache of source {source.config.name!r} is not built", where=str(directory),
+        hint="Run `vorox data build` with the same configuration first",
     )  # fmt: skip
 
 
@@ -362,6 +364,6 @@ def _has_records(source: Source, units: Sequence[Unit], split: Split) -> bool:
 
 def _without_records(source: Source, split: Split) -> DataError:
     return DataError(
-        f"the {split} files of source {source.config.name!r} hold no record", where=f"{source.key}.paths",
-        hint="name files with text; or another share of them in data.validation",
+        f"The {split} files of source {source.config.name!r} contain no records", where=f"{source.key}.paths",
+        hint="Name files with text, or change the share of data.validation",
     )  # fmt: skip

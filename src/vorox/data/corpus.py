@@ -1,9 +1,9 @@
-"""From a configuration to a corpus: sources listed, tokenizer ready, caches complete or growing, everything checked.
+"""From a configuration to a corpus: sources listed, tokenizer ready, caches open or growing.
 
-``prepare`` is the one way in. What exists is opened, what is missing is built, by any number of processes that share
-the work; two runs that want the same cache share it. Invariants: a corpus is a function of the configuration and of
-the text; a cache's directory is named by its recipe and by the content of its files, so that text that changed on disk
-gets another cache and a run that resumes finds its old one or is told that it is gone.
+``prepare`` opens existing caches and builds missing ones; any number of processes share the build, and runs with the
+same recipe share a cache. Invariants: a corpus is a function of the configuration and the text; a cache's directory is
+named by its recipe and the content of its files, so changed text gets a new cache, and a run that resumes finds its
+own cache or fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vorox.data.transforms.registry import check_transforms
 
 @dataclass(frozen=True, slots=True)
 class CorpusCache:
-    """One split of one source: its files, its packed rows, and what is in them."""
+    """The cache of one split of a source, open for reading."""
 
     source: Source
     split: Split
@@ -50,14 +50,14 @@ class CorpusCache:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSource:
-    """One source, ready to read.
+    """One source with its open caches.
 
     Attributes:
-        source: Its files.
-        train: Its packed training rows.
-        validation: Its packed held-out rows; ``None`` when nothing is held out.
-        train_report: What is in the training cache.
-        validation_report: What is in the validation cache.
+        source: The listed source.
+        train: The training rows.
+        validation: The validation rows; ``None`` if nothing is held out.
+        train_report: Content of the training cache.
+        validation_report: Content of the validation cache.
     """
 
     source: Source
@@ -73,19 +73,19 @@ class CorpusSource:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All the text of a run.
+    """The text of a run: its tokenizer and the open caches of its sources.
 
     Attributes:
         config: The section ``data``.
-        tokenizer: Text to tokens.
-        sources: In the order of the configuration.
+        tokenizer: The tokenizer.
+        sources: The sources, in the order of the configuration.
         weights: Exact share of each source in the training rows; they sum to 1.
-        root: Root of the caches.
-        held_out: What is validated on, for a person.
-        notes: What a person should know: a fallback that is used, duplicates, empty files, a small vocabulary.
-        validation_caches: Packed rows of ``data.validation.sources``.
-        streams: What builds the rows while they are read, under ``data.mode: streaming``.
-        backgrounds: What builds the rest of caches that are read already, under ``data.growth``.
+        root: Root directory of the caches.
+        held_out: Description of the validation text.
+        notes: Notes for the user: a fallback in use, duplicates, empty files, a small vocabulary.
+        validation_caches: Caches of ``data.validation.sources``.
+        streams: The streams that build rows while they are read, under ``data.mode: streaming``.
+        backgrounds: Background builds of caches that are already read, under ``data.growth``.
     """
 
     config: DataConfig
@@ -100,7 +100,7 @@ class Corpus:
     backgrounds: tuple[BuildScheduler, ...] = ()
 
     def close(self) -> None:
-        """End what is being built in the background. Repeatable."""
+        """Stop all background builds. Idempotent."""
         if self.streams is not None:
             self.streams.close()
         for background in self.backgrounds:
@@ -112,12 +112,12 @@ class Corpus:
 
     @property
     def train(self) -> tuple[CacheReader, ...]:
-        """Training rows of each source."""
+        """The training rows of each source."""
         return tuple(source.train for source in self.sources)
 
     @property
     def caches(self) -> Iterator[CorpusCache]:
-        """Every cache: each source's training rows before its held-out rows, then those that only validate."""
+        """All caches: the training and validation cache of each source, then those of ``data.validation.sources``."""
         for source in self.sources:
             yield CorpusCache(source.source, "train", source.train, source.train_report)
             if source.validation is not None and source.validation_report is not None:
@@ -126,22 +126,22 @@ class Corpus:
 
     @property
     def validation(self) -> tuple[CacheReader, ...]:
-        """Rows to validate on; empty when nothing is held out."""
+        """All validation rows; empty if nothing is held out."""
         return tuple(cache.reader for cache in self.caches if cache.split == "validation")
 
     @property
     def validation_text(self) -> tuple[Source, ...]:
-        """The sources of the rows to validate on."""
+        """The sources of the validation rows."""
         return tuple(cache.source for cache in self.caches if cache.split == "validation")
 
     @property
     def estimated_tokens(self) -> int:
-        """Tokens of one pass over all training text: what ``schedule.warmup_fraction`` is a fraction of."""
+        """Number of tokens in one pass over the training text; ``schedule.warmup_fraction`` is a fraction of it."""
         return sum(source.train_report.tokens for source in self.sources)
 
     @property
     def reports(self) -> dict[str, BuildReport]:
-        """What each cache holds, by its directory's first words: ``NAME train``, ``NAME validation``."""
+        """The content of each cache by name and split: ``NAME train``, ``NAME validation``."""
         return {f"{cache.source.config.name} {cache.split}": cache.report for cache in self.caches}
 
 
@@ -154,21 +154,20 @@ def prepare(
     options: BuildOptions | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpus:
-    """Make everything that training reads.
+    """Open the corpus of a configuration, and build missing caches.
 
     Args:
-        config: The whole configuration; the sections ``data`` and ``tokenizer`` count.
-        on_progress: Told what is being done.
-        build: Build what is missing. Off: refuse instead.
-        repair: Check every byte of what is there first, and build damaged chunks again.
-        options: How caches are built, in more detail; ``build`` and ``repair`` override it.
-        tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
+        config: The configuration; the sections ``data`` and ``tokenizer`` matter.
+        on_progress: Called with the progress.
+        build: Whether to build what is missing; otherwise it is an error.
+        repair: Whether to verify every byte of existing caches first and rebuild damaged chunks.
+        options: Details of the build; ``build`` and ``repair`` override them.
+        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one.
 
     Raises:
-        ConfigError: The configuration contradicts itself, or holds out nothing where it should.
-        DataError: Text is missing, unreadable or broken, a cache is damaged, or something is missing and ``build``
-            is off.
-        Preempted: The build was asked to stop.
+        ConfigError: The configuration contradicts itself, or its holdout is empty.
+        DataError: Text is missing or unreadable, a cache is damaged, or something is missing and ``build`` is off.
+        Preempted: A stop was requested during the build.
     """
     report = on_progress or _silent
     options = options or BuildOptions()
@@ -181,7 +180,7 @@ def prepare(
         _check_writable(root)
     with ExitStack() as reads:
         listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build, reads=reads)
-        assert listed.tokenizer is not None, "only a dry run goes without one"
+        assert listed.tokenizer is not None, "only a dry run has no tokenizer"
         tokenizer = listed.tokenizer
         streams = StreamGroup(data) if data.mode == "streaming" else None
         opener = CacheOpener(data, tokenizer, root, report, options, streams)
@@ -215,7 +214,7 @@ def _open_source(opener: CacheOpener, source: Source) -> CorpusSource:
 def _with_first_segments(
     sources: tuple[CorpusSource, ...], streams: StreamGroup, report: PrepareProgress
 ) -> tuple[CorpusSource, ...]:
-    """The sources of a streamed corpus once the first rows of each are there."""
+    """Wait for the first segment of each source of a streamed corpus; return the sources with readers that see it."""
     names = {source.train.directory: source.name for source in sources}
     readers = [source.train for source in sources if isinstance(source.train, StreamReader)]
     try:
@@ -232,16 +231,16 @@ def _with_first_segments(
 
 
 def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
-    """The share of each source, exact.
+    """Return the exact share of each source.
 
     Raises:
-        ConfigError: Two sources have one name, or a weight is not a positive number.
+        ConfigError: Two sources have the same name, or a weight is not a positive number.
     """
     names = [source.name for source in data.sources]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"two sources are called {name!r}", where=f"data.sources.{index}.name", hint="give each its own name"
+                f"Two sources are named {name!r}", where=f"data.sources.{index}.name", hint="Give each its own name"
             )
     weights: list[Fraction] = []
     for index, source in enumerate(data.sources):
@@ -261,18 +260,18 @@ def _check_writable(root: Path) -> None:
         make_directory(root)
     except OSError as error:
         raise ConfigError(
-            f"the cache directory cannot be made: {error.strerror}", where=str(root),
-            hint="set data.cache.directory or $VOROX_CACHE to a place that can be written",
+            f"Cannot create the cache directory: {error.strerror}", where=str(root),
+            hint="Set data.cache.directory or $VOROX_CACHE to a writable directory",
         ) from error  # fmt: skip
 
 
 def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
-    """Return what the data order of a run is a function of, besides the caches' content.
+    """Return the start event of a run's plan: everything besides cache content that determines the data order.
 
     Args:
-        config: The run.
-        corpus: Its caches.
-        recorded: The plan that the run began with; its buckets are kept as they were measured.
+        config: The run's configuration.
+        corpus: Its corpus.
+        recorded: The existing plan of the run, whose bucket bounds are kept.
     """
     growth, known = config.data.growth, {source.name: source for source in recorded.sources} if recorded else {}
     rule = None
@@ -294,7 +293,7 @@ def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) 
 def _buckets(
     section: SourceConfig, cache: CacheReader, known: Mapping[str, PlanSource], config: RunConfig
 ) -> list[tuple[str, Bucket | None, Fraction]]:
-    """Return name, definition and share of the rows of each bucket of a source; the whole where it is not divided."""
+    """Return name, definition and share of the rows of each bucket of a source; a single entry if it is not split."""
     if section.split_by is None:
         return [(section.name, None, Fraction(1))]
     names = [f"{section.name}.{part}" for part in section.split_names]
@@ -303,6 +302,6 @@ def _buckets(
         whole = sum(source.weight for source in sources)
         return [(source.name, source.bucket, source.weight / whole) for source in sources]
     growth = config.data.growth
-    first = growth.first_segment_units if growth.mode == "strict" else None  # all that is sure to be there
+    first = growth.first_segment_units if growth.mode == "strict" else None  # the only units certain to be built
     measured = measure_buckets(cache, section.name, section.split_by, section.split_quantiles, last_unit=first)
     return [(name, bucket, share) for name, (bucket, share) in zip(names, measured, strict=True)]

@@ -1,8 +1,7 @@
-"""A source by difficulty: the chunks of a cache whose statistic lies in a range, read as a cache of their own.
+"""Difficulty buckets: the chunks of a cache whose statistic is in a range, read as a cache of their own.
 
-The bounds are measured once, when a run begins, and recorded in its plan; the bucket of a chunk follows from its
-content alone, so that buckets stay as they are while the cache grows. Together the buckets of a source hold every row
-once.
+The bounds are measured once, when a run starts, and recorded in its plan. A chunk's bucket depends on its content
+alone, so buckets do not change while the cache grows. Each row of a source is in exactly one bucket.
 
 Legend: K chunks of the cache.
 """
@@ -35,7 +34,7 @@ class BucketReader:
 
     Args:
         base: The cache.
-        bucket: Which of its chunks.
+        bucket: The bucket's definition.
     """
 
     def __init__(self, base: CacheReader, bucket: Bucket) -> None:
@@ -73,16 +72,16 @@ class BucketReader:
         return self.base.row_tokens
 
     def rows_in(self, unit_start: int, unit_end: int, /) -> int:
-        """Return the bucket's rows in some units.
+        """Return the number of the bucket's rows in the units ``[unit_start, unit_end)``.
 
         Raises:
-            DataError: One of them is missing.
+            DataError: One of the units is missing.
         """
         self.base.rows_in(unit_start, unit_end)
         return int(self.unit_row_starts[unit_end] - self.unit_row_starts[unit_start])
 
     def content_digest(self, unit_start: int, unit_end: int, /) -> str:
-        """Return the SHA-256 of the bucket's definition and of its chunks' content in some units."""
+        """Return the SHA-256 of the bucket's definition and of its chunks' content in these units."""
         self.base.rows_in(unit_start, unit_end)
         chunks = self.base.manifest.chunks[self._chunks_K]
         low, high = np.searchsorted(chunks["unit"], [unit_start, unit_end])
@@ -102,7 +101,7 @@ class BucketReader:
         return self.base.units_final
 
     def refreshed(self, *, awaited_units: int = 0) -> BucketReader:
-        """Return a reader of what is committed by now."""
+        """Return a reader of the current commits."""
         base = self.base.refreshed(awaited_units=awaited_units)
         return self if base is self.base else BucketReader(base, self.bucket)
 
@@ -110,7 +109,7 @@ class BucketReader:
         return self.base.read_rows(self.base_rows(rows))
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
-        """Return where the tokens of a row come from, segment by segment."""
+        """Return the origin of each segment of a row."""
         return self.base.documents_of(int(self.base_rows(np.array([row]))[0]))
 
     def rows_of_document(self, file_index: int, byte: int | None = None, ordinal: int | None = None) -> Int64Array:
@@ -122,29 +121,29 @@ class BucketReader:
         return self._starts[at[here]] + offset[here]
 
     def base_rows(self, rows: Int64Array) -> Int64Array:
-        """Return the cache's numbers of some rows of the bucket."""
+        """Convert row numbers of the bucket to row numbers of the cache."""
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
-            raise IndexError(f"rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
+            raise IndexError(f"Rows {rows.min()} to {rows.max()} are not within [0, {self.num_rows})")
         at = np.searchsorted(self._starts, rows, side="right") - 1
         return self._base_starts_K[at] + rows - self._starts[at]
 
 
 SourceReader = CacheReader | BucketReader
-"""The rows of one source of a plan."""
+"""A reader of the rows of one source of a plan."""
 
 
 def cache_name(source: PlanSource) -> str:
-    """Return the name of the configured source whose cache a plan's source reads."""
+    """Return the name of the configured source whose cache contains a plan's source."""
     return source.name if source.bucket is None else source.bucket.source
 
 
 def reader_of(source: PlanSource, cache: CacheReader) -> SourceReader:
-    """Return the rows of a plan's source in its cache."""
+    """Return a reader of a plan's source in its cache."""
     return cache if source.bucket is None else BucketReader(cache, source.bucket)
 
 
 def cache_of(reader: SourceReader) -> CacheReader:
-    """Return the cache that a source is read from."""
+    """Return the cache of a reader."""
     return reader.base if isinstance(reader, BucketReader) else reader
 
 
@@ -162,63 +161,63 @@ def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader])
 def measure_buckets(
     cache: CacheReader, name: str, statistic: str, quantiles: Sequence[float], *, last_unit: int | None = None
 ) -> list[tuple[Bucket, Fraction]]:
-    """Return the buckets of a source, from the lowest statistic up, and each one's share of the rows.
+    """Return the buckets of a source by ascending statistic, each with its share of the rows.
 
     Args:
-        cache: Its cache.
-        name: Its name.
+        cache: The source's cache.
+        name: The source's name.
         statistic: ``tokens_per_document`` or ``bytes_per_token``.
-        quantiles: Where the buckets meet, as shares of the rows.
+        quantiles: Borders of the buckets, as shares of the rows.
         last_unit: Measure only the units before this one.
 
     Raises:
-        ConfigError: A bucket would be empty: the chunks' statistics are equal where the buckets should meet.
+        ConfigError: A bucket is empty, because too many chunks have the same statistic.
         DataError: No chunk is built yet.
     """
     manifest = cache.manifest
     measured = np.ones(len(manifest.chunks), np.bool_) if last_unit is None else manifest.chunks["unit"] < last_unit
-    above, below = (values[measured] for values in _statistic(manifest, statistic))
+    numerator, denominator = (values[measured] for values in _statistic(manifest, statistic))
     rows = manifest.chunks["rows"][measured].astype(np.int64)
     if not rows.size:
-        raise DataError(f"source {name!r} has no chunk to measure {statistic} by", where=str(cache.directory))
-    order = np.argsort(above / below, kind="stable")
+        raise DataError(f"Source {name!r} has no chunk to measure {statistic} on", where=str(cache.directory))
+    order = np.argsort(numerator / denominator, kind="stable")
     ends = np.cumsum(rows[order])
     bounds: list[Fraction] = []
     for quantile in quantiles:
         at = order[int(np.searchsorted(ends, math.ceil(Fraction(str(quantile)) * int(ends[-1])), side="right"))]
-        bounds.append(Fraction(int(above[at]), int(below[at])))
+        bounds.append(Fraction(int(numerator[at]), int(denominator[at])))
     buckets = [Bucket(name, statistic, low, high) for low, high in zip([None, *bounds], [*bounds, None], strict=True)]
-    inside = [_between(above, below, bucket) for bucket in buckets]
+    inside = [_between(numerator, denominator, bucket) for bucket in buckets]
     shares = [Fraction(int(rows[chosen].sum()), int(ends[-1])) for chosen in inside]
     if 0 in shares:
         raise ConfigError(
-            f"{statistic} does not divide source {name!r} at {', '.join(f'{q:g}' for q in quantiles)}: "
-            f"{len(rows):,} chunks, and a part would be empty",
+            f"{statistic} does not split source {name!r} at {', '.join(f'{q:g}' for q in quantiles)}: "
+            f"of its {len(rows):,} chunks, none is in one of the buckets",
             where=f"data.sources: {name}.split_quantiles",
-            hint="make data.cache.unit_bytes or chunk_rows smaller, choose other quantiles, or do not split",
+            hint="Decrease data.cache.unit_bytes or chunk_rows, choose other quantiles, or do not split the source",
         )
     return list(zip(buckets, shares, strict=True))
 
 
 def _statistic(manifest: Manifest, statistic: str) -> tuple[Int64Array, Int64Array]:
-    """Return numerator and denominator of a statistic of every chunk."""
+    """Return numerator and denominator of a statistic for every chunk."""
     chunks = manifest.chunks
     if statistic == "tokens_per_document":
         return chunks["tokens"].astype(np.int64), np.maximum(chunks["documents"].astype(np.int64), 1)
     if statistic == "bytes_per_token":
-        of_chunk = manifest.units[np.searchsorted(manifest.units["unit"], chunks["unit"])]
-        return of_chunk["text_bytes"].astype(np.int64), np.maximum(of_chunk["tokens"].astype(np.int64), 1)
-    raise DataError(f"the plan divides a source by {statistic!r}, which this version does not know")
+        units = manifest.units[np.searchsorted(manifest.units["unit"], chunks["unit"])]
+        return units["text_bytes"].astype(np.int64), np.maximum(units["tokens"].astype(np.int64), 1)
+    raise DataError(f"The plan splits a source by {statistic!r}, which this version does not know")
 
 
 def _within(manifest: Manifest, bucket: Bucket) -> npt.NDArray[np.bool_]:
     return _between(*_statistic(manifest, bucket.statistic), bucket)
 
 
-def _between(above: Int64Array, below: Int64Array, bucket: Bucket) -> npt.NDArray[np.bool_]:
-    inside = np.ones(above.shape, np.bool_)
+def _between(numerator: Int64Array, denominator: Int64Array, bucket: Bucket) -> npt.NDArray[np.bool_]:
+    inside = np.ones(numerator.shape, np.bool_)
     if bucket.low is not None:
-        inside &= above * bucket.low.denominator >= bucket.low.numerator * below
+        inside &= numerator * bucket.low.denominator >= bucket.low.numerator * denominator
     if bucket.high is not None:
-        inside &= above * bucket.high.denominator < bucket.high.numerator * below
+        inside &= numerator * bucket.high.denominator < bucket.high.numerator * denominator
     return inside

@@ -1,8 +1,8 @@
-"""The nouns of the data room: what a file, a unit of work and a document are.
+"""The data types of a source: files, units, documents and bad records.
 
-A *source* is a named, sorted list of files. *Units* cut it into pieces of work before any work is done, so that a
-build can stop, resume, run backwards or in parallel and still give the same rows. A *document* knows where its bytes
-came from; that is what provenance answers with.
+A *source* is a named, sorted list of files. It is split into *units* before it is built, so that a build can stop,
+resume and run in any order or in parallel and still give the same rows. A *document* records the bytes that it was
+read from, for provenance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 BAD_RECORDS_IN_A_ROW = 100
-"""So many, and reading a unit is given up: it is not what the configuration says that it is."""
+"""After this many consecutive bad records, reading a unit fails: its format is not the configured one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class SourceFile:
     """One file of a source at one immutable version.
 
     Attributes:
-        uri: Where it is: an absolute path or a URL; ``stdlib:json/decoder.py`` for the standard library.
-        size_bytes: Its length.
-        version: What pins its content: the SHA-256 for local files.
+        uri: An absolute path or a URL; ``stdlib:json/decoder.py`` for the standard library.
+        size_bytes: Size of the file.
+        version: Identifier of the content: the SHA-256 for local files.
     """
 
     uri: str
@@ -35,15 +35,14 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpan:
-    """A byte range ``[start_byte, end_byte)`` of one file, cut at record boundaries.
+    """A byte range ``[start_byte, end_byte)`` of one file, aligned to records.
 
-    The bytes are those of the content: of the decompressed stream where a file is compressed, of the file itself
-    where it is Parquet (a run of row groups). An empty range says that the rest of the file, from there on, cannot be
-    read and is put aside.
+    Offsets count bytes of the content: of the decompressed stream for a compressed file, of the file itself for Parquet
+    (consecutive row groups). An empty range marks the rest of the file as unreadable; it is quarantined.
 
     Attributes:
         file_index: Index into the source's file list.
-        first_ordinal: Ordinal, within the file, of the first record in the span.
+        first_ordinal: Index, within the file, of the first record in the span.
     """
 
     file_index: int
@@ -54,14 +53,14 @@ class UnitSpan:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of work: a run of spans in source order. ``unit_id`` is dense from 0 in that order."""
+    """A build work item: consecutive spans in source order. ``unit_id`` counts from 0 in that order."""
 
     unit_id: int
     spans: tuple[UnitSpan, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of text that it spans."""
+        """Number of bytes of text in the unit."""
         return sum(span.end_byte - span.start_byte for span in self.spans)
 
     @property
@@ -71,18 +70,18 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and the bytes that it was read from.
+    """A text, and the bytes that it was read from.
 
     Attributes:
         file_index: Index into the source's file list.
-        ordinal: Number of the record within its file; bad records keep theirs.
-        byte_offset: First byte of the record in the (decompressed) file; in Parquet, whose records have no bytes of
-            their own, the first of its row group: there the ordinal tells the records apart.
+        ordinal: Index of the record in its file; bad records count too.
+        byte_offset: First byte of the record in the (decompressed) file; in Parquet, of its row group, where only the
+            ordinal distinguishes records.
         byte_length: Bytes of the record, or of its row group.
-        text: The text, decoded; after a transform, what the transform made of it.
-        metadata: The other columns or fields that the source asks for; ``None`` unless it asks for some.
-        original: The text of the record where a transform changed it, else ``None``.
-        copy: Number of this text among those that transforms made of the record.
+        text: The decoded text, or the output of a transform.
+        metadata: The additional columns or fields that the source requests; ``None`` if it requests none.
+        original: The text before a transform changed it, else ``None``.
+        copy: Index of this text among the texts that transforms made from the record.
     """
 
     file_index: int
@@ -97,14 +96,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDocument:
-    """One text that was tokenised elsewhere, and the bytes that it was read from.
+    """A text that was tokenized elsewhere, and the bytes that it was read from.
 
     Attributes:
         file_index: Index into the source's file list.
-        ordinal: Number of the record within its file; bad records keep theirs.
+        ordinal: Index of the record in its file; bad records count too.
         byte_offset: First byte of the record in the file.
-        byte_length: Bytes of the record, with those of the end-of-text id behind it.
-        tokens: Its token ids, uint16 or uint32, without the end-of-text id.
+        byte_length: Bytes of the record, including its end-of-text id.
+        tokens: The token ids, uint16 or uint32, without the end-of-text id.
     """
 
     file_index: int
@@ -119,12 +118,12 @@ class TokenDocument:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that could not be read. It is put aside with its place, never dropped in silence.
+    """A record that could not be read. It is quarantined with its location, never dropped silently.
 
     Attributes:
-        reason: What is wrong, for a person: ``invalid UTF-8 at byte 17``.
-        line: Line in the file, from 1, where the format has lines.
-        is_rest_of_file: It stands for everything from there on, in a damaged file.
+        reason: What is wrong, for the user: ``invalid UTF-8 at byte 17``.
+        line: Line in the file, from 1, if the format has lines.
+        is_rest_of_file: Whether it covers the rest of a damaged file.
     """
 
     file_index: int
@@ -137,22 +136,22 @@ class BadRecord:
 
 
 Record = Document | TokenDocument | BadRecord
-"""What a span of a file holds."""
+"""A record of a span."""
 
 
 class DocumentSpan(NamedTuple):
-    """Where the tokens of one segment come from.
+    """The origin of one segment's tokens.
 
     Attributes:
         uri: The file.
-        byte_offset: First byte of the document's record in it.
+        byte_offset: First byte of the document's record in the file.
         byte_length: Bytes of the record.
         document_token_offset: First token of the segment within the document.
         length: Tokens of the segment.
-        file_index: The file, by its place in the cache's list.
-        ordinal: Number of the record within its file.
-        document_tokens: Tokens of the whole document, its end of text included.
-        text_xxh3: xxh3-64 of the document's text: whether what a source gives today is what was read.
+        file_index: Index into the cache's file list.
+        ordinal: Index of the record in its file.
+        document_tokens: Tokens of the whole document, including its end-of-text token.
+        text_xxh3: xxh3-64 of the document's text, to detect changes of the source.
     """
 
     uri: str

@@ -1,7 +1,7 @@
-"""Looking at a corpus: what is in it, how well it is packed, whether it is what it says.
+"""Inspecting a corpus: sample rows, statistics and verification.
 
-A prepared ``Corpus`` goes in; samples with their origin, statistics and verdicts come out. Nothing is changed.
-Invariant: every number is counted from the stored rows, not repeated from what the build reported.
+A prepared ``Corpus`` goes in; samples with their origin, statistics and errors come out. Nothing is changed. Invariant:
+every number is counted from the stored rows, not copied from the build report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRACED_ROWS = 8
 _SAMPLE_TOKENS = 48
 
 VerifyProgress = Callable[[str, int, int], None]
-"""Called with (``check`` and what is being checked, bytes done, bytes in all)."""
+"""Callback for progress: (name of the check, bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class SampleSegment:
     """A fragment of a document in a row.
 
     Attributes:
-        uri: File that it comes from.
-        ordinal: Number of the document's record within that file, from 0.
-        byte_offset: First byte of the document's record in that file.
+        uri: The document's file.
+        ordinal: Index of the document's record in the file.
+        byte_offset: First byte of the record in the file.
         byte_length: Bytes of the record.
-        document_token_offset: Tokens of the document that lie before the fragment.
-        num_tokens: Its tokens.
-        text: They, decoded.
+        document_token_offset: First token of the fragment within the document.
+        num_tokens: Tokens of the fragment.
+        text: The decoded tokens.
     """
 
     uri: str
@@ -74,17 +74,17 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What one cache holds.
+    """Statistics of one cache.
 
     Attributes:
         source: Name of the source.
-        split: Which part of it.
+        split: The split.
         report: Sizes, as committed.
-        rows_counted: Rows that the figures below were counted over, evenly spread.
-        utilisation_fraction: Share of their positions that holds a token.
-        tokens: What was counted of the tokens.
-        sample: The beginning of one row's text, decoded.
-        warnings: What a person should know before training on it.
+        rows_counted: Number of evenly spaced rows that were counted.
+        utilisation_fraction: Fraction of their tokens that are not padding.
+        tokens: Statistics of the tokens.
+        sample: The start of one row, decoded.
+        warnings: Warnings for the user.
     """
 
     source: str
@@ -97,25 +97,25 @@ class CacheStatistics:
     warnings: tuple[str, ...]
 
 
-def _spread(reader: CacheReader, count: int) -> npt.NDArray[np.int64]:
-    """``count`` rows at even distances, all of them if there are fewer."""
+def _spaced_rows(reader: CacheReader, count: int) -> npt.NDArray[np.int64]:
+    """Return ``count`` evenly spaced rows, or all rows if there are fewer."""
     count = min(count, reader.num_rows)
     return (np.arange(count, dtype=np.int64) * 2 + 1) * reader.num_rows // (2 * count)
 
 
 def _segments(reader: CacheReader, row: int) -> tuple[TokenArray, list[tuple[int, int]]]:
-    """The tokens of a row, and where each segment lies in it."""
+    """Return the tokens of a row, and the token range of each segment."""
     block = reader.read_rows(np.array([row], dtype=np.int64))
     ends = np.cumsum(block.segment_lengths, dtype=np.int64)
     return block.tokens_NC[0], list(zip((ends - block.segment_lengths).tolist(), ends.tolist(), strict=True))
 
 
 def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[SampleRow]:
-    """Evenly spread rows of every source, decoded, with the documents that they come from."""
+    """Return evenly spaced rows of every source, decoded, with their documents."""
     samples: list[SampleRow] = []
     for cache in corpus.caches:
         reader = cache.reader
-        for row in _spread(reader, num_rows).tolist() if cache.split == split else ():
+        for row in _spaced_rows(reader, num_rows).tolist() if cache.split == split else ():
             tokens, places = _segments(reader, row)
             documents = reader.documents_of(row)
             segments = tuple(
@@ -136,13 +136,13 @@ def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[S
 
 
 def stats(corpus: Corpus, *, max_rows: int = 1 << 17) -> list[CacheStatistics]:
-    """Statistics of every cache, counted over at most ``max_rows`` evenly spread rows each."""
+    """Return the statistics of every cache, counted over at most ``max_rows`` evenly spaced rows each."""
     return [_count(corpus.tokenizer, cache, max_rows) for cache in corpus.caches]
 
 
 def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStatistics:
     reader = cache.reader
-    rows = _spread(reader, max_rows)
+    rows = _spaced_rows(reader, max_rows)
     counts = np.zeros(1 << (8 * reader.token_bytes) if reader.token_bytes == 2 else tokenizer.vocab_size, np.int64)
     for start in range(0, len(rows), _BLOCK_ROWS):
         block = reader.read_rows(rows[start : start + _BLOCK_ROWS])
@@ -152,7 +152,7 @@ def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStat
         counts += np.bincount(kept, minlength=len(counts))
     stored = int(counts.sum())
     figures = token_stats(counts, tokenizer)
-    sample, _ = _segments(reader, int(_spread(reader, 1)[0]))
+    sample, _ = _segments(reader, int(_spaced_rows(reader, 1)[0]))
     return CacheStatistics(
         source=cache.source.config.name,
         split=cache.split,
@@ -166,13 +166,13 @@ def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStat
 
 
 def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None:
-    """Check everything that the corpus rests on.
+    """Verify the caches and the source files of a corpus.
 
-    Every byte of every chunk against its hashes, every source file against its recorded content, and a few rows of
-    each cache all the way back: their documents are read and tokenized again and must give the very tokens stored.
+    Three checks: every byte of every chunk against its hashes; every source file against its recorded hash; and a few
+    rows of each cache end to end, by reading and tokenizing their documents again.
 
     Raises:
-        DataError: Naming all that is damaged.
+        DataError: A check failed; the message names everything that is damaged.
     """
     report = on_progress or _silent
     problems: list[DataError] = []
@@ -209,54 +209,54 @@ def _verify_files(source: Source, report: VerifyProgress) -> None:
 
     def content(pair: tuple[StoredFile, SourceFile]) -> str:
         stored, file = pair
-        pinned = stored.version is not None  # by its store: what was listed just now is what it was
-        return file.version if pinned else content_hash(stored)
+        is_pinned = stored.version is not None  # the store guarantees the content of a version
+        return file.version if is_pinned else content_hash(stored)
 
     for (_, file), found in map_ordered(content, pairs, usable_cores()):
         if found != file.version:
             raise DataError(
-                "the file's content is not what its recorded hash says", where=file.uri,
-                hint="restore the file; or remove the folder `versions` of the cache root and build from it as it is",
+                "The file's content does not match its recorded hash", where=file.uri,
+                hint="Restore the file, or remove the folder `versions` of the cache root to build from the new file",
             )  # fmt: skip
         done += file.size_bytes
         report(f"check {source.config.name} files", done, total)
 
 
 def _trace(corpus: Corpus, cache: CorpusCache) -> None:
-    tokenizer = corpus.tokenizer.without_fast_path()  # not the way by which the cache was built
+    tokenizer = corpus.tokenizer.without_fast_path()  # independent of how the cache was built
     data, source, reader = corpus.config, cache.source, cache.reader
     transforms = transforms_of(data, source.config, cache.split, source.key)
     applier = Applier(transforms, data.transform_seed, reader.files, tokenizer)
     by_uri = {stored.uri: stored for stored in source.stored}
-    for row in _spread(reader, _TRACED_ROWS).tolist():
+    for row in _spaced_rows(reader, _TRACED_ROWS).tolist():
         tokens, places = _segments(reader, row)
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
             at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
             record = read_record(source.config, by_uri[document.uri], *at)
             place = f"{document.uri}, record {document.ordinal:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
-                raise DataError(f"row {row} comes from a record that is {record.reason}", where=place)
+                raise DataError(f"The record of row {row} is bad: {record.reason}", where=place)
             first, stored = document.document_token_offset, tokens[start:end].tolist()
             made = applier.token_sequences(record, tokenizer.encode)
             ended = ([*ids.tolist(), tokenizer.end_of_text_id] for ids in made)
             if not any(ids[first : first + document.length] == stored for ids in ended):
                 raise DataError(
-                    f"row {row} of the cache does not hold the tokens of this document", where=place,
-                    hint="the tokenizer's library, a transform or the file changed; build into another "
+                    f"Row {row} of the cache does not match the tokens of this document", where=place,
+                    hint="The tokenizer library, a transform or the file has changed; build into a new "
                     "data.cache.directory",
                 )  # fmt: skip
 
 
 def xz_bits_per_byte(corpus: Corpus) -> float | None:
-    """Bits per byte of xz on the validation text: ``None`` when nothing is held out."""
+    """Return xz's bits per byte on the validation text; ``None`` if nothing is held out."""
     baseline = xz_of(corpus)
     return None if baseline is None else baseline.bits_per_byte
 
 
 def xz_of(corpus: Corpus) -> CompressorBaseline | None:
-    """What xz makes of the validation text of all sources, remembered under the root of the caches."""
+    """Return the xz baseline of the validation text of all sources; results are stored under the cache root."""
     return xz_baseline(
         corpus.validation_text,
         unit_bytes=corpus.config.cache.unit_bytes,
-        memory=corpus.root / "baselines",
+        results=corpus.root / "baselines",
     )

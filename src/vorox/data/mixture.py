@@ -1,11 +1,11 @@
-"""Exact mixing of sources by rational weights: the source of each draw, evaluated and inverted at single draws.
+"""Exact mixing of sources by rational weights: the source of each draw, computed and inverted at single draws.
 
 ``mix/1``: the sources are the leaves of a weight-balanced binary tree. Of the first k draws that reach a node,
-``k * left weight / weight``, rounded to the nearest integer and halves up, go left. All in integers, so there is no
-table, no random number and no drift: counts are exact at every multiple of the common denominator, stay within two
-draws of the share in between (1.25 measured), and each draw is found in O(log sources), in both directions.
+``k * left weight / weight`` go left, rounded to the nearest integer, halves up. All arithmetic is in integers, without
+tables or random numbers, so nothing drifts: counts are exact at every multiple of the common denominator, stay within
+two draws of the exact share in between (1.25 measured), and each draw resolves in O(log sources) in both directions.
 
-Invariant: the answer for given weights, in their order, never changes. Plans record the name.
+Invariant: the result for given weights, in their order, never changes. Plans record the name.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ class Mixture:
     """Sources mixed by exact weights.
 
     Args:
-        weights: Share of each source, up to a common factor; all above zero.
+        weights: Weight of each source, up to a common factor; all above zero.
 
     Raises:
-        ConfigError: There is no source, or a weight is not above zero.
+        ConfigError: The list is empty, or a weight is not above zero.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         if not weights:
-            raise ConfigError("there is no source to draw from", where="data.sources")
+            raise ConfigError("The mixture has no source", where="data.sources")
         for index, weight in enumerate(weights):
             if weight <= 0:
                 raise ConfigError(
-                    f"the weight {weight} is not above zero", where=f"data.sources.{index}.weight",
-                    hint="leave the source out instead",
+                    f"The weight {weight} is not above zero", where=f"data.sources.{index}.weight",
+                    hint="Remove the source instead",
                 )  # fmt: skip
         scale = math.lcm(*(weight.denominator for weight in weights))
         shares = [int(weight * scale) for weight in weights]
         divisor = math.gcd(*shares)
         self.shares: tuple[int, ...] = tuple(share // divisor for share in shares)
-        """Weights as the smallest integers in proportion."""
+        """The weights as the smallest integers in the same proportion."""
         self.period = sum(self.shares)
-        """Draws after which all counts are exact: the sum of ``shares``."""
-        # Products below stay under 2 * period * (period + 1). Beyond int64, numpy computes with Python's integers.
+        """Number of draws after which all counts are exact: the sum of ``shares``."""
+        # Products below stay under 2 * period * (period + 1). Beyond int64, numpy computes with Python integers.
         self._dtype: npt.DTypeLike = np.int64 if self.period <= _LARGEST_INT64_PERIOD else np.object_
         self._build_tree()
 
     def locate(self, draws: Draws) -> tuple[npt.NDArray[np.int32], Draws]:
-        """Return the source of each draw, and its number among that source's draws."""
+        """Return the source of each draw, and its index among the draws of that source."""
         node = np.zeros(draws.shape, np.int32)
         nth: _Integers = draws.astype(self._dtype)
         inner = np.flatnonzero(self._left_child[node] != _NONE)
@@ -74,7 +74,7 @@ class Mixture:
         return self._source[node], nth.astype(np.int64)
 
     def invert(self, source_index: npt.NDArray[np.int32], source_draw: Draws) -> Draws:
-        """Return the draw with the given number of each source: the inverse of ``locate``."""
+        """Return the draw with the given index among the draws of each source: the inverse of ``locate``."""
         node = self._leaf[source_index]
         nth: _Integers = source_draw.astype(self._dtype)
         inner = np.flatnonzero(node != 0)
@@ -92,7 +92,7 @@ class Mixture:
         return nth.astype(np.int64)
 
     def counts(self, num_draws: int) -> tuple[int, ...]:
-        """Return how often each source is drawn in the first ``num_draws``."""
+        """Return the number of draws of each source among the first ``num_draws``."""
         reaching = {0: num_draws}
         for node in range(len(self._weight)):  # parents come before their children
             left, right = int(self._left_child[node]), int(self._right_child[node])
@@ -103,11 +103,11 @@ class Mixture:
         return tuple(reaching[int(leaf)] for leaf in self._leaf)
 
     def _build_tree(self) -> None:
-        """Build the tree: heaviest sources first, each group split nearest to half; the root is node 0."""
+        """Build the tree: heaviest sources first, each group split as close to half as possible; the root is node 0."""
         order = sorted(range(len(self.shares)), key=lambda source: (-self.shares[source], source))
         groups, parents, sources = [order], [_NONE], list[int]()
         children: list[tuple[int, int]] = []
-        for node, group in enumerate(groups):  # grows while it is walked
+        for node, group in enumerate(groups):  # the loop appends to groups
             sources.append(group[0] if len(group) == 1 else _NONE)
             children.append((_NONE, _NONE))
             if len(group) > 1:
@@ -123,7 +123,7 @@ class Mixture:
 
 
 def _nearest_half(shares: list[int]) -> int:
-    """Return the first cut that makes the two sums nearest to equal."""
+    """Return the first split index that makes the two sums as equal as possible."""
     total, left, best, best_gap = sum(shares), 0, 1, sum(shares)
     for cut, share in enumerate(shares[:-1], 1):
         left += share
@@ -133,5 +133,5 @@ def _nearest_half(shares: list[int]) -> int:
 
 
 def _go_left(k: _Integers, left_weight: _Integers, total: _Integers) -> _Integers:
-    """``floor(k * left_weight / total + 1/2)`` without the large product."""
+    """Compute ``floor(k * left_weight / total + 1/2)`` without the large product."""
     return k // total * left_weight + (2 * (k % total) * left_weight + total) // (2 * total)

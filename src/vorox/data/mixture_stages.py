@@ -1,8 +1,8 @@
-"""A mixture that changes during a run: stages of exact weights, each from a draw on, with closed forms throughout.
+"""A mixture that changes during a run: consecutive stages of exact weights, in closed form.
 
-A stage continues every source's count of draws from the stages before it (its *base*), so a source continues with its
-next row whenever it is drawn again, however the weights changed meanwhile. Both directions are the mixture's
-closed form plus one binary search over the stages. With one stage over all sources, it is the mixture itself.
+A stage continues each source's count of draws from earlier stages (its *base*), so a source continues with its next
+row however the weights changed. Both directions use the mixture's closed form and one binary search over the stages.
+A single stage over all sources equals the mixture itself.
 
 Shape legend: G stages, S sources.
 """
@@ -20,7 +20,7 @@ from vorox.core.errors import ConfigError
 from vorox.data.mixture import Draws, Mixture
 
 NEVER = 2**62
-"""The position of a draw that no stage reaches."""
+"""The position of a draw that is never reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Stage:
     """One mixture from a position on.
 
     Attributes:
-        start_position: First position (and draw) that it decides; the first stage's is 0.
-        weights: Share of each source that is drawn, by index; the others rest.
-        row_pieces: Pieces that stored rows are cut into: a row of T positions becomes that many of T / pieces.
+        start_position: First position (and draw) of the stage; 0 for the first stage.
+        weights: Weight of each sampled source, by index; other sources are paused.
+        row_pieces: Number of pieces that stored rows are split into, each of T / row_pieces positions.
     """
 
     start_position: int
@@ -38,7 +38,7 @@ class Stage:
     row_pieces: int = 1
 
     def is_like(self, other: Stage) -> bool:
-        """Return whether both mix and cut rows alike, wherever they begin."""
+        """Return whether both stages have the same shares and row pieces; their positions may differ."""
         mine, theirs = sum(self.weights.values()), sum(other.weights.values())
         shares = {source: weight / mine for source, weight in self.weights.items()}
         return self.row_pieces == other.row_pieces and shares == {
@@ -47,25 +47,25 @@ class Stage:
 
 
 class MixtureStages:
-    """Consecutive stages.
+    """The mixture over consecutive stages.
 
     Args:
-        stages: In ascending order; the first begins at 0.
-        num_sources: Sources that are known, drawn or not.
+        stages: The stages in ascending order; the first starts at 0.
+        num_sources: Number of sources, sampled or not.
 
     Raises:
-        ConfigError: A stage draws from no source, or with a weight that is not above zero.
+        ConfigError: A stage has no source, or a weight that is not above zero.
     """
 
     def __init__(self, stages: Sequence[Stage], num_sources: int) -> None:
         starts = [stage.start_position for stage in stages]
-        assert starts[:1] == [0], "the first stage begins at 0"
-        assert starts == sorted(set(starts)), "stages follow each other"
+        assert starts[:1] == [0], "the first stage starts at 0"
+        assert starts == sorted(set(starts)), "stages are in ascending order"
         self.stages = tuple(stages)
         mixtures, active = list[Mixture](), list[npt.NDArray[np.int32]]()
         for stage in stages:
             if not stage.weights:
-                raise ConfigError("a stage draws from no source", where="data.stages", hint="give it a weight")
+                raise ConfigError("A stage has no source", where="data.stages", hint="Give it at least one weight")
             sources = sorted(stage.weights)
             mixtures.append(Mixture([stage.weights[source] for source in sources]))
             active.append(np.array(sources, np.int32))
@@ -73,9 +73,9 @@ class MixtureStages:
         self._starts = np.array(starts, np.int64)
         self._bases_GS = np.zeros((len(stages), num_sources), np.int64)
         for index in range(1, len(stages)):
-            drawn = self._mixtures[index - 1].counts(starts[index] - starts[index - 1])
+            counts = self._mixtures[index - 1].counts(starts[index] - starts[index - 1])
             self._bases_GS[index] = self._bases_GS[index - 1]
-            self._bases_GS[index, self._active[index - 1]] += np.array(drawn, np.int64)
+            self._bases_GS[index, self._active[index - 1]] += np.array(counts, np.int64)
         self._is_one = len(stages) == 1 and len(self._active[0]) == num_sources
 
     def stage_at(self, position: int) -> Stage:
@@ -83,7 +83,7 @@ class MixtureStages:
         return self.stages[int(np.searchsorted(self._starts, position, side="right")) - 1]
 
     def locate(self, draws: Draws) -> tuple[npt.NDArray[np.int32], Draws]:
-        """Return the source of each draw, and its number among that source's draws."""
+        """Return the source of each draw, and its index among the draws of that source."""
         if self._is_one:
             return self._mixtures[0].locate(draws)
         source_index, source_draw = np.empty(draws.shape, np.int32), np.empty(draws.shape, np.int64)
@@ -96,13 +96,13 @@ class MixtureStages:
         return source_index, source_draw
 
     def invert(self, source_index: npt.NDArray[np.int32], source_draw: Draws) -> Draws:
-        """Return the draw with the given number of each source, or ``NEVER``: the inverse of ``locate``."""
+        """Return the draw with the given index among the draws of each source, or ``NEVER``: inverse of ``locate``."""
         if self._is_one:
             return self._mixtures[0].invert(source_index, source_draw)
         draws = np.full(source_draw.shape, NEVER, np.int64)
         for source in map(int, np.unique(source_index)):
             mine = np.flatnonzero(source_index == source)
-            # Of stages with equal bases, all but the last do not draw from the source.
+            # Among stages with equal bases, only the last can sample the source.
             stage_of = np.searchsorted(self._bases_GS[:, source], source_draw[mine], side="right") - 1
             for stage in map(int, np.unique(stage_of)):
                 local = int(np.searchsorted(self._active[stage], source))
@@ -115,7 +115,7 @@ class MixtureStages:
         return draws
 
     def counts(self, num_draws: int) -> tuple[int, ...]:
-        """Return how often each source is drawn in the first ``num_draws``."""
+        """Return the number of draws of each source among the first ``num_draws``."""
         stage = int(np.searchsorted(self._starts, max(0, num_draws - 1), side="right")) - 1
         counts = self._bases_GS[stage].copy()
         counts[self._active[stage]] += np.array(self._mixtures[stage].counts(num_draws - int(self._starts[stage])))

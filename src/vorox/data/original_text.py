@@ -1,8 +1,8 @@
-"""The text of a document's tokens: read again from its file if that is unchanged, else decoded from the cache.
+"""The text of a document's tokens: read from its file if that is unchanged, else decoded from the cache.
 
-A run and a document in one of its rows go in; the text of exactly those tokens comes out, with its origin. A file is
-unchanged if the record's text has the hash that was recorded when it was packed, and its tokens are those of the row;
-otherwise the reason is returned too.
+A run and a document in one of its rows go in; the text of exactly those tokens comes out, with its origin. The file is
+unchanged if the record's text has the hash recorded at packing and its tokens equal those of the row; otherwise the
+result includes the reason.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from vorox.data.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class FoundText:
-    """A text and where it is from.
+    """A text and its origin.
 
     Attributes:
-        text: The text of the tokens that stand in the row.
-        origin: ``source``: read again from the file, the same that was trained on. ``cache``: decoded from the tokens.
-        why: Why it is not from the source; empty if it is.
+        text: The text of the tokens in the row.
+        origin: ``source``: read from the file, identical to the text trained on. ``cache``: decoded from the tokens.
+        why: The reason why it is not from the source; empty if it is.
     """
 
     text: str
@@ -44,7 +44,7 @@ class FoundText:
 
 
 class TextFinder:
-    """Finds texts of one run; lists each file once."""
+    """Finds the texts of a run; lists each file once."""
 
     def __init__(self, run_data: RunDataIndex) -> None:
         self._run_data = run_data
@@ -61,14 +61,14 @@ class TextFinder:
 
     @cached_property
     def _sources(self) -> dict[str, SourceConfig]:
-        """By the name of the cache; sources that later configurations left out are not there."""
+        """The configured sources by name; sources removed from the configuration are missing."""
         return {source.name: source for source in recorded_config(self._run_data.directory).data.sources}
 
     def find(self, row: RowOrigin, document: DocumentOrigin) -> FoundText:
         """Return the text of a document's tokens in a row.
 
         Raises:
-            DataError: The row cannot be read, or the run's tokenizer is gone.
+            DataError: The row cannot be read, or the run's tokenizer is missing.
         """
         block = cache_of(self._run_data.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
         tokens = block.tokens_NC[0][document.row_token : document.row_token + document.num_tokens].tolist()
@@ -81,7 +81,7 @@ class TextFinder:
         return FoundText(self._decoded(document, tokens), "cache", why)
 
     def _decoded(self, document: DocumentOrigin, tokens: list[int]) -> str:
-        """Return the text of tokens, without a document's end-of-text token."""
+        """Decode tokens, without the document's end-of-text token."""
         ends = document.first_token + document.num_tokens == document.document_tokens
         return self._tokenizer.decode(tokens[:-1] if ends else tokens)
 
@@ -95,23 +95,23 @@ class TextFinder:
             config = config.model_copy(update={"end_of_text_id": end})
         record = read_record(config, self._file(document), 0, *place)
         if isinstance(record, BadRecord):
-            raise _ChangedError(f"the file changed since it was packed: the record is {record.reason}")
+            raise _ChangedError(f"the file has changed since it was packed: bad record, {record.reason}")
         if isinstance(record, TokenDocument):
             ids, text = record.tokens.tolist(), None
         else:
             ids, text = [], record.text
             if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
-                raise _ChangedError("the file changed since it was packed, or a transform changed the text")
+                raise _ChangedError("the file has changed since it was packed, or a transform changed the text")
             ids = self._tokenizer.encode(text).tolist()
         ids.append(self._run_data.readers[row.source_index].recipe.end_of_text_id)
         first = document.first_token
         if ids[first : first + document.num_tokens] != tokens:
-            raise _ChangedError("a transform changed the tokens, or the file changed since it was packed")
+            raise _ChangedError("a transform changed the tokens, or the file has changed since it was packed")
         whole = text is not None and document.num_tokens == document.document_tokens
         return text if whole and text is not None else self._decoded(document, tokens)
 
     def _file(self, document: DocumentOrigin) -> StoredFile:
-        """Return the file as it is now, or the version that was read where the store keeps versions."""
+        """Return the file as it is now, or the version that was read if the store keeps versions."""
         known = self._files.get(document.uri)
         if known is None:
             (known,) = list_files(document.uri, ())
@@ -123,4 +123,4 @@ class TextFinder:
 
 
 class _ChangedError(Exception):
-    """The source no longer holds what was packed; the message says why."""
+    """The source no longer has the text that was packed; the message is the reason."""

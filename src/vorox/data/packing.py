@@ -1,13 +1,13 @@
-"""Packing of documents into rows: which tokens of which document stand where.
+"""Packing documents into rows.
 
-Document lengths go in, rows of fragments come out. A row holds ``row_tokens`` tokens, one more than the model sees, so
-that every position has a token to predict.
+Document lengths go in, rows of fragments come out. A row has ``row_tokens`` tokens, one more than the model sees, so
+that every position has a target.
 
-``best_fit`` keeps every document whole that fits into a row. A longer one becomes fragments that overlap by one token:
-the last token of a fragment is its last target and the first input of the next. Fragments are packed longest first into
-the fullest row that still has room; at the end, rows that hold nothing but ends of long documents are taken apart to
-fill what the others have left. ``concat`` cuts the stream of all documents every ``row_tokens - 1`` tokens, as most
-trainers do.
+``best_fit`` keeps every document that fits into a row whole. A longer document is split into fragments that overlap by
+one token: the last token of a fragment is its last target and the first input of the next. Fragments are packed longest
+first, each into the fullest row with enough room; finally, rows that contain only ends of long documents are dissolved
+to fill the other rows. ``concat`` splits the stream of all documents every ``row_tokens - 1`` tokens, as most trainers
+do.
 
 Invariants: nothing is discarded; each token of a document except its first is a target exactly once; the rows are a
 function of the lengths alone.
@@ -26,7 +26,7 @@ import numpy.typing as npt
 PackingMethod = Literal["best_fit", "concat"]
 
 _FULL_PERCENT = 98
-"""Rows at least this full are left as they are; less room would take pieces too small to learn from."""
+"""Rows at least this full are not filled further: the pieces would be too short to learn from."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -35,11 +35,11 @@ Int64Array = npt.NDArray[np.int64]
 class Packing:
     """Rows of fragments.
 
-    Row ``i`` holds the fragments ``row_ptr[i]:row_ptr[i + 1]`` one after the other, then padding.
+    Row ``i`` consists of the fragments ``row_ptr[i]:row_ptr[i + 1]`` in order, then padding.
 
     Attributes:
         row_tokens: Capacity of a row.
-        row_ptr: Where each row's fragments start, ``[rows + 1]``.
+        row_ptr: Index of each row's first fragment, ``[rows + 1]``.
         documents: Document of each fragment, an index into the lengths.
         token_offsets: First token of each fragment within its document.
         lengths: Tokens of each fragment.
@@ -57,7 +57,7 @@ class Packing:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the rows without padding; those that two fragments share count twice."""
+        """Number of tokens without padding; a token shared by two fragments counts twice."""
         return int(self.lengths.sum())
 
     @property
@@ -66,7 +66,7 @@ class Packing:
 
     @property
     def utilisation_fraction(self) -> float:
-        """Share of the rows that is not padding; 1 for no rows."""
+        """Fraction of tokens that are not padding; 1 if there are no rows."""
         return self.num_tokens / (self.num_rows * self.row_tokens) if self.num_rows else 1.0
 
 
@@ -78,7 +78,7 @@ def pack(
     """Pack documents of the given lengths into rows.
 
     Args:
-        lengths: Tokens of each document, its end-of-text token included. A document of none takes no room.
+        lengths: Tokens of each document, including its end-of-text token. Empty documents take no space.
         row_tokens: Tokens of a row, at least 2.
         method: ``best_fit`` or ``concat``.
 
@@ -86,10 +86,10 @@ def pack(
         The rows, in the order in which they were opened.
     """
     if row_tokens < 2:
-        raise ValueError(f"row_tokens is {row_tokens}, at least 2 are needed")
+        raise ValueError(f"row_tokens is {row_tokens}; the minimum is 2")
     lengths_D = np.asarray(lengths, dtype=np.int64)
     if lengths_D.size and int(lengths_D.min()) < 0:
-        raise ValueError("a document has a negative length")
+        raise ValueError("A document has a negative length")
     if method == "concat":
         return _concatenate(lengths_D, row_tokens)
     documents, offsets, lengths_F = split_documents(lengths_D, row_tokens)
@@ -105,7 +105,7 @@ def pack(
 def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return document, token offset and length of every fragment, in document order.
 
-    Each fragment but a document's last fills a row; neighbours share one token.
+    Every fragment except a document's last fills a row; neighbours share one token.
     """
     stride = row_tokens - 1
     counts_D = np.maximum((lengths_D - 2) // stride + 1, 1) * (lengths_D > 0)
@@ -116,10 +116,10 @@ def split_documents(lengths_D: Int64Array, row_tokens: int) -> tuple[Int64Array,
 
 
 def _best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Return the fragments of every row, by best-fit decreasing.
+    """Return the fragments of every row, packed by best-fit decreasing.
 
-    Open rows are kept by their free space, and an integer has the bit ``n`` set while some row has ``n`` tokens free:
-    the lowest set bit at or above a fragment's length is the best fit, in a handful of operations for any row length.
+    Open rows are indexed by their free space, and bit ``n`` of an integer is set while some row has ``n`` free tokens.
+    The lowest set bit at or above a fragment's length is the best fit, found in constant time for any row length.
     """
     rows: list[list[int]] = []
     rows_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
@@ -147,31 +147,31 @@ def _best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def _fill_open_rows(
     rows: list[list[int]], fragments: list[list[int]], is_long_D: npt.NDArray[np.bool_], row_tokens: int
 ) -> list[list[int]]:
-    """Take the emptiest rows apart that hold only ends of long documents, and fill the other open rows with the pieces.
+    """Dissolve the emptiest rows that contain only ends of long documents, and fill the other open rows with them.
 
-    When the short documents are used up, best fit leaves every end longer than half a row alone in its row. Long
-    documents are cut anyway, so cutting them once more costs less than padding; the roomiest rows are filled first,
-    which keeps the pieces few.
+    Once the short documents are packed, best fit leaves every end longer than half a row alone in its row. Long
+    documents are split anyway, so splitting them once more costs less than padding. Filling the rows with the most
+    space first keeps the number of pieces small.
 
     Args:
-        rows: Fragments of every row; added to in place.
-        fragments: Document, offset and length of each; added to in place.
+        rows: Fragments of every row; extended in place.
+        fragments: Document, offset and length of each fragment; extended in place.
         is_long_D: Documents that do not fit into a row.
 
     Returns:
-        The rows that are left.
+        The remaining rows.
     """
     least_free = max(2, row_tokens - row_tokens * _FULL_PERCENT // 100)
     free = [row_tokens - sum(fragments[fragment][2] for fragment in held) for held in rows]
     roomiest_first = sorted((row for row in range(len(rows)) if free[row] >= least_free), key=lambda row: -free[row])
     receivers = deque(roomiest_first)
-    room = sum(free[row] - 1 for row in roomiest_first)  # a piece that is cut off shares a token with the next one
+    room = sum(free[row] - 1 for row in roomiest_first)  # consecutive pieces share a token
     filled: set[int] = set()
     dissolved: set[int] = set()
     for donor in roomiest_first:
         if donor in filled or not all(is_long_D[fragments[fragment][0]] for fragment in rows[donor]):
             continue
-        lost = len(rows[donor]) * least_free  # what may be left over where a fragment ends
+        lost = len(rows[donor]) * least_free  # space that may stay unused at the end of each fragment
         if room - (free[donor] - 1) < row_tokens - free[donor] + lost:
             break
         room -= free[donor] - 1
@@ -197,15 +197,15 @@ def _fill_open_rows(
 
 
 def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:
-    """Return rows that are windows of the stream of all documents; neighbours share one token, so no target is lost."""
+    """Return the rows as windows over the stream of all documents; neighbours share one token, so no target is lost."""
     ends_D = np.cumsum(lengths_D)
     starts_D = ends_D - lengths_D
     total = int(lengths_D.sum())
     stride = row_tokens - 1
     num_rows = max((total - 2) // stride + 1, 1) if total else 0
     row_starts = np.arange(num_rows, dtype=np.int64) * stride
-    # A fragment begins where a row does and where a document does inside a row. A document may begin with the very
-    # token that two rows share; it then begins a fragment in both.
+    # A fragment starts at the start of a row, and at the start of a document inside a row. A document that starts with
+    # a token shared by two rows starts a fragment in both.
     first_tokens = starts_D[lengths_D > 0]
     last_row = np.minimum(first_tokens // stride, num_rows - 1)
     shared = (first_tokens % stride == 0) & (first_tokens > 0)

@@ -1,9 +1,9 @@
-"""Stateless shuffling: a keyed permutation of ``[0, num_rows)``, evaluated and inverted at single indices.
+"""Stateless shuffling: a keyed permutation of ``[0, num_rows)``, computed and inverted at single indices.
 
-``perm/1``: a balanced Feistel cipher on ``2h`` bits, ``h = ceil(max(2, bits of num_rows - 1) / 2)``, six rounds of
-murmur3's 32-bit finaliser, round keys from SplitMix64; an image outside the range is encrypted again until it is
-inside (cycle-walking: 2.2 tries on average, at most 4). The *tweak* selects one of 2^64 independent permutations
-under the same key: the epoch of a source, the number of a batch.
+``perm/1``: a balanced Feistel cipher on ``2h`` bits, ``h = ceil(max(2, bits of num_rows - 1) / 2)``, with six rounds of
+murmur3's 32-bit finaliser and round keys from SplitMix64. Cycle-walking encrypts an image outside the range again until
+it is inside (2.2 tries on average, at most 4). The *tweak* selects one of 2^64 independent permutations under the same
+key: the epoch of a source, the index of a batch.
 
 Invariant: the output for a key, tweak and size never changes. Plans record the name; tests freeze vectors.
 """
@@ -32,7 +32,7 @@ _13, _16, _FIRST, _SECOND = (np.uint32(value) for value in (13, 16, 0x85EBCA6B, 
 
 
 def permutation_key(*parts: str | int) -> bytes:
-    """Return the 128-bit key of an order, from everything that decides it: the seed, the source, its content."""
+    """Return the 128-bit key of a permutation, derived from the values that identify it."""
     return hashlib.blake2b(canonical_json([NAME, *parts]), digest_size=16).digest()
 
 
@@ -42,8 +42,8 @@ def permute(index: Index, num_rows: int, key: bytes, tweak: Index | int = 0) -> 
     Args:
         index: Values in ``[0, num_rows)``.
         num_rows: Size of the range.
-        key: From ``permutation_key``.
-        tweak: One number for all, or one per index; not negative.
+        key: A key returned by ``permutation_key``.
+        tweak: One non-negative number for all indices, or one per index.
     """
     return _walk(index, num_rows, key, tweak, _encrypt)
 
@@ -57,7 +57,7 @@ def _walk(index: Index, num_rows: int, key: bytes, tweak: Index | int, cipher: _
     if not index.size:
         return index.astype(np.int64)
     if int(index.min()) < 0 or int(index.max()) >= num_rows:
-        raise ValueError(f"indices {index.min()} to {index.max()} are not within [0, {num_rows})")
+        raise ValueError(f"Indices {index.min()} to {index.max()} are not within [0, {num_rows})")
     half_bits = (max(2, (num_rows - 1).bit_length()) + 1) // 2
     round_keys = _keys_of(key, np.asarray(tweak, np.uint64).reshape(-1))
     result = cipher(index.astype(np.uint64), half_bits, round_keys)
@@ -94,7 +94,7 @@ def _join(left: _Half, right: _Half, half_bits: int) -> _Unsigned:
 
 
 def _scramble(value: _Half) -> _Half:
-    """murmur3's fmix32. Overwrites its argument, which is a fresh array everywhere above."""
+    """Apply murmur3's fmix32 in place; all callers pass a temporary array."""
     value ^= value >> _16
     value *= _FIRST
     value ^= value >> _13
@@ -104,15 +104,17 @@ def _scramble(value: _Half) -> _Half:
 
 
 def _keys_of(key: bytes, tweaks: _Unsigned) -> _Half:
-    """Round keys ``[rounds, tweaks]``; a single column where all tweaks are equal. Equal neighbours are computed once:
-    tweaks are epochs and batches, which come in long runs."""
+    """Return round keys ``[rounds, tweaks]``; a single column if all tweaks are equal.
+
+    Tweaks are epochs and batches, which come in long runs, so runs of equal tweaks are computed once.
+    """
     starts = np.flatnonzero(np.append(True, tweaks[1:] != tweaks[:-1]))
     keys = _round_keys(key, tweaks[starts])
     return keys if len(starts) == 1 else np.repeat(keys, np.diff(starts, append=len(tweaks)), axis=1)
 
 
 def _round_keys(key: bytes, tweaks: _Unsigned) -> _Half:
-    """The upper halves of two SplitMix64 streams, one per half of the key, in turn; a tweak takes three of each."""
+    """Return the upper halves of two alternating SplitMix64 streams, one per half of the key, three per tweak."""
     seeds = np.resize(np.frombuffer(key, "<u8"), (_NUM_ROUNDS, 1))
     state = (tweaks * np.uint64(_NUM_ROUNDS // 2) + _COUNTERS) * _GAMMA + seeds
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,9 +1,9 @@
 """Provenance queries: the documents behind a step's rows (``where``), and the steps that saw a document (``when``).
 
-A run's plan and caches go in, without a database, an engine or a network. Documents with their files, bytes and tokens
-come out for the rows of a step; steps, slots and epochs for the bytes of a file, with the state of each step
-(``core.attempts``). Nothing was recorded per row: the plan is evaluated or inverted, and the chunk says whose tokens a
-row holds. Invariant: the two are inverse; ``when`` finds every position whose ``where`` names the document.
+A run's plan and caches go in; no database, engine or network is needed. ``where`` returns documents with their files,
+bytes and tokens; ``when`` returns steps, slots and epochs, with the state of each step (``core.attempts``). Nothing is
+recorded per row: the plan is evaluated or inverted, and the chunk lists the documents of a row. Invariant: the two
+queries are inverse; ``when`` finds every position whose ``where`` names the document.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _MAX_NAMES = 8
 
 State = Literal["kept", "rolled_back", "open", "planned", "beyond"]
 Granularity = Literal["byte", "record", "row group", "file"]
-"""What a row is known to hold: the byte; tokens of its record, or in Parquet of its row group; tokens of the file."""
+"""What a row is known to contain: the byte itself; tokens of its record or (Parquet) row group; tokens of the file."""
 
 Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentOrigin:
-    """A stretch of one document's tokens in a row.
+    """The tokens of one document in a row.
 
     Attributes:
         uri: File of the document.
-        version: What pins the file's content.
-        ordinal: Number of the record within the file, from 0.
+        version: Identifier of the file's content.
+        ordinal: Index of the record in the file, from 0.
         byte_offset: First byte of the record in the (decompressed) file.
         byte_length: Bytes of the record.
-        first_token: First of the document's tokens that stands here.
-        num_tokens: How many of them stand here.
-        document_tokens: Tokens of the whole document, its end of text included.
-        row_token: Where in the row they begin.
+        first_token: Index, within the document, of the first token in the row.
+        num_tokens: Number of the document's tokens in the row.
+        document_tokens: Tokens of the whole document, including its end-of-text token.
+        row_token: Index, within the row, of the first token.
         text_xxh3: xxh3-64 of the whole document's text.
     """
 
@@ -71,19 +71,19 @@ class DocumentOrigin:
 
 @dataclass(frozen=True, slots=True)
 class RowOrigin:
-    """What one slot of a step was trained on.
+    """The row in one slot of a step, with its documents.
 
     Attributes:
-        step: From 1.
-        slot: Place in the global batch, from 0.
-        position: Place in the run's data, from 0.
+        step: The step, from 1.
+        slot: Index in the global batch, from 0.
+        position: Index in the run's data order, from 0.
         source: Name of the source.
-        source_index: The source, in the order of the plan's start.
-        epoch: Pass over the source, from 0.
-        row: Row of the source's cache.
-        num_tokens: Tokens of documents in the row; the rest is padding.
-        padding_tokens: Positions of padding.
-        documents: In row order.
+        source_index: Index into the plan's sources.
+        epoch: Epoch of the source, from 0.
+        row: Row number in the source's cache.
+        num_tokens: Number of tokens that are not padding.
+        padding_tokens: Number of padding tokens.
+        documents: The documents in row order.
     """
 
     step: int
@@ -100,20 +100,20 @@ class RowOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """One time that tokens of a document were, or will be, trained on.
+    """One step that trains on tokens of a document.
 
     Attributes:
         uri: File of the document.
         source: Name of the source.
-        step: From 1.
-        slot: Place in the global batch, from 0.
-        position: Place in the run's data.
-        epoch: Pass over the source, from 0.
-        row: Row of the source's cache.
-        state: ``kept``, ``rolled_back`` (done by an attempt whose work was lost from there on), ``open`` (done, and in
-            no checkpoint yet), ``planned`` (not done) or ``beyond`` (the plan covers it, the run ends before it).
-        attempt: Which attempt did it; ``None`` where none did.
-        granularity: How closely the row is known to match the query.
+        step: The step, from 1.
+        slot: Index in the global batch, from 0.
+        position: Index in the run's data order, from 0.
+        epoch: Epoch of the source, from 0.
+        row: Row number in the source's cache.
+        state: ``kept``; ``rolled_back`` (executed by an attempt whose later steps were lost); ``open`` (executed, not
+            in a checkpoint yet); ``planned`` (not executed); ``beyond`` (in the plan, after the end of the run).
+        attempt: The attempt that executed the step; ``None`` if none did.
+        granularity: How precisely the row is known to match the query.
     """
 
     uri: str
@@ -133,22 +133,22 @@ def where(run_data: RunDataIndex, step: int, slot: int | None = None) -> tuple[R
 
     Args:
         run_data: The run.
-        step: From 1.
-        slot: Only this slot of the global batch; ``None`` for all, in order.
+        step: The step, from 1.
+        slot: Only this slot of the global batch; ``None`` for all slots, in order.
 
     Raises:
-        ConfigError: There is no such step or slot.
+        ConfigError: The step or slot does not exist.
         DataError: A chunk is missing or damaged.
     """
     positions = run_data.positions_of_step(step)
     if slot is not None and not 0 <= slot < len(positions):
-        raise ConfigError(f"there is no slot {slot}: a step has the slots 0 to {len(positions) - 1}", where="--slot")
+        raise ConfigError(f"Slot {slot} does not exist: a step has slots 0 to {len(positions) - 1}", where="--slot")
     chosen = positions if slot is None else positions[slot : slot + 1]
     return tuple(rows_at(run_data, np.array(chosen, np.int64)))
 
 
 def rows_at(run_data: RunDataIndex, positions: Positions) -> Iterator[RowOrigin]:
-    """Yield the rows at some positions, with their documents, in the order given."""
+    """Yield the rows at some positions, in the order given, with their documents."""
     found = run_data.plan.locate(positions)
     for number, position in enumerate(positions.tolist()):
         index = int(found.source_index[number])
@@ -172,7 +172,7 @@ def rows_at(run_data: RunDataIndex, positions: Positions) -> Iterator[RowOrigin]
 
 
 def _cache_row(reader: SourceReader, row: int) -> int:
-    """Return the cache's number of a row of a source, which may be a bucket of the cache."""
+    """Return the cache's row number of a row of a source, which may be a bucket of the cache."""
     return row if isinstance(reader, CacheReader) else int(reader.base_rows(np.array([row]))[0])
 
 
@@ -201,20 +201,20 @@ def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
 def when(
     run_data: RunDataIndex, uri: str, byte: int | None = None, *, ordinal: int | None = None
 ) -> tuple[Occurrence, ...]:
-    """Return every time that a file, or one of its documents, was or will be trained on, by step and slot.
+    """Return every step that trains on a file, or on one of its documents, by step and slot.
 
-    A step that several attempts did is there once for each; a document that was packed into several rows, or read in
-    several epochs, once for each of them.
+    A step executed by several attempts is listed once per attempt; a document in several rows or epochs, once for each.
 
     Args:
         run_data: The run.
-        uri: The file, or enough of the end of its name to identify it.
-        byte: Only the document whose record has this byte; in Parquet, the documents of its row group. Of a document
-            in several rows only those that hold the byte, where its tokens show that (see ``granularity``).
-        ordinal: Only the document with this number within the file, from 0.
+        uri: The file, or a unique ending of its name.
+        byte: Only the document whose record contains this byte; in Parquet, the documents of its row group. If a
+            document spans several rows, only the rows that contain the byte, as far as tokens reveal it (see
+            ``granularity``).
+        ordinal: Only the document with this index in the file, from 0.
 
     Raises:
-        ConfigError: There is no such file, or there are several.
+        ConfigError: No file matches, or several do.
         DataError: A chunk is missing or damaged.
     """
     history = intervals(read_attempts(run_data.directory))
@@ -245,9 +245,9 @@ def when(
 
 
 def _rows_with_byte(run_data: RunDataIndex, cache: CacheReader, file_index: int, byte: int) -> dict[int, Granularity]:
-    """Return the rows of a cache that hold a byte of a file, and how closely that is known.
+    """Return the rows of a cache that contain a byte of a file, and how precisely that is known.
 
-    No row that holds the byte is left out: where it cannot be traced to a token, all rows of its record are returned.
+    No row with the byte is omitted: if the byte cannot be traced to a token, all rows of its record are returned.
     """
     rows = cache.rows_of_document(file_index, byte).tolist()
     if has_row_groups(cache.recipe.source.get("format")):
@@ -270,10 +270,10 @@ def _rows_with_byte(run_data: RunDataIndex, cache: CacheReader, file_index: int,
 def _token_with_byte(
     run_data: RunDataIndex, cache: CacheReader, pieces: Sequence[tuple[int, int, DocumentSpan]], byte: int
 ) -> int | None:
-    """Return the token of a document that holds a byte; ``None`` where its text is not the bytes of its record.
+    """Return the token of a document that contains a byte; ``None`` if the text is not the bytes of the record.
 
-    The tokens of all pieces are believed only if they decode to the text that was packed, and that is as long as the
-    record: true for txt; false where a record wraps its text (jsonl, csv) or a transform changed it.
+    The tokens are trusted only if they decode to the text that was packed and that text is as long as the record: true
+    for txt, false if a record wraps its text (jsonl, csv) or a transform changed it.
     """
     document = pieces[0][2]
     ids = np.full(document.document_tokens, -1, np.int64)
@@ -298,7 +298,7 @@ def _token_with_byte(
 
 
 def _executions(history: Sequence[StepInterval], step: int, total_steps: int | None) -> list[tuple[State, int | None]]:
-    """Return the state of a step, for each attempt that did it."""
+    """Return the state of a step for each attempt that executed it."""
     done: list[tuple[State, int | None]] = [
         (part.outcome, part.attempt) for part in history if part.first_step <= step <= part.last_step
     ]
@@ -308,10 +308,10 @@ def _executions(history: Sequence[StepInterval], step: int, total_steps: int | N
 
 
 def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
-    """Return (source, file) of every file that a name matches: all have one URI.
+    """Return (source index, file index) of every file that matches a name; all have the same URI.
 
     Raises:
-        ConfigError: No file matches, or files of several URIs do.
+        ConfigError: No file matches, or files with different URIs do.
     """
     names = {name, canonical_uri(name)} if "://" not in name else {name}
     listed = [
@@ -329,18 +329,20 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
     if uris:
         more = f" and {len(uris) - _MAX_NAMES:,} more" if len(uris) > _MAX_NAMES else ""
         raise ConfigError(
-            f"{name} is the end of {len(uris):,} names: {', '.join(uris[:_MAX_NAMES])}{more}",
-            where="--source", hint="write more of the name",
+            f"{name} matches {len(uris):,} files: {', '.join(uris[:_MAX_NAMES])}{more}",
+            where="--source", hint="Give more of the name",
         )  # fmt: skip
     if is_held_out(run_data, name):
         return []
     near = _nearest(name, sorted({uri for _, _, uri in listed}))
-    hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows names of files"
-    raise ConfigError(f"no file {name} in the {len(listed):,} files that this run reads", where="--source", hint=hint)
+    hint = f"Did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows the names of files"
+    raise ConfigError(
+        f"No file matches {name} among the {len(listed):,} files of this run", where="--source", hint=hint
+    )
 
 
 def is_held_out(run_data: RunDataIndex, name: str) -> bool:
-    """Return whether a file, by the end of its name, is one of ``data.validation.sources``, which no step trains on."""
+    """Return whether a file, by the end of its name, is in ``data.validation.sources``, so no step trains on it."""
     names, ends = {name, canonical_uri(name)} if "://" not in name else {name}, "/" + name.lstrip("./")
     directories = [
         Path(path)
@@ -352,7 +354,7 @@ def is_held_out(run_data: RunDataIndex, name: str) -> bool:
 
 
 def _nearest(name: str, uris: Sequence[str]) -> list[str]:
-    """Return up to three URIs whose file names, without their suffixes, resemble that of ``name``."""
+    """Return up to three URIs whose file names, without suffixes, are similar to that of ``name``."""
     by_last: dict[str, str] = {}
     for uri in uris:
         by_last.setdefault(uri.rpartition("/")[2].partition(".")[0], uri)

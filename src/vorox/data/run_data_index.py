@@ -1,8 +1,8 @@
 """A run's plan and token caches, opened for provenance queries.
 
-A run directory goes in; the plan and one reader per source come out, checked against each other. Caches are located by
-the notes of the run's attempts, else by their names. Chunks that a streamed run has evicted are rebuilt on access;
-nothing else is built.
+A run directory goes in; the plan and one reader per source come out, checked against each other. Caches are found by
+the notes of the run's attempts, or else by name. Chunks that a streamed run has evicted are rebuilt on access; nothing
+else is built.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_CANDIDATES = 64
 
 @dataclass(frozen=True, slots=True)
 class RunDataIndex:
-    """A run's plan and the caches that it reads. Open it with ``RunDataIndex.open``; it is a context manager.
+    """A run's plan and caches. Open it with ``RunDataIndex.open``; it is a context manager.
 
     Attributes:
         directory: The run directory.
         plan: The run's plan.
-        readers: The rows of each source, in the plan's order.
-        close: Stops the builder of a streamed run's chunks; does nothing for complete caches.
+        readers: A reader of each source, in the plan's order.
+        close: Stops the builder of a streamed run; does nothing for complete caches.
     """
 
     directory: Path
@@ -75,19 +75,19 @@ class RunDataIndex:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the plan covers."""
+        """Number of steps that the plan covers."""
         return self.plan.num_positions // self.plan.start.global_batch_sequences
 
     def positions_of_step(self, step: int) -> range:
         """Return the positions of a step's slots, in slot order.
 
         Raises:
-            ConfigError: The plan has no such step.
+            ConfigError: The plan does not cover the step.
         """
         if not 1 <= step <= self.num_steps:
             raise ConfigError(
-                f"there is no step {step:,} in the run's plan, which has the steps 1 to {self.num_steps:,}",
-                where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
+                f"Step {step:,} is not in the run's plan, which has steps 1 to {self.num_steps:,}",
+                where=str(self.plan.path), hint="Steps count from 1, as in the log and in checkpoints",
             )  # fmt: skip
         batch = self.plan.start.global_batch_sequences
         return range((step - 1) * batch, step * batch)
@@ -99,13 +99,13 @@ class RunDataIndex:
 
 
 def attempt_notes(run_directory: Path, name: str) -> list[object]:
-    """Return what the attempts recorded in ``run.json`` under a name, newest first."""
+    """Return the notes of a name that the run's attempts recorded in ``run.json``, newest first."""
     notes = [cast("dict[str, object]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
     return [note[name] for note in reversed(notes) if name in note]
 
 
 def _has_all_chunks(cache: CacheReader) -> bool:
-    """Return whether no chunk has been evicted."""
+    """Return whether all chunks are on disk: none has been evicted."""
     return not is_evictable(cache.directory) or len(resident_units(cache.directory)) == len(cache.manifest.units)
 
 
@@ -121,15 +121,15 @@ def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceRead
         corpus.close()
         missing = ", ".join(s.name for s, reader in zip(plan.sources, found, strict=True) if reader is None)
         raise DataError(
-            f"rows of source {missing} cannot be built again: the run's configuration no longer has it",
+            f"Rows of source {missing} cannot be rebuilt: the run's configuration no longer has the source",
             where=str(RunLayout(run_directory).config),
-            hint="see configs/ in the run directory for the one that had it",
+            hint="Earlier configurations of the run are in configs/ of the run directory",
         )  # fmt: skip
     return readers, corpus.close
 
 
 def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
-    """Return the directories that may hold a source's cache: as attempts recorded them, else found by name."""
+    """Return the possible directories of a source's cache: as recorded by attempts, or else found by name."""
     source = plan.sources[source_index]
     name = cache_name(source)
     recorded = [cast("dict[str, str]", caches).get(name) for caches in attempt_notes(run_directory, "caches")]
@@ -145,7 +145,7 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
         found = sorted(root.glob(pattern)) + sorted((root / STREAMS_NAME).glob(pattern))
     if not found:
         raise DataError(
-            f"the cache of source {source.name!r} is not there", where=str(paths[0]) if paths else source.name,
-            hint="bring it back, or build it again from the same files with `vorox data build` and the run's name",
+            f"The cache of source {source.name!r} is missing", where=str(paths[0]) if paths else source.name,
+            hint="Restore it, or rebuild it from the same files with `vorox data build` and the run's name",
         )  # fmt: skip
     return list(dict.fromkeys(found))

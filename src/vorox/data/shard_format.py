@@ -1,9 +1,9 @@
-"""Token shards as llm.c and its relatives write them: a header, then nothing but token ids, little-endian.
+"""The token shard format of llm.c (``.bin``): a header followed by little-endian token ids.
 
-Paths go in, arrays of ids come out, and the other way round. Two kinds: magic 20240520, version 1, uint16; magic
-20240801, version 7, uint32. The header is 256 int32, in a variant three uint32; in both the first three are magic,
-version and number of tokens. A file without a header is read where a person says what its ids are. Invariant: the
-length of the file decides which header it is, and one that does not agree with it to the byte is refused.
+Paths go in, arrays of ids come out, and vice versa. Two kinds exist: magic 20240520, version 1, uint16; and magic
+20240801, version 7, uint32. The header is 256 int32, or three uint32 in a variant; both start with magic, version and
+number of tokens. A file without a header is readable if the configuration states the type of its ids. Invariant: the
+file size determines the header variant, and must match the header exactly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vorox.data.rows import TokenArray
 
 HEADER_BYTES = 1024
 SHORT_HEADER_BYTES = 12
-MOST_TOKENS = (1 << 31) - 1
-"""The number of tokens is an int32."""
+MAX_TOKENS = (1 << 31) - 1
+"""The header's token count is an int32."""
 
 _TOKEN_BYTES: dict[tuple[int, int], int] = {(20240520, 1): 2, (20240801, 7): 4}
 _KINDS = {token_bytes: kind for kind, token_bytes in _TOKEN_BYTES.items()}
@@ -30,12 +30,12 @@ _KINDS = {token_bytes: kind for kind, token_bytes in _TOKEN_BYTES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What a shard is.
+    """The layout of a shard.
 
     Attributes:
-        token_bytes: 2 or 4.
-        num_tokens: Its tokens.
-        header_bytes: Where they begin.
+        token_bytes: Bytes of a token id: 2 or 4.
+        num_tokens: Number of tokens.
+        header_bytes: Size of the header.
     """
 
     token_bytes: int
@@ -48,63 +48,65 @@ class ShardHeader:
 
 
 def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
-    """What the first bytes of a shard and its length say.
+    """Return the layout of a shard from its first bytes and its size.
 
     Args:
         start: At least the first 12 bytes.
-        size_bytes: Length of the file.
-        where: Its name, for messages.
+        size_bytes: Size of the file.
+        where: Name of the file, for errors.
 
     Raises:
-        DataError: It is no shard, of a kind that is not known, cut short, or longer or shorter than it says.
+        DataError: The file is not a shard, is of an unknown kind, or its size does not match its header.
     """
     if size_bytes < SHORT_HEADER_BYTES or len(start) < SHORT_HEADER_BYTES:
         raise DataError(
-            f"a file of {size_bytes} bytes cannot be a token shard", where=where, hint="fetch or write it again"
+            f"A file of {size_bytes} bytes is too small for a token shard",
+            where=where,
+            hint="Download or write the file again",
         )
     magic, version, num_tokens = (int(value) for value in np.frombuffer(start[:SHORT_HEADER_BYTES], "<u4"))
     token_bytes = _TOKEN_BYTES.get((magic, version))
     if token_bytes is None:
         known = " or ".join(f"{magic} version {version}" for magic, version in _TOKEN_BYTES)
         raise DataError(
-            f"the file begins with magic {magic}, version {version}: that is no token shard ({known})", where=where,
-            hint="if it is nothing but token ids, as nanoGPT's train.bin, add data.sources.0.ids_dtype=uint16 or "
-            "uint32 (0 is the first source); otherwise set data.sources.0.format to the format that it has",
+            f"Not a token shard: the file starts with magic {magic}, version {version} instead of {known}", where=where,
+            hint="If the file has only token ids, like nanoGPT's train.bin, set data.sources.0.ids_dtype=uint16 or "
+            "uint32 (0 is the first source); otherwise set data.sources.0.format to its format",
         )  # fmt: skip
     for header_bytes in (HEADER_BYTES, SHORT_HEADER_BYTES):
         if size_bytes == header_bytes + num_tokens * token_bytes:
             return ShardHeader(token_bytes, num_tokens, header_bytes)
     held = max(0, size_bytes - HEADER_BYTES) / token_bytes
     raise DataError(
-        f"the header says {num_tokens:,} tokens of {token_bytes} bytes, the file of {size_bytes:,} bytes has room for "
+        f"The header states {num_tokens:,} tokens of {token_bytes} bytes, but the file of {size_bytes:,} bytes holds "
         f"{held:,.10g}",
-        where=where, hint="the shard is cut short or its header lies: fetch or write it again",
+        where=where, hint="The shard is truncated or its header is wrong: download or write it again",
     )  # fmt: skip
 
 
 def headerless(start: bytes, size_bytes: int, token_bytes: int, where: str) -> ShardHeader:
-    """The layout of a file that is nothing but token ids.
+    """Return the layout of a file that contains only token ids.
 
     Raises:
-        DataError: It has a header after all, or is not a whole number of ids.
+        DataError: The file has a header, or its size is not a multiple of the id size.
     """
     if len(start) >= SHORT_HEADER_BYTES:
         magic, version, _ = (int(value) for value in np.frombuffer(start[:SHORT_HEADER_BYTES], "<u4"))
         if (magic, version) in _TOKEN_BYTES:
             raise DataError(
-                "the token shard has a header, which would be read as tokens", where=where,
-                hint="leave the source's ids_dtype out",
+                "The token shard has a header, which would be read as tokens", where=where,
+                hint="Remove the source's ids_dtype",
             )  # fmt: skip
     if size_bytes % token_bytes:
         raise DataError(
-            f"a file of {size_bytes:,} bytes is not a whole number of ids of {token_bytes} bytes", where=where,
-            hint="set the source's ids_dtype to what it was written with, or fetch the file again",
+            f"A file of {size_bytes:,} bytes is not a whole number of ids of {token_bytes} bytes", where=where,
+            hint="Set the source's ids_dtype to the type that the file was written with, or download the file again",
         )  # fmt: skip
     return ShardHeader(token_bytes, size_bytes // token_bytes, 0)
 
 
 def read_header(path: Path) -> ShardHeader:
-    """The header of a local shard.
+    """Read the header of a local shard.
 
     Raises:
         DataError: As ``parse_header``; or the file cannot be read.
@@ -113,11 +115,12 @@ def read_header(path: Path) -> ShardHeader:
         with path.open("rb") as file:
             return parse_header(file.read(SHORT_HEADER_BYTES), path.stat().st_size, str(path))
     except OSError as error:
-        raise DataError(f"cannot read: {error.strerror or error}", where=str(path), hint="check the path") from error
+        reason = error.strerror or error
+        raise DataError(f"Cannot read the shard: {reason}", where=str(path), hint="Check the path") from error
 
 
 def read_shard(path: Path) -> TokenArray:
-    """The tokens of a local shard, mapped into memory, not loaded.
+    """Return the tokens of a local shard as a memory map.
 
     Raises:
         DataError: As ``read_header``.
@@ -130,7 +133,7 @@ def read_shard(path: Path) -> TokenArray:
 
 
 def long_header(token_bytes: int, num_tokens: int) -> bytes:
-    """The 1,024 bytes before so many tokens of 2 or 4 bytes each."""
+    """Return the 1,024-byte header for ``num_tokens`` tokens of 2 or 4 bytes each."""
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = (*_KINDS[token_bytes], num_tokens)
     return header.tobytes()
@@ -144,11 +147,11 @@ def write_shard(path: Path, tokens: npt.NDArray[np.unsignedinteger]) -> None:
     """
     token_bytes = tokens.dtype.itemsize
     if tokens.ndim != 1 or tokens.dtype.kind != "u" or token_bytes not in _KINDS:
-        raise ValueError(f"a shard holds a row of uint16 or uint32, not {tokens.dtype} {tokens.shape}")
-    if len(tokens) > MOST_TOKENS:
+        raise ValueError(f"A shard is a 1-D array of uint16 or uint32, not {tokens.dtype} {tokens.shape}")
+    if len(tokens) > MAX_TOKENS:
         raise DataError(
-            f"{len(tokens):,} tokens are more than one shard can count ({MOST_TOKENS:,})", where=str(path),
-            hint="write several shards",
+            f"{len(tokens):,} tokens exceed the limit of one shard ({MAX_TOKENS:,})", where=str(path),
+            hint="Write several shards",
         )  # fmt: skip
     body = np.empty(HEADER_BYTES + len(tokens) * token_bytes, np.uint8)
     body[:HEADER_BYTES] = np.frombuffer(long_header(token_bytes, len(tokens)), np.uint8)

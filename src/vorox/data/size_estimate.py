@@ -1,8 +1,8 @@
-"""How large a dataset is of which only some units are built: what the length and the warm-up of a run are fixed by.
+"""Estimating the size of a dataset of which only some units are built, for the length and warm-up of a run.
 
-A ratio estimate: the tokens (rows) of the built units over their bytes, times the bytes of all units. Where the source
-is still being cut into units, those bytes are estimated too: by what is stored, and what the first of it came to. The
-error is the standard error over the units of the first ratio, 0 when everything is built.
+A ratio estimate: the tokens (rows) of the built units divided by their bytes, times the bytes of all units. While the
+source is still being split into units, those bytes are estimated too, from the stored size and the ratio of the first
+units. The error is the standard error of the token ratio over the units, 0 when everything is built.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DatasetEstimate:
-    """One pass over the training text of all sources.
+    """The size of one pass over the training text of all sources.
 
     Attributes:
-        tokens: Tokens, none counted twice.
-        rows: Packed rows.
-        error_fraction: Standard error of both, as a share; ``None`` where a single unit says nothing about it.
-        built_bytes: Bytes of the units that were measured.
+        tokens: Number of tokens; a token shared by two fragments counts once.
+        rows: Number of packed rows.
+        error_fraction: Relative standard error of both; ``None`` if only one unit of a source was measured.
+        built_bytes: Bytes of the measured units.
         all_bytes: Bytes of all units.
     """
 
@@ -54,11 +54,11 @@ class DatasetEstimate:
 
 
 def estimate(caches: Sequence[CacheReader], first_units: int | None = None) -> DatasetEstimate:
-    """Measure the caches of all sources.
+    """Estimate the size of a dataset from its caches.
 
     Args:
-        caches: One of each source.
-        first_units: Measure only so many units of each, so that the answer does not depend on what is built by now.
+        caches: The cache of each source.
+        first_units: Measure only the first units of each, so that the result does not depend on the build's progress.
 
     Raises:
         DataError: A source has no unit built yet.
@@ -66,25 +66,25 @@ def estimate(caches: Sequence[CacheReader], first_units: int | None = None) -> D
     tokens = rows = built = whole = 0
     variance: float | None = 0.0
     for cache in caches:
-        found = _one(cache, first_units)
+        found = _estimate_source(cache, first_units)
         tokens, rows, built, whole = tokens + found[0], rows + found[1], built + found[2], whole + found[3]
         variance = None if variance is None or found[4] is None else variance + found[4]
     error = None if variance is None else math.sqrt(variance) / max(tokens, 1)
     return DatasetEstimate(tokens, rows, error, built, whole)
 
 
-def _one(cache: CacheReader, first_units: int | None) -> tuple[int, int, int, int, float | None]:
-    """Tokens, rows, measured bytes, all bytes and the variance of the tokens of one source."""
+def _estimate_source(cache: CacheReader, first_units: int | None) -> tuple[int, int, int, int, float | None]:
+    """Return tokens, rows, measured bytes, all bytes and the variance of the tokens of one source."""
     manifest, size = cache.manifest, _unit_bytes(cache)
     is_estimated = not manifest.units_final or (first_units is not None and manifest.estimated_bytes > 0)
     limit = manifest.planned_units if first_units is None else first_units
     measured = manifest.units[manifest.units["unit"] < limit]
     units, tokens = measured["unit"].astype(np.int64), measured["tokens"].astype(np.int64)
     if not len(units):
-        raise DataError("no unit of the cache is built yet", where=str(cache.directory), hint="wait for the first")
+        raise DataError("No unit of the cache is built yet", where=str(cache.directory), hint="Wait for the first unit")
     rows, built, whole = int(np.diff(manifest.unit_row_starts)[units].sum()), size[units], int(size.sum())
     number, planned = len(units), manifest.planned_units
-    if is_estimated:  # as when the first units were cut, whatever is known by now
+    if is_estimated:  # use the estimate recorded with the first units, so that the result never changes
         whole = max(manifest.estimated_bytes, int(built.sum()))
         planned = max(number, round(whole * number / max(int(built.sum()), 1)))
     elif number == planned:

@@ -1,8 +1,8 @@
-"""The sources of a configuration, listed: their files, the tokenizer of their text, and what of it is held out.
+"""The sources of a configuration: their files, holdout rules and tokenizer.
 
-What training and a dry run both need, and all that can be known before anything is built. Invariants: a file that
-validates trains nothing, under whatever name it is listed a second time; the same configuration and files give the
-same lists.
+A dry run and training both start here; nothing is built yet. Invariants: a file of ``data.validation.sources`` is never
+trained on, even if a training source lists it under a different name; the same configuration and files give the same
+sources.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from vorox.data.tokenizers.store import resolve_tokenizer
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 VERSIONS_NAME = "versions"
-"""Below the root of the caches: what is remembered of sources, so that a second start need not read them."""
+"""Directory below the cache root with content hashes and holdout rules, so that a restart need not read the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedSources:
-    """What a run reads, before anything of it is built.
+    """The listed sources of a configuration and their tokenizer.
 
     Attributes:
-        train: The sources of ``data.sources``, each with its held-out rule.
-        validation: Those of ``data.validation.sources``.
-        tokenizer: Of all of them; ``None`` where it is still to be trained and was not to be.
-        notes: What a person should know although nothing is wrong.
+        train: The sources of ``data.sources``, each with its holdout rule.
+        validation: The sources of ``data.validation.sources``.
+        tokenizer: The tokenizer of all sources; ``None`` in a dry run if it has yet to be trained.
+        notes: Notes for the user that are not errors.
     """
 
     train: tuple[Source, ...]
@@ -52,7 +52,7 @@ class ListedSources:
 
     @property
     def held_out(self) -> str:
-        """What is validated on, for a person."""
+        """Description of the validation text."""
         if self.validation:
             files = sum(len(source.files) for source in self.validation)
             names = ", ".join(source.config.name for source in self.validation)
@@ -71,20 +71,20 @@ def list_sources(
     is_dry: bool = False,
     reads: ExitStack | None = None,
 ) -> ListedSources:
-    """List all sources and choose what is held out.
+    """List the files of all sources, choose the holdout rules, and load or train the tokenizer.
 
     Args:
-        config: The whole configuration.
+        config: The configuration.
         weights: Share of each source in the training rows.
-        root: Root of the caches.
-        report: Told how it goes.
-        tokenizer: That of the run which goes on; ``None`` takes or trains the configured one.
-        build: Train a tokenizer that is missing.
-        is_dry: Write nothing, and go without a tokenizer that is still to be trained.
-        reads: What is read of the files is shared in memory until this is closed, so that it is not fetched twice.
+        root: Root directory of the caches.
+        report: Called with the progress.
+        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one.
+        build: Whether to train a missing tokenizer.
+        is_dry: Write nothing, and do not train a tokenizer.
+        reads: Bytes read from the files are shared in memory until this stack is closed, so none is fetched twice.
 
     Raises:
-        ConfigError: The configuration contradicts itself, or holds out nothing where it should.
+        ConfigError: The configuration contradicts itself, or its holdout is empty.
         DataError: Text is missing or unreadable, or the tokenizer is missing and ``build`` is off.
     """
     data = config.data
@@ -98,7 +98,7 @@ def list_sources(
     if reads is not None:
         for source in (*sources, *validation):
             reads.enter_context(cache_ranges(source.stored))
-    # Where the documents of token shards end, only the tokenizer tells; it is never trained on them.
+    # The documents of token shards end at the tokenizer's end-of-text id; a tokenizer is never trained on them.
 
     def choose_holdout(source: Source) -> Source:
         return _with_cached_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
@@ -117,7 +117,7 @@ def list_sources(
     section = config.tokenizer
     if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
         text = f"the vocabulary has {tokenizer.vocab_size:,} tokens, not tokenizer.vocab_size={section.vocab_size:,}"
-        notes.append(Note("vocabulary", f"{text}: the text has no more pairs of tokens"))
+        notes.append(Note("vocabulary", f"{text}: the text has no further pairs to merge"))
     return ListedSources(tuple(sources), tuple(validation), tokenizer, tuple(notes))
 
 
@@ -131,18 +131,18 @@ def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, i
 
 
 def _without(source: Source, versions: frozenset[str]) -> Source:
-    """The source without the files of data.validation.sources.
+    """Return the source without the files of ``data.validation.sources``.
 
     Raises:
-        DataError: None is left.
+        DataError: No file remains.
     """
     found = [index for index, file in enumerate(source.files) if file.version in versions]
     if not found:
         return source
     if len(found) == len(source.files):
         raise DataError(
-            f"all files of source {source.config.name!r} are in data.validation.sources, so none is left to train on",
-            where=f"{source.key}.paths", hint="name other files in one of the two",
+            f"All files of source {source.config.name!r} are in data.validation.sources, so no training text remains",
+            where=f"{source.key}.paths", hint="Name different files in one of the two",
         )  # fmt: skip
     note = Note("validation", f"{len(found):,} of the files of source {source.config.name!r} validate and do not train")
     return without_files(source, found, note)
@@ -166,18 +166,21 @@ def _tokenizer(
         )  # fmt: skip
     except DataError:
         if is_dry and config.tokenizer.kind in {"bpe", "char"}:
-            return None  # it will be trained
+            return None  # the run will train it
         raise
 
 
 def _with_cached_holdout(source: Source, data: DataConfig, directory: Path, *, remember: bool = True) -> Source:
-    """Return the source with the rule by which its text is held out.
+    """Return the source with its holdout rule, from the cache of rules if possible.
+
+    A cached rule applies only to the same files, definition and settings. A lost or damaged entry only costs reading
+    the source again.
 
     Args:
         source: The source.
         data: The section ``data``.
-        directory: Where rules are remembered.
-        remember: Keep a rule that is chosen now.
+        directory: Directory of the cached rules.
+        remember: Whether to cache a new rule.
 
     Raises:
         ConfigError: The configured rule holds out nothing, or leaves nothing to train on.
@@ -196,7 +199,7 @@ def _with_cached_holdout(source: Source, data: DataConfig, directory: Path, *, r
     if remember:
         notes = [[note.kind, note.text] for note in chosen.notes[len(source.notes) :]]
         body = {"key": key, "rule": chosen.holdout.model_dump(mode="json"), "notes": notes}
-        with contextlib.suppress(OSError):  # on a disk that is read-only it is chosen again
+        with contextlib.suppress(OSError):  # on a read-only disk, the next start chooses it again
             make_directory(directory)
             write_file(path, canonical_json(body))
     return chosen

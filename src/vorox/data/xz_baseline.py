@@ -1,8 +1,8 @@
-"""What a general compressor reaches on the validation text: the number to read bits per byte against.
+"""The xz baseline: bits per byte of a general-purpose compressor on the validation text.
 
-Documents of the validation split go in, in source order; bits per byte of xz at its strongest come out, remembered
-beside the caches because it takes about a second per megabyte. Invariant: the text is that of the same files as the
-validation cache, so the two numbers speak of the same bytes.
+The documents of the validation split go in, in source order; bits per byte of ``xz -9e`` come out. Results are stored
+next to the caches, because compression takes about a second per megabyte. Invariant: the text is that of the validation
+cache, so the model's bits per byte are comparable.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LARGEST_DICTIONARY = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class CompressorBaseline:
-    """What xz made of a text.
+    """The result of compressing a text.
 
     Attributes:
-        text_bytes: Bytes that were compressed.
-        compressed_bytes: Bytes that they came to.
-        complete: Whether that was the whole validation text, or its beginning.
+        text_bytes: Size of the text.
+        compressed_bytes: Size of the compressed text.
+        complete: Whether the text is the whole validation text, or only its beginning.
     """
 
     text_bytes: int
@@ -45,9 +45,10 @@ class CompressorBaseline:
 
 
 def compress(text: bytes) -> int:
-    """Bytes that xz -9e makes of a text.
+    """Return the size of a text compressed with ``xz -9e``.
 
-    The window is no larger than the text needs: the same result as the preset's 64 MiB, without its 700 MB of memory.
+    The dictionary is limited to the size of the text: the same result as the preset's 64 MiB, without its 700 MB of
+    memory.
     """
     window = min(max(_SMALLEST_DICTIONARY, 1 << (len(text) - 1).bit_length()), _LARGEST_DICTIONARY)
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}]
@@ -55,7 +56,7 @@ def compress(text: bytes) -> int:
 
 
 def validation_text(sources: Sequence[Source], unit_bytes: int) -> Iterable[bytes]:
-    """The held-out documents of all sources, one after the other."""
+    """Yield the held-out documents of all sources in order."""
     for source in sources:
         units = split_into_units(source, "validation", source.holdout, unit_bytes)
         for record in read_units(source, units, "validation", source.holdout):
@@ -67,19 +68,19 @@ def xz_baseline(
     sources: Sequence[Source],
     *,
     unit_bytes: int,
-    memory: Path | None = None,
+    results: Path | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> CompressorBaseline | None:
-    """Compress the validation text, or remember what that came to.
+    """Return the baseline of the validation text, from a stored result if possible.
 
     Args:
-        sources: Whose held-out text.
-        unit_bytes: Where large files are cut into documents.
-        memory: Directory that results are kept in.
-        max_bytes: Compress only the first so many bytes.
+        sources: The sources whose held-out text is compressed.
+        unit_bytes: Size of a unit, at which large text files are split into documents.
+        results: Directory of stored results.
+        max_bytes: Compress at most this much text.
 
     Returns:
-        ``None`` when nothing is held out, or when a source has tokens in place of text.
+        ``None`` if nothing is held out, or a source consists of tokens instead of text.
     """
     if any(source.config.has_tokens for source in sources):
         return None
@@ -87,9 +88,9 @@ def xz_baseline(
     rules = [[source.holdout.split, source.holdout.held_out_fraction] for source in sources]
     identity = ["xz/2", texts, rules, unit_bytes, max_bytes]
     name = hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
-    path = memory / f"xz-{name}.json" if memory is not None else None
+    path = results / f"xz-{name}.json" if results is not None else None
     if path is not None and path.exists():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged memory costs a second, nothing else
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # recompute a damaged result
             value = json.loads(path.read_bytes())
             return CompressorBaseline(int(value["text_bytes"]), int(value["compressed_bytes"]), bool(value["complete"]))
     pieces: list[bytes] = []
@@ -104,7 +105,7 @@ def xz_baseline(
     text = b"".join(pieces)[:max_bytes]
     baseline = CompressorBaseline(len(text), compress(text), complete=size_bytes <= max_bytes)
     if path is not None:
-        with contextlib.suppress(OSError):  # it is only a memory
+        with contextlib.suppress(OSError):  # storing the result is optional
             make_directory(path.parent)
             write_file(path, canonical_json(asdict(baseline)))
     return baseline

@@ -284,7 +284,7 @@ class TestRefusals:
 
     def test_a_shard_with_a_wrong_header(self, hub: HubServer, tmp_path: Path) -> None:
         hub.commit("owner/set", {"bad.bin": shard(3)[:-2]})
-        with pytest.raises(DataError, match="the header says 900 tokens"):
+        with pytest.raises(DataError, match="The header states 900 tokens"):
             download("hf://owner/set/*.bin", tmp_path)
         assert not (tmp_path / "bad.bin").exists()
 

@@ -22,7 +22,7 @@ from vorox.core.errors import DataError
 from vorox.core.staged_directory import HashingWriter, StagedDirectory
 from vorox.data.batching import batch_by_size
 from vorox.data.rows import TokenArray
-from vorox.data.shard_format import MOST_TOKENS, long_header
+from vorox.data.shard_format import MAX_TOKENS, long_header
 
 TokenFormat = Literal["bin", "mds", "npy"]
 
@@ -101,9 +101,9 @@ def write_bin(documents: Iterable[TokenArray], destination: Destination) -> list
     for number, shard in enumerate(_shards(documents, destination.shard_tokens)):
         name = f"{destination.source}_{destination.split}_{number:06d}.bin"
         num_tokens = sum(map(len, shard))
-        if num_tokens > MOST_TOKENS:
+        if num_tokens > MAX_TOKENS:
             raise DataError(
-                f"A document has {num_tokens:,} tokens, more than one shard can hold ({MOST_TOKENS:,})", where=name,
+                f"A document has {num_tokens:,} tokens, more than one shard can hold ({MAX_TOKENS:,})", where=name,
                 hint="export as npy, or split the document in the source",
             )  # fmt: skip
         with destination.directory.open(name) as file:
