@@ -191,7 +191,7 @@ def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path
     samples.close()  # type: ignore[attr-defined]
     assert np.array_equal(found, expected)
     staged = configured(tmp_path, ["data.stages=[{start_tokens: 1000, weights: {text: 1}}]"])
-    with pytest.raises(ConfigError, match="one mixture of whole sources"):
+    with pytest.raises(ConfigError, match="one constant mixture of whole sources"):
         RemoteIterableDataset(staged)
 
 

@@ -87,15 +87,15 @@ def test_a_state_of_other_text_or_another_seed_is_refused(tmp_path, straight):
         next(iterator)
     state = before.state_dict()
     iterator.close()  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="made with seed"):
+    with pytest.raises(DataError, match="saved with seed"):
         dataset(tmp_path, seed=7).load_state_dict(state)
-    with pytest.raises(DataError, match="not the state of a RemoteIterableDataset"):
+    with pytest.raises(DataError, match="Not a state of a RemoteIterableDataset"):
         dataset(tmp_path).load_state_dict({"step": 4})
     path = tmp_path / "text" / "0.jsonl"
     path.write_bytes(path.read_bytes().replace(b"aa", b"ab", 1))
     changed = dataset(tmp_path)
     changed.load_state_dict(state)
-    with pytest.raises(DataError, match="are not those that the state was made after"):
+    with pytest.raises(DataError, match="have changed since the state was saved"):
         next(iter(changed))
 
 
@@ -124,9 +124,9 @@ def test_abandoned_iterators_leave_no_thread_and_no_plan(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "/somewhere/text"}, "cannot be told from its name"),
+        ({"data": "/somewhere/text"}, "cannot be inferred from its name"),
         ({"data": ["a.jsonl", "b.txt"]}, "different formats"),
-        ({"rank": 2, "world_size": 2}, "no rank 2 of 2"),
+        ({"rank": 2, "world_size": 2}, "Rank 2 is not in"),
         ({"weights": {"words": 1, "letters": 1}}, "differ in letters"),
         ({"shuffle_buffer_rows": 0}, "shuffle buffer of 0 rows"),
         ({"sequence_length_tokens": 0}, "sequence_length_tokens"),

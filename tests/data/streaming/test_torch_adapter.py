@@ -77,5 +77,5 @@ def test_each_worker_goes_on_from_its_own_state(tmp_path, straight, monkeypatch)
         assert [item["input_ids"].tolist() for item in again] == own[taken:]
     stream = dataset(tmp_path).as_torch(batch_size=4)
     stream.load_state_dict({**state, "taken": 3, "workers": 2})
-    with pytest.raises(ConfigError, match="one of 2 workers, there are 3"):
+    with pytest.raises(ConfigError, match="with 2 workers, there are 3"):
         next(iter(stream))

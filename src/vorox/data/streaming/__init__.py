@@ -1,4 +1,4 @@
-"""Training on text while it arrives: a cache whose chunk files come and go, and a dataset over it."""
+"""Streaming: caches whose chunks are built and evicted while they are read, and a dataset over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RemoteIterableDataset"]
 
 
 def __getattr__(name: str) -> Any:
-    """The dataset stands on ``data.corpus``, which stands on modules of this package."""
+    """Import the dataset lazily: it imports ``data.corpus``, which imports modules of this package."""
     if name != "RemoteIterableDataset":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vorox.data.streaming.iterable_dataset import RemoteIterableDataset

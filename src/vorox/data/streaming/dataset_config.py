@@ -1,7 +1,7 @@
-"""The configuration of a ``RemoteIterableDataset``: its arguments as the configuration of a run.
+"""The configuration of a ``RemoteIterableDataset``, made from its arguments.
 
-Defaults and checks are those of the configuration; nothing is decided twice. Invariant: the result is a valid
-configuration with ``data.mode: streaming``.
+Defaults and checks are those of a run's configuration. Invariant: the result is a valid configuration with
+``data.mode: streaming``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Sources = str | Path | Sequence[str] | Mapping[str, str | Sequence[str] | Mappin
 Transforms = Sequence[str | Mapping[str, Any]]
 
 UNIT_BYTES = 8 << 20
-"""Text of a unit by default: small, for a first batch within seconds."""
+"""Default bytes of text per unit: small, so that the first batch is ready within seconds."""
 
-_GUESSED_BYTES_PER_TOKEN = 4
+_ASSUMED_BYTES_PER_TOKEN = 4
 
 
 def dataset_config(
@@ -43,7 +43,7 @@ def dataset_config(
     """Return the configuration for the arguments of ``RemoteIterableDataset``.
 
     Raises:
-        ConfigError: They contradict each other or are invalid.
+        ConfigError: An argument is invalid, or two contradict each other.
     """
     values = data.model_dump(mode="json") if isinstance(data, RunConfig) else _from_locations(data)
     section: dict[str, Any] = values["data"]
@@ -71,7 +71,7 @@ def dataset_config(
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         listed = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(f"the arguments make no configuration: {listed}") from error
+        raise ConfigError(f"The arguments are invalid: {listed}") from error
     problems = find_problems(config)
     if problems:
         raise ConfigError("; ".join(problem.what for problem in problems))
@@ -102,8 +102,8 @@ def _source(name: str, value: str | Sequence[str] | Mapping[str, Any]) -> dict[s
     formats = sorted({_format_of(path) for path in paths})
     if len(formats) != 1:
         raise ConfigError(
-            f"the locations of {name!r} are of different formats: {', '.join(formats)}",
-            hint="make a source of each: {'first': [...], 'second': [...]}",
+            f"The locations of {name!r} have different formats: {', '.join(formats)}",
+            hint="Give each format its own source: {'first': [...], 'second': [...]}",
         )
     return {"name": name, "format": formats[0], "paths": paths}
 
@@ -114,8 +114,8 @@ def _format_of(path: str) -> str:
         known = "parquet"
     if known is None:
         raise ConfigError(
-            f"the format of {path} cannot be told from its name",
-            hint="say it: {'text': {'format': 'jsonl', 'paths': ['" + path + "']}}",
+            f"The format of {path} cannot be inferred from its name",
+            hint="State it: {'text': {'format': 'jsonl', 'paths': ['" + path + "']}}",
         )
     return known
 
@@ -126,7 +126,7 @@ def _set_weights(sources: Sequence[dict[str, Any]], weights: Mapping[str, float 
     names = [source["name"] for source in sources]
     unknown = sorted(weights.keys() ^ set(names))
     if unknown:
-        raise ConfigError(f"weights and sources differ in {', '.join(unknown)}", hint=f"weigh each of {names}")
+        raise ConfigError(f"weights and sources differ in {', '.join(unknown)}", hint=f"Give weights to all of {names}")
     for source in sources:
         source["weight"] = weights[source["name"]]
 
@@ -134,8 +134,8 @@ def _set_weights(sources: Sequence[dict[str, Any]], weights: Mapping[str, float 
 def _set_window(section: dict[str, Any], shuffle_buffer_rows: int) -> None:
     """Bound segments to about ``shuffle_buffer_rows``: rows are permuted within a segment."""
     if shuffle_buffer_rows < 1:
-        raise ConfigError(f"a shuffle buffer of {shuffle_buffer_rows} rows is impossible", where="shuffle_buffer_rows")
+        raise ConfigError(f"A shuffle buffer of {shuffle_buffer_rows} rows is impossible", where="shuffle_buffer_rows")
     unit_bytes = int(section["cache"].get("unit_bytes", UNIT_BYTES))
-    row_bytes = _GUESSED_BYTES_PER_TOKEN * int(section["sequence_length_tokens"])
+    row_bytes = _ASSUMED_BYTES_PER_TOKEN * int(section["sequence_length_tokens"])
     units = max(1, shuffle_buffer_rows * row_bytes // unit_bytes)
     section["growth"] |= {"first_segment_units": 1, "max_segment_units": units}

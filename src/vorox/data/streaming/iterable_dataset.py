@@ -1,9 +1,9 @@
 """``RemoteIterableDataset``: samples of a streamed corpus, resumable at any position.
 
-A run's configuration, or a few arguments, go in; dictionaries of arrays come out, one per training row, in the order
-in which a run of that configuration would read them. The state is the number of the next sample: about 200 bytes that
-mean the same for any number of ranks and workers, and nothing is skipped to resume. Invariant: the sample at a position
-is a function of the configuration and the text alone.
+A configuration, or a few arguments, go in; dictionaries of arrays come out, one per training row, in the order in which
+a run of that configuration reads them. The state is the index of the next sample: about 200 bytes, valid for any number
+of ranks and workers, and resuming reads nothing twice. Invariant: the sample at a position is a function of the
+configuration and the text alone.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ _STATE_VERSION = 1
 
 
 class RemoteIterableDataset:
-    """An iterable dataset over streamed text. An iterator opens files and threads and closes them; it can be pickled.
+    """An iterable dataset over streamed text. It can be pickled; each iterator opens and closes its files and threads.
 
     Args:
         data: A run's configuration; or the location of the text: one, several, or a mapping of source names to
-            locations or to settings as under ``data.sources``.
-        tokenizer: A ``tokenizer.json``, or ``byte``. None: that of the configuration.
-        sequence_length_tokens: Positions of a sample. None: those of the configuration, or 1,024.
-        weights: Share of each source by name, exact. None: those of the configuration, or equal ones.
-        transforms: Functions that filter or change documents, as under ``data.transforms``.
-        seed: Seed of the order. None: that of the configuration.
-        shuffle: Whether rows are permuted. None: as the configuration says, or yes.
-        shuffle_buffer_rows: About how many rows are permuted together, in whole units. None: ``data.growth``.
-        prefetch_samples: Samples kept ready by a thread; 0 makes each when it is asked for.
+            locations or to settings of ``data.sources``.
+        tokenizer: Path of a ``tokenizer.json``, or ``byte``. Default: the configuration's.
+        sequence_length_tokens: Positions of a sample. Default: the configuration's, else 1,024.
+        weights: Exact weight of each source by name. Default: the configuration's, else equal weights.
+        transforms: Functions that filter or change documents, as in ``data.transforms``.
+        seed: Seed of the order. Default: the configuration's.
+        shuffle: Whether to permute rows. Default: the configuration's, else true.
+        shuffle_buffer_rows: Approximate number of rows permuted together, rounded to whole units. Default:
+            ``data.growth``.
+        prefetch_samples: Number of samples that a thread keeps ready; 0 reads each sample on request.
         metadata: Whether samples name their documents.
-        epochs: Passes over a source after which the samples end. None: never end.
-        rank: Rank of this process; it reads every ``world_size``-th sample.
+        epochs: Number of passes over a source after which iteration ends. ``None`` repeats indefinitely.
+        rank: Rank of this process, which reads every ``world_size``-th sample.
         world_size: Number of ranks.
-        cache_directory: Directory of chunks and of the record of units. None: as the configuration says.
-        retention_bytes: Disk budget of the chunks. None: as the configuration says.
-        unit_bytes: Text of a unit. None: as the configuration says, or 8 MiB.
-        on_progress: Called with what is being prepared.
+        cache_directory: Directory of chunks and unit records. Default: the configuration's.
+        retention_bytes: Disk budget of the chunks. Default: the configuration's.
+        unit_bytes: Bytes of text per unit. Default: the configuration's, else 8 MiB.
+        on_progress: Called with the progress of data preparation.
 
     Raises:
         ConfigError: The arguments contradict each other.
@@ -80,7 +81,7 @@ class RemoteIterableDataset:
         on_progress: PrepareProgress | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ConfigError(f"there is no rank {rank} of {world_size}", where="rank, world_size")
+            raise ConfigError(f"Rank {rank} is not in [0, {world_size})", where="rank, world_size")
         if prefetch_samples < 0 or (epochs is not None and epochs < 1):
             raise ConfigError(f"prefetch_samples={prefetch_samples} or epochs={epochs} is too small")
         self.config = dataset_config(
@@ -96,17 +97,17 @@ class RemoteIterableDataset:
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield samples from the loaded state on, or from the first."""
+        """Yield samples, starting from the loaded state."""
         self._position = start = self._start
         for position, sample in self.samples(start, Share(self.rank, self.world_size)):
             self._position = position - self.rank + self.world_size
             yield sample
 
     def samples(self, start: int, share: Share) -> Generator[tuple[int, Sample]]:
-        """Generate the samples of a share of the positions from ``start`` on, each with its position.
+        """Yield (position, sample) for a share of the positions from ``start`` on.
 
         Raises:
-            DataError: The text has changed since the loaded state was made, or cannot be read.
+            DataError: The text has changed since the loaded state was saved, or cannot be read.
         """
         with self._opened() as source:
             self._check_order(source)
@@ -124,9 +125,9 @@ class RemoteIterableDataset:
                 yield from block
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the latest iterator: all it takes to resume there, at any number of ranks.
+        """Return the state of the latest iterator, which can be resumed with any number of ranks.
 
-        Every rank must have read as many samples as the others.
+        All ranks must have read the same number of samples.
         """
         if self._position == self._start or self._plan is None:
             return self.start_state
@@ -138,18 +139,18 @@ class RemoteIterableDataset:
         return {"v": _STATE_VERSION, "position": self._start, "seed": self.config.run.seed, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the next iterator from a state.
+        """Start the next iterator from a state.
 
         Raises:
-            DataError: It is not the state of such a dataset, or has another seed.
+            DataError: The state is not of a ``RemoteIterableDataset``, or has a different seed.
         """
-        known = isinstance(state.get("position"), int) and isinstance(state.get("order"), str)
-        if state.get("v") != _STATE_VERSION or not known:
-            raise DataError(f"this is not the state of a RemoteIterableDataset: {dict(state)}")
+        is_valid = isinstance(state.get("position"), int) and isinstance(state.get("order"), str)
+        if state.get("v") != _STATE_VERSION or not is_valid:
+            raise DataError(f"Not a state of a RemoteIterableDataset: {dict(state)}")
         if state.get("seed") != self.config.run.seed:
             raise DataError(
-                f"the state was made with seed {state.get('seed')}, the dataset has {self.config.run.seed}",
-                hint="make the dataset with the seed that the state was made with",
+                f"The state was saved with seed {state.get('seed')}, the dataset has seed {self.config.run.seed}",
+                hint="Create the dataset with the seed of the state",
             )
         self._start = self._position = int(state["position"])
         self._order = str(state["order"])
@@ -158,28 +159,28 @@ class RemoteIterableDataset:
         """Return this dataset as a ``torch.utils.data.IterableDataset`` of tensors.
 
         Args:
-            batch_size: That of the ``DataLoader``: workers take turns of so many samples, so batches come in one order
-                for any number of workers. 1 for a loader without batching, whose items are samples.
+            batch_size: Batch size of the ``DataLoader``. Workers take turns of this many samples, so the order of the
+                batches does not depend on the number of workers. Use 1 for a loader without batching.
         """
         from vorox.data.streaming.torch_adapter import TorchStream
 
         return TorchStream(self, batch_size=batch_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop what is open: another process opens its own."""
+        """Omit the plan and the callback: an unpickled dataset opens its own plan."""
         return {**self.__dict__, "_plan": None, "_on_progress": None}
 
     def _check_order(self, source: RowSource) -> None:
-        """Refuse a loaded state if the samples before it have changed."""
+        """Refuse a loaded state if the samples before its position have changed."""
         self._plan, position = source.plan, self._start
         if not position or not self._order:
             return
         source.cover(position)
         if order_before(source.plan, position) != self._order:
             raise DataError(
-                f"the samples before position {position:,} are not those that the state was made after",
+                f"The samples before position {position:,} have changed since the state was saved",
                 where=", ".join(source.name for source in self.config.data.sources),
-                hint="restore the text and the settings that it was made with, or start anew",
+                hint="Restore the text and the settings of that time, or start without a state",
             )
 
     @contextlib.contextmanager
@@ -195,12 +196,12 @@ class RemoteIterableDataset:
 
 
 def _check_supported(config: RunConfig) -> None:
-    asked = [
+    unsupported = [
         f"data.sources.{index}.split_by" for index, one in enumerate(config.data.sources) if one.split_by is not None
     ]
-    asked += ["data.stages"] if config.data.stages else []
-    if asked:
+    unsupported += ["data.stages"] if config.data.stages else []
+    if unsupported:
         raise ConfigError(
-            f"{asked[0]} is for the steps of a run; a RemoteIterableDataset has one mixture of whole sources",
-            where=asked[0], hint="leave it out, or use `vorox train`",
+            f"{unsupported[0]} is not supported: a RemoteIterableDataset has one constant mixture of whole sources",
+            where=unsupported[0], hint="Remove the setting, or use `vorox train`",
         )  # fmt: skip

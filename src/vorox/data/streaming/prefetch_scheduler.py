@@ -1,7 +1,7 @@
 """The prefetch scheduler of a stream: which units are needed, and how soon.
 
-Reads and waits go in; units to build and eviction priorities come out. Pure bookkeeping: the stream's lock guards it.
-Invariant: what is read or awaited now is never evicted before what is needed later.
+Reads and waits go in; units to build and eviction priorities come out. The scheduler does no I/O and is guarded by the
+stream's lock. Invariant: units that are read or awaited now are evicted after units that are needed later.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from vorox.data.streaming.read_windows import UnitRange
 
 _UNITS_PER_SPLIT = 8
-"""Units that the source is split into before the first of them is built."""
+"""Number of units that are split from the source before the first of them is built."""
 
 _HELD_READS = 64
-"""Reads for which a segment stays needed after its last one: reader threads leave a segment one by one."""
+"""Number of reads for which a segment stays needed after its last read: reader threads leave it one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class SegmentRule:
         """Return the segments of a pass.
 
         Args:
-            num_units: Units that are known.
-            is_all: Whether they are all; the last segment ends with them.
-            ahead: If they are not, how many segments past them to add.
+            num_units: Number of known units.
+            is_all: Whether these are all units; the last segment then ends with them.
+            ahead: Number of segments to add beyond the known units, unless ``is_all``.
         """
         ranges: list[UnitRange] = []
         first, size, left = 0, self.first_units, 0 if is_all else ahead
@@ -50,16 +50,16 @@ class SegmentRule:
 
 
 class PrefetchScheduler:
-    """Where the readers of a stream are, and what they need next.
+    """Tracks the segments that the readers of a stream read, and decides which units they need next.
 
     Args:
-        segments: Ranges of units that are read together, one after the other, without gaps.
-        prefetch_segments: Segments that are needed ahead of the one being read.
+        segments: Consecutive ranges of units that are read together, without gaps.
+        prefetch_segments: Number of segments needed ahead of the one being read.
     """
 
     def __init__(self, segments: Sequence[UnitRange], prefetch_segments: int) -> None:
         self.awaited: int | None = None
-        """The segment that a reader waits for until all its units are recorded."""
+        """The segment that a reader waits for, until all its units are recorded."""
         self._prefetch_segments = prefetch_segments
         self.set_segments(segments)
         self._latest: int | None = None
@@ -67,7 +67,7 @@ class PrefetchScheduler:
         self._reads = 0
 
     def set_segments(self, segments: Sequence[UnitRange]) -> None:
-        """Replace the segments: there are more than before, or the last ones end where the units do."""
+        """Replace the segments by a longer list, or by one that ends with the last unit."""
         self.segments = segments
         self._starts = [start for start, _ in segments]
         if self.awaited is not None and self.awaited >= len(segments):
@@ -77,7 +77,7 @@ class PrefetchScheduler:
         return bisect.bisect_right(self._starts, unit) - 1
 
     def touch(self, units: Sequence[int]) -> bool:
-        """Record that rows of these units are read, in the order of training; return whether needs have changed."""
+        """Record a read of these units; return whether the needed units have changed."""
         self._reads += 1
         segments = sorted({self.segment_of(unit) for unit in units})
         fresh = [segment for segment in segments if segment not in self._touched]
@@ -95,29 +95,29 @@ class PrefetchScheduler:
         return bool(fresh or expired)
 
     def clear_awaited(self) -> None:
-        """The awaited segment is recorded: while others are read, it may be evicted until its turn comes."""
+        """Clear the awaited segment once it is recorded; it may be evicted while other segments are read."""
         if self._latest is not None:
             self.awaited = None
 
     def window(self) -> Sequence[UnitRange]:
-        """Return the segment being read and those prefetched after it; nothing before the first read."""
+        """Return the segment being read and the prefetched ones after it; empty before the first read."""
         base = self._base
         return [] if base is None else self.segments[base : base + 1 + self._prefetch_segments]
 
     def build_order(self) -> list[UnitRange]:
-        """Return the segments to build, the most urgent first."""
+        """Return the segments to build, most urgent first."""
         return [*([] if self.awaited is None else [self.segments[self.awaited]]), *self.window()]
 
     def next_units(
         self, demanded: Iterable[int], done: Collection[int], settled: Collection[int], known_units: int | None
     ) -> tuple[list[int], int]:
-        """Return the units to build, the most urgent first; or, if there is none, how many units must be known first.
+        """Return the units to build, most urgent first; or, if there are none, how many units must be split first.
 
         Args:
-            demanded: Units that readers wait for, one by one.
-            done: Units that were built before; those that were not come first.
-            settled: Units that are on disk or are not to be tried now; the first unknown unit may be among them.
-            known_units: How many units are known, if more follow.
+            demanded: Individual units that readers wait for.
+            done: Units that were built before; others come first.
+            settled: Units that are on disk or must not be tried now; may include the first unknown unit.
+            known_units: Number of known units; ``None`` if all units are known.
         """
         wanted = dict.fromkeys(unit for unit in sorted(demanded) if unit not in settled)
         for first, last in self.build_order():
@@ -129,17 +129,20 @@ class PrefetchScheduler:
         return list(wanted), 0
 
     def awaits_more(self, known_units: int | None) -> bool:
-        """Whether a reader waits for units that are not known yet."""
+        """Return whether a reader waits for units that are not known yet."""
         if self.awaited is None or known_units is None:
             return False
         return self.segments[self.awaited][1] > known_units
 
     def eviction_priority(self, unit: int, peers: Sequence[UnitRange]) -> int:
-        """Return 0: read now or awaited; 1: read by slower threads or in between; 2: prefetched; more: needed later.
+        """Return the eviction priority of a unit; units with the highest value are evicted first.
+
+        0: being read or awaited; 1: read by slower threads, or between the current and the awaited segment; 2:
+        prefetched; higher: needed later.
 
         Args:
             unit: The unit.
-            peers: What other processes read; it counts as prefetched.
+            peers: Units that other processes read; they count as prefetched.
         """
         segment = self.segment_of(unit)
         if segment in (self._latest, self.awaited):

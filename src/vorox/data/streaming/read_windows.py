@@ -1,7 +1,7 @@
-"""Which units the processes that share a stream's directory read at the moment.
+"""Read windows: which units each process that shares a stream's directory currently reads.
 
-Each stream publishes the units that it reads next in ``windows/``; its peers look there before they evict chunks.
-Invariant: only time depends on it. A window that is missed costs a unit that is built once more.
+Each stream publishes the units that it reads next in ``windows/``; its peers check there before they evict chunks.
+Windows only affect speed: if one is missed, a unit is rebuilt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vorox.core.process_identity import ProcessIdentity, this_process
 
 DIRECTORY_NAME = "windows"
 _EXPIRY_SECONDS = 3600.0
-"""A process of another host that has not published anything for so long counts as dead."""
+"""A process on another host that has published nothing for this long counts as dead."""
 
 UnitRange = tuple[int, int]
 """Units ``[first, last)``."""
@@ -36,7 +36,7 @@ class ReadWindow:
         self._published: list[UnitRange] | None = None
 
     def publish(self, units: Sequence[UnitRange]) -> None:
-        """Publish the units that are read now or next."""
+        """Publish the units that this stream reads now or next."""
         if list(units) == self._published:
             return
         self._published = list(units)
@@ -45,7 +45,7 @@ class ReadWindow:
         write_file(self._path, json.dumps(content).encode())
 
     def peers(self) -> list[UnitRange]:
-        """Return what the other streams of living processes read."""
+        """Return the units that other streams of living processes read."""
         found: list[UnitRange] = []
         for path in sorted(self._directory.glob("*.json")):
             if path == self._path:
@@ -60,11 +60,11 @@ class ReadWindow:
                 elif process.host == this_process().host or _is_recent(path):
                     found += [(int(first), int(last)) for first, last in value["units"]]
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # it is being replaced, or was written by something else
+                continue  # the file is being replaced, or is not a window
         return found
 
     def close(self) -> None:
-        """Withdraw the window. Repeatable."""
+        """Remove the window. Idempotent."""
         if self._published is not None:
             self._path.unlink(missing_ok=True)
             self._published = None

@@ -1,7 +1,7 @@
-"""Samples: one training row each, as a dictionary of arrays, with where its text comes from.
+"""Reading samples: one training row each, as a dictionary of arrays, with the origin of its text.
 
 The index of a block goes in, the samples at its positions come out. Invariant: a sample is a function of (plan,
-position), whatever the size of the blocks and however many are prefetched.
+position); it does not depend on block size or prefetching.
 
 Shape legend: T positions of a row.
 """
@@ -26,23 +26,23 @@ from vorox.data.row_source import LocatedRows, RowSource
 from vorox.data.rows import assemble
 
 Sample = dict[str, Any]
-"""``input_ids`` and ``labels``, int32 ``[T]``; under a document mask also ``segment_ids`` and ``position_ids``;
+"""``input_ids`` and ``labels``, int32 ``[T]``; with a document mask also ``segment_ids`` and ``position_ids``;
 ``metadata`` if requested."""
 
 BLOCK_SAMPLES = 16
-"""Samples that are read together."""
+"""Number of samples read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The positions of one reader of several: every ``count``-th turn, starting with turn ``index``.
+    """The positions of one of several readers: every ``count``-th turn, starting with turn ``index``.
 
     Attributes:
-        index: Number of the reader.
+        index: Index of the reader.
         count: Number of readers.
-        turn: Consecutive samples of a turn.
-        stride: Positions from one sample of a turn to the next.
-        skip: Samples of its own to leave out at the start.
+        turn: Number of consecutive samples in a turn.
+        stride: Distance in positions between the samples of a turn.
+        skip: Number of the reader's samples to skip at the start.
     """
 
     index: int = 0
@@ -52,14 +52,14 @@ class Share:
     skip: int = 0
 
     def positions(self, start: int, block: int) -> Positions:
-        """Return the positions of a block of samples, ascending; those of all readers begin at ``start``."""
+        """Return the ascending positions of a block of samples; position ``start`` is the first of all readers."""
         first = self.skip + block * BLOCK_SAMPLES
         turns, offsets = np.divmod(np.arange(first, first + BLOCK_SAMPLES), self.turn)
         return start + ((turns * self.count + self.index) * self.turn + offsets) * self.stride
 
 
 class SampleStream(Protocol):
-    """A dataset whose samples several readers share. ``RemoteIterableDataset`` is one."""
+    """A dataset whose samples are shared by several readers, such as ``RemoteIterableDataset``."""
 
     rank: int
     world_size: int
@@ -68,7 +68,7 @@ class SampleStream(Protocol):
     def start_state(self) -> dict[str, Any]: ...
 
     def samples(self, start: int, share: Share) -> Iterator[tuple[int, Sample]]:
-        """Generate (position, sample) for the positions of a share."""
+        """Yield (position, sample) for the positions of a share."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -79,11 +79,11 @@ class SampleReader:
 
     Args:
         source: The rows.
-        start: Position at which all shares begin.
-        share: Which positions to read.
-        document_mask: Whether documents of a row are kept apart.
+        start: Start position of all shares.
+        share: The positions to read.
+        document_mask: Whether attention is confined to a document.
         metadata: Whether samples name their documents.
-        max_epochs: Passes after which the samples end; ``None`` for no end.
+        max_epochs: Number of passes after which the samples end; ``None`` for no end.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class SampleReader:
         self._num_blocks = sys.maxsize
 
     def num_blocks(self) -> int:
-        """Return the number of blocks, as far as it is known: the end is met when it is read."""
+        """Return the number of blocks; a very large number until the last block has been read."""
         return self._num_blocks
 
     def read(self, block: int) -> list[tuple[int, Sample]]:
         """Read the samples of a block, each with its position. A short block is the last one.
 
         Raises:
-            DataError: A row cannot be read, or cannot be rebuilt as it was.
+            DataError: A row cannot be read, or its rebuilt content differs.
         """
         positions = self._share.positions(self._start, block)
         self._source.cover(int(positions[-1]) + 1)
@@ -156,7 +156,7 @@ class SampleReader:
 
 
 def order_before(plan: Plan, position: int) -> str:
-    """Return a hash over everything that decides the samples before a position."""
+    """Return a hash of everything that determines the samples before a position."""
     counts = plan.state.mixture.counts(position)
     content = [
         [segment.content_digest for segment in group if segment.start_draw < count]

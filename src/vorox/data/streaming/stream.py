@@ -1,9 +1,9 @@
 """A stream: a cache whose chunks are built while it is read, evicted under a disk budget, and rebuilt when needed.
 
-Readers report what they read; the build scheduler builds what the queue wants, within the budget. A unit that was built
-once stays recorded in the cache's manifest; if its chunks are needed after they were evicted, it is rebuilt from its
-text and must have the recorded content. Invariant: a reader gets the rows of a complete cache of the same recipe, or an
-error at the row that needs it; neither the network nor the disk budget changes an order or leaves a row out.
+Readers report what they read; the build scheduler builds the units that the queue requests, within the budget. A unit
+stays recorded in the manifest once it was built; if it is needed after eviction, it is rebuilt from its text and must
+have the recorded content. Invariant: a reader returns the rows of a complete cache of the same recipe, or raises an
+error; neither the network nor the disk budget changes the order or omits a row.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class ChunkHolder(Protocol):
 
 
 class Stream:
-    """An open stream: the residency of its build scheduler, and evictable. Nothing is built before it is read.
+    """An open stream: the residency of a build scheduler, evictable by a disk budget. The first read starts the build.
 
     Args:
-        directory: A directory that ``open_directory`` made.
-        builder: What its units are a function of.
-        units: The units that are known, and where more come from.
+        directory: A directory created by ``open_directory``.
+        builder: The builder of its units.
+        units: The known units, which can be extended.
         rule: How units are grouped into segments.
-        budget: The disk budget of its chunks.
-        prefetch_segments: Segments that are built ahead of the one being read.
+        budget: The disk budget of the chunks.
+        prefetch_segments: Number of segments that are built ahead of the one being read.
 
     Attributes:
-        units_rebuilt: Units that were built again because their chunks had been removed.
-        units_evicted: Units whose chunks were removed to make room.
+        units_rebuilt: Number of units rebuilt after eviction.
+        units_evicted: Number of evicted units.
     """
 
     damaged: Collection[int] = ()
-    """A damaged unit is discarded and so becomes one that is not resident."""
+    """Always empty: a damaged unit is discarded, so it is no longer resident."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Stream:
 
     @property
     def manifest(self) -> Manifest:
-        """What is recorded, as last seen."""
+        """The manifest as of the last refresh."""
         return self._queue.manifest
 
     @property
@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def units_built(self) -> int:
-        """Units that were built for the first time."""
+        """Number of units built for the first time."""
         return self._scheduler.units_built - self.units_rebuilt
 
     @property
@@ -102,23 +102,23 @@ class Stream:
         """Statistics of the build pipeline, once it has run."""
         return self._scheduler.progress.stages
 
-    # What readers report and request.
+    # Called by readers.
 
     def register(self, reader: ChunkHolder) -> None:
-        """Have a reader drop the files of units that are evicted."""
+        """Register a reader, which is notified of evicted units."""
         with self.budget.changed:
             self._readers.add(reader)
 
     def touch(self, units: Sequence[int]) -> None:
-        """Report that rows of these units are read, in the order of training."""
+        """Report that rows of these units are being read."""
         if self._queue.touch(units):
             self._start()
 
     def ensure(self, unit: int) -> None:
-        """Return when the chunks of a unit are on disk.
+        """Wait until the chunks of a unit are on disk.
 
         Raises:
-            DataError: It cannot be built, or has other content than was recorded.
+            DataError: The unit cannot be built, or its content differs from the record.
         """
         if self._queue.is_settled(unit):
             return
@@ -132,10 +132,10 @@ class Stream:
         self._queue.mark_lost(unit)
 
     def discard(self, unit: int, error: DataError) -> None:
-        """Remove the chunks of a unit that were found damaged, so that they are rebuilt.
+        """Remove the damaged chunks of a unit, so that they are rebuilt.
 
         Raises:
-            DataError: ``error`` itself, if there is no chunk that could be damaged.
+            DataError: ``error`` itself, if the unit has no chunk on disk.
         """
         with self.budget.changed:
             files = resident_units(self.directory).get(unit)
@@ -145,24 +145,24 @@ class Stream:
             self._queue.mark_lost(unit)
 
     def refresh(self, *, awaited_units: int = 0) -> Manifest:
-        """Return what is recorded by now.
+        """Return the current manifest.
 
         Args:
-            awaited_units: The reader waits until all units below this are recorded, so their segment is built first.
+            awaited_units: The reader waits for all units below this one, so their segment is built first.
 
         Raises:
-            DataError: One of them cannot be built.
+            DataError: One of these units cannot be built.
         """
         if self._queue.await_units(awaited_units):
             self._start()
         return self.manifest
 
     def stop(self) -> None:
-        """Have the build end after the unit in hand, without waiting for it. Repeatable."""
+        """Stop the build after the current unit, without waiting for it. Idempotent."""
         self._queue.close()
 
     def close(self) -> None:
-        """End the build, and wait for its thread a few seconds. Repeatable."""
+        """Stop the build, and wait a few seconds for its thread. Idempotent."""
         self._scheduler.close(timeout_seconds=_CLOSE_SECONDS)
         self._units.close()
         self._window.close()
@@ -175,7 +175,7 @@ class Stream:
             if window := self._queue.schedule.window():
                 self._window.publish(window)
 
-    # What the build scheduler asks: see ``cache.residency``.
+    # Called by the build scheduler: see ``cache.residency``.
 
     def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
         chunks = manifest.unit_chunks(unit) if manifest.has_unit(unit) else []
@@ -194,7 +194,7 @@ class Stream:
         del unit
         self._queue.refresh()
 
-    # What the disk budget asks: see ``cache.residency``.
+    # Called by the disk budget: see ``cache.residency``.
 
     def poll_peers(self) -> None:
         self._peers = self._window.peers()
@@ -210,7 +210,10 @@ class Stream:
 
 
 class StreamReader(CacheReader):
-    """The rows of a stream, as far as they are recorded."""
+    """A reader of a stream. A row whose chunk is not on disk waits until the stream has built it.
+
+    Like every ``CacheReader`` it is a snapshot of the manifest; ``refreshed`` returns a newer one.
+    """
 
     def __init__(self, stream: Stream, manifest: Manifest | None = None) -> None:
         directory = stream.directory
@@ -224,13 +227,13 @@ class StreamReader(CacheReader):
         return not self.stream.budget.closed
 
     def refreshed(self, *, awaited_units: int = 0) -> StreamReader:
-        """Return a reader of what is recorded by now.
+        """Return a reader of the current manifest.
 
         Args:
-            awaited_units: The caller waits until all units below this are recorded.
+            awaited_units: The caller waits for all units below this one.
 
         Raises:
-            DataError: One of them cannot be built.
+            DataError: One of these units cannot be built.
         """
         manifest = self.stream.refresh(awaited_units=awaited_units)
         return self if manifest is self.manifest else StreamReader(self.stream, manifest)
@@ -241,7 +244,7 @@ class StreamReader(CacheReader):
         return super().read_rows(rows)
 
     def drop(self, unit: int, /) -> None:
-        """Drop the open chunk files of a unit that has been evicted."""
+        """Close the open chunk files of an evicted unit."""
         for index, chunk in list(self._open_chunks.items()):
             if chunk.header.unit == unit:
                 self._open_chunks.pop(index, None)
@@ -255,4 +258,4 @@ class StreamReader(CacheReader):
             except DataError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self.stream.lost(unit)  # evicted between the two lines above
+                self.stream.lost(unit)  # evicted after ensure returned

@@ -1,7 +1,7 @@
-"""The streams of one corpus: one disk budget for all of its sources, and the segments of units that are read together.
+"""The streams of a corpus: one per source, under a shared disk budget.
 
-Directories, the builders of their units and the sections ``data.growth`` and ``data.streaming`` go in; readers come
-out. Invariant: the segments are those of the plan, so that what is kept on disk is what is read next.
+Directories, unit builders and the sections ``data.growth`` and ``data.streaming`` go in; readers come out. Invariant:
+segments are those of the plan, so the disk holds the units that are read next.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vorox.data.streaming.stream import Stream, StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
 
 DIRECTORY_NAME = "streams"
-"""Below the root of the caches: chunks there are evicted and rebuilt."""
+"""Directory of streams below the cache root: chunks there are evicted and rebuilt."""
 
 _POLL_SECONDS = 0.02
 
 
 class StreamGroup:
-    """The streams of a corpus. Close it to end their threads.
+    """The streams of a corpus. Closing it ends their threads.
 
     Args:
         data: The section ``data``.
@@ -40,14 +40,14 @@ class StreamGroup:
         self._cached_ranges = contextlib.ExitStack()
 
     def share_reads(self, files: Sequence[StoredFile]) -> None:
-        """Fetch bytes of these files once for all that cut and build them, as far as memory goes."""
+        """Share bytes read from these files in memory, so that splitting and building fetch each byte once."""
         self._cached_ranges.enter_context(cache_ranges(files))
 
     def open(self, directory: Path, builder: UnitBuilder, units: UnitList) -> StreamReader:
-        """Open the rows of one split of a source, which are built while they are read.
+        """Open a stream over one split of a source.
 
         Raises:
-            DataError: The directory is of another recipe or source, or holds a cache that is not evictable; the text
+            DataError: The directory has a different recipe or source, or a cache that is not evictable; or the text
                 cannot be read.
         """
         growth = self._data.growth
@@ -88,7 +88,7 @@ class StreamGroup:
             time.sleep(_POLL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the statistics of all build pipelines, added up, under the names of the registry of metrics."""
+        """Return the summed statistics of all build pipelines, by registered metric name."""
         total: dict[str, float] = {}
         for stages in (stream.stages for stream in self.streams):
             for name, value in (stages.metrics() if stages is not None else {}).items():
@@ -96,7 +96,7 @@ class StreamGroup:
         return total
 
     def close(self) -> None:
-        """End all builds. Repeatable."""
+        """Stop all builds. Idempotent."""
         self.budget.close()
         for stream in self.streams:
             stream.stop()

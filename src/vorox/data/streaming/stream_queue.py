@@ -1,7 +1,8 @@
-"""The build queue of a stream: what its readers need next, and the source split into units as far as they need it.
+"""The build queue of a stream: which units to build next, and when to split more units from the source.
 
-Reads and waits go in; batches of units for the build scheduler come out. A unit that is on disk is settled. Invariant:
-an error goes to the readers that wait for its unit or segment; what nobody waits for is tried again when somebody does.
+Reads and waits go in; batches of units for the build scheduler come out. A unit that is on disk is *done*.
+Invariant: an error is raised in the readers that wait for its unit or segment; a failed unit without a waiting reader
+is retried when a reader waits for it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from vorox.data.streaming.read_windows import UnitRange
 from vorox.data.streaming.unit_list import UnitList
 
 _PEER_SECONDS = 0.1
-"""How often to look for what a peer that is splitting the source has recorded."""
+"""Poll interval for units recorded by a peer that is splitting the source."""
 
 
 class StreamQueue(BuildQueue):
-    """The units of a stream that are wanted. It lasts until ``close``.
+    """The build queue of a stream. It stays open until ``close``.
 
     Args:
         directory: The stream's directory.
-        units: The units that are known, and where more come from; for the building thread alone.
+        units: The known units, which can be extended; used by the building thread only.
         rule: How units are grouped into segments.
-        budget: The disk budget, whose lock it shares.
-        prefetch_segments: Segments that are built ahead of the one being read.
+        budget: The disk budget, whose lock the queue shares.
+        prefetch_segments: Number of segments that are built ahead of the one being read.
 
     Attributes:
-        manifest: What is recorded, as last seen.
-        schedule: What the readers need.
+        manifest: The manifest as of the last refresh.
+        schedule: The prefetch scheduler.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StreamQueue(BuildQueue):
         self.schedule = PrefetchScheduler(self._segments(), prefetch_segments)
 
     def touch(self, units: Sequence[int]) -> bool:
-        """Record that rows of these units are read; return whether that changes what is needed."""
+        """Record a read of these units; return whether the needed units have changed."""
         with self.changed:
             if not self.schedule.touch(units):
                 return False
@@ -54,13 +55,13 @@ class StreamQueue(BuildQueue):
             self.changed.notify_all()
             return True
 
-    def is_settled(self, unit: int) -> bool:
-        """Whether the chunks of a unit are on disk, as far as is known."""
+    def is_done(self, unit: int) -> bool:
+        """Return whether the chunks of a unit are on disk, as of the last refresh."""
         with self.changed:
             return unit in self._done
 
     def refresh(self) -> None:
-        """See what has been recorded."""
+        """Read the newest manifest."""
         with self.changed:
             before = self.manifest
             self.manifest = before.refreshed(self._directory)
@@ -69,7 +70,7 @@ class StreamQueue(BuildQueue):
             self._clear_awaited()
 
     def await_units(self, num_units: int) -> bool:
-        """Request the first segment that lacks one of the units below ``num_units``; return whether one lacks any.
+        """Request the first segment with a missing unit below ``num_units``; return whether there is one.
 
         Raises:
             DataError: A unit of that segment cannot be built. The next call tries again.
@@ -86,7 +87,7 @@ class StreamQueue(BuildQueue):
             awaited = self.schedule.segment_of(missing[0])
             first, last = self.schedule.segments[awaited]
             for unit in sorted(self._errors.keys() & set(range(first, last))):
-                self.changed.notify_all()  # it is tried again
+                self.changed.notify_all()  # the builder tries the unit again
                 raise self._errors.pop(unit)
             if awaited != self.schedule.awaited:
                 self.schedule.awaited = awaited
@@ -95,15 +96,15 @@ class StreamQueue(BuildQueue):
             return True
 
     def eviction_priority(self, unit: int, peers: Sequence[UnitRange]) -> int:
-        """Return how soon a unit is needed: 0 for now."""
+        """Return the eviction priority of a unit: 0 if it is needed now."""
         return 0 if unit in self._awaited else self.schedule.eviction_priority(unit, peers)
 
     def gives_way(self, unit: int) -> bool:
-        """Whether a unit that there is no room for should be dropped, because another one is awaited."""
+        """Return whether a unit that does not fit into the budget should yield to an awaited one."""
         urgent = self._urgent()
         return unit not in urgent and (bool(urgent) or self._awaits_split())
 
-    # What the build scheduler asks.
+    # Called by the build scheduler.
 
     def next_batch(self, manifest: Manifest, damaged: Collection[int]) -> list[int] | None:
         del manifest, damaged
@@ -141,7 +142,7 @@ class StreamQueue(BuildQueue):
         return True
 
     def _split(self, num_units: int) -> None:
-        """Have more units recorded, or wait for the peer that records them."""
+        """Split and record more units, or wait for the peer that records them."""
         awaited = self.schedule.awaited
 
         def stop() -> bool:
@@ -155,7 +156,7 @@ class StreamQueue(BuildQueue):
             refused = cache_write_error(error, self._directory, saved=saved, needed_bytes=self._budget.limit_bytes)
             refused.__cause__ = error
             self.fail(self.manifest.planned_units, refused)
-        except Exception as error:  # of whatever kind: the reader that waits must see it
+        except Exception as error:  # the waiting reader raises it
             self.fail(self.manifest.planned_units, error)
         else:
             if not is_mine:
@@ -180,14 +181,14 @@ class StreamQueue(BuildQueue):
             self.schedule.clear_awaited()
 
     def _urgent(self) -> set[int]:
-        """Units that readers wait for."""
+        """Return the units that readers wait for."""
         urgent = set(self._awaited)
         if self.schedule.awaited is not None:
             urgent.update(self.manifest.missing_units(*self.schedule.segments[self.schedule.awaited]).tolist())
         return urgent - self._done - self._errors.keys()
 
     def _awaits_split(self) -> bool:
-        """Whether a reader waits for units that are not known yet, and could be."""
+        """Return whether a reader waits for units that have yet to be split from the source."""
         return self.manifest.planned_units not in self._errors and self.schedule.awaits_more(self._known_units)
 
     def _segments(self) -> list[UnitRange]:
@@ -195,5 +196,5 @@ class StreamQueue(BuildQueue):
 
     @property
     def _known_units(self) -> int | None:
-        """How many units are known, if more follow."""
+        """Number of known units; ``None`` if all units are known."""
         return None if self.manifest.units_final else self.manifest.planned_units

@@ -1,8 +1,8 @@
 """``RemoteIterableDataset`` as a ``torch.utils.data.IterableDataset``. The only module of data/ that imports torch.
 
 Samples become dictionaries of int64 tensors, which the default collate function stacks; ``metadata`` becomes JSON text.
-The workers of a ``DataLoader`` take turns, so its items come in one order for any number of workers. Invariant: the
-items of a loader are those of the dataset itself, in that order.
+The workers of a ``DataLoader`` take turns. Invariant: a loader yields the items of the dataset in the same order, for
+any number of workers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ else:
 
 
 class TorchStream(_Base):
-    """A ``RemoteIterableDataset`` for a ``DataLoader``; made by ``as_torch``.
+    """A ``RemoteIterableDataset`` for a ``DataLoader``, created by ``as_torch``.
 
-    It resumes from the state that the dataset has loaded. Inside a worker, ``state_dict`` is that of the worker, for
-    loaders that collect them; ``state_after`` is the state of all workers together, which any number of workers can
-    resume from.
+    Iteration starts from the state that the dataset has loaded. In a worker, ``state_dict`` returns the state of that
+    worker, for loaders that collect worker states; ``state_after`` returns the state of all workers together, from
+    which any number of workers can resume.
 
     Args:
         dataset: The dataset to read.
@@ -48,8 +48,8 @@ class TorchStream(_Base):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._taken and self._workers != workers:
             raise ConfigError(
-                f"the state is that of one of {self._workers} workers, there are {workers}", where="DataLoader",
-                hint="keep their number, or resume from state_after, which fits any number",
+                f"The state was saved with {self._workers} workers, there are {workers}", where="DataLoader",
+                hint="Keep the number of workers, or resume from state_after, which fits any number",
             )  # fmt: skip
         self._workers = workers
         dataset = self.dataset
@@ -66,18 +66,18 @@ class TorchStream(_Base):
         return {**start, "position": start["position"] + num_samples * self.dataset.world_size, "order": ""}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process: of its one worker, or of everything without workers."""
+        """Return the state of this worker, or of the whole dataset if the loader has no workers."""
         return {"v": _STATE_VERSION, "taken": self._taken, "workers": self._workers, "start": self.dataset.start_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the next iterator from a state of ``state_dict``.
+        """Start the next iterator from a state returned by ``state_dict``.
 
         Raises:
-            DataError: It is not such a state.
+            DataError: The state is invalid.
         """
         start = state.get("start")
         if state.get("v") != _STATE_VERSION or not isinstance(start, Mapping):
-            raise DataError(f"this is not the state of a TorchStream: {dict(state)}")
+            raise DataError(f"Not a state of a TorchStream: {dict(state)}")
         self.dataset.load_state_dict({str(key): value for key, value in start.items()})  # pyright: ignore
         self._taken, self._workers = int(state["taken"]), int(state["workers"])
 

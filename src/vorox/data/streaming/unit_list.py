@@ -1,8 +1,8 @@
-"""The units of a stream: those that are recorded, and more as they are needed.
+"""The unit list of a stream, which is extended on demand.
 
-A splitter of the source goes in; units come out, recorded before anybody sees them. Any number of processes share a
-directory: one splits at a time, the others read what it records. Invariants: the list only grows; what is recorded is
-what splitting the whole source at once would have given; duplicates among recorded units are known.
+A splitter of the source goes in; units come out, recorded before they are used. Any number of processes share a
+directory: one splits at a time, the others read its records. Invariants: the list only grows; it is a prefix of the
+units of the whole source; duplicates among recorded units are known.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from vorox.data.documents import Unit
 from vorox.data.pipeline.duplicates import FirstPass
 
 LOCK_NAME = "CUTTING"
-"""Held while a process splits the source further."""
+"""Lock file of the process that splits the source."""
 
 
 class Splitter(Protocol):
     """Splits a source into units: ``text.unit_splitter.UnitSplitter``."""
 
     def units_after(self, known: Sequence[Unit], /) -> Iterator[tuple[Unit, bool]]:
-        """Yield the units after those that are known, each with whether it is the last."""
+        """Yield the units after the known ones, each with whether it is the last."""
         ...
 
     def estimated_bytes(self, first: Sequence[Unit], /) -> int:
-        """Return the bytes that all units will span, estimated from the first of them."""
+        """Return the estimated bytes of all units, extrapolated from the first ones."""
         ...
 
 
@@ -44,16 +44,16 @@ def _never() -> bool:
 
 
 class UnitList:
-    """The units of one split of a source, as far as they are known. For one thread.
+    """The known units of one split of a source. For one thread.
 
     Args:
-        directory: That of the stream; it need not exist.
-        builder: What the units are a function of.
-        splitter: Where more of them come from.
+        directory: The stream's directory; it need not exist.
+        builder: The builder of the units.
+        splitter: Splits more units from the source.
 
     Attributes:
-        units: The units so far, ``unit_id`` being the index.
-        is_all: Whether no more follow.
+        units: The known units; ``unit_id`` is the index.
+        is_all: Whether these are all units of the source.
     """
 
     def __init__(self, directory: Path, builder: UnitBuilder, splitter: Splitter) -> None:
@@ -69,10 +69,10 @@ class UnitList:
         self.see(Manifest.open(directory))
 
     def see(self, manifest: Manifest) -> None:
-        """Take up the units that are recorded by now.
+        """Add the units recorded in a newer manifest.
 
         Raises:
-            DataError: They are not those that were split here.
+            DataError: They differ from the units that this process has split.
         """
         self._manifest = manifest
         planned = manifest.planned_units
@@ -89,7 +89,7 @@ class UnitList:
             self.is_all = self.is_all or manifest.units_final
 
     def split(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
-        """Split until ``num_units`` are known, or all, or ``stop`` returns true. Nothing is recorded.
+        """Split until ``num_units`` (or all) are known, or ``stop`` returns true. Nothing is recorded.
 
         Raises:
             DataError: The text cannot be read.
@@ -109,10 +109,10 @@ class UnitList:
             raise
 
     def record(self) -> Manifest:
-        """Record the known units in the directory, or take up those of another process.
+        """Record the known units in the directory, and add those of other processes.
 
         Raises:
-            DataError: The directory is of another recipe or source.
+            DataError: The directory has a different recipe or source.
         """
         self._builder.find_duplicates(self.units, passes=self._passes)
         with contextlib.ExitStack() as stack:
@@ -140,13 +140,13 @@ class UnitList:
         return planned_entry(len(self.units), self._builder.recipe.digest, num_files, estimated_bytes=estimated_bytes)
 
     def extend(self, num_units: int, stop: Callable[[], bool] = _never) -> Manifest | None:
-        """Split and record until ``num_units`` are recorded, or all, or ``stop`` returns true.
+        """Split and record until ``num_units`` (or all) are recorded, or ``stop`` returns true.
 
         Returns:
-            The manifest with them; ``None`` if another process is splitting.
+            The new manifest; ``None`` if another process is splitting.
 
         Raises:
-            DataError: The text cannot be read, or is not what it was.
+            DataError: The text cannot be read, or has changed.
         """
         try:
             lock = FileLock(self._directory / LOCK_NAME, blocking=False).acquire()
@@ -160,15 +160,16 @@ class UnitList:
             lock.release()
 
     def close(self) -> None:
-        """Close the text. Repeatable."""
+        """Close the source's files. Idempotent."""
         self._pieces = None
 
 
 def open_directory(directory: Path, units: UnitList, num_units: int) -> None:
-    """Create or open the directory of a stream: recipe, files and ``num_units`` units recorded.
+    """Create or open the directory of a stream; record its recipe, files and first ``num_units`` units.
 
     Raises:
-        DataError: It is of another recipe or source, or holds a cache that is not evictable; the text cannot be read.
+        DataError: The directory has a different recipe or source, or a cache that is not evictable; or the text cannot
+            be read.
     """
     make_directory(directory)
     mark_evictable(directory)
