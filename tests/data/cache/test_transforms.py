@@ -329,7 +329,7 @@ def test_lists_computed_from_a_different_text_are_refused(tmp_path):
 
 def test_near_duplicates_need_their_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ConfigError, match="needs datasketch") as caught:
+    with pytest.raises(ConfigError, match="needs the library datasketch") as caught:
         resolve_transforms([config("near_duplicates")], "train", "k")
     assert "[dedup]" in caught.value.hint
 
@@ -353,7 +353,7 @@ def lists_of(work: UnitBuilder, directory: Path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(":fails", "ZeroDivisionError: no k, please"), (":number", "gave int instead of text")],
+    [(":fails", "ZeroDivisionError: no k, please"), (":number", "returned int instead of text")],
 )  # fmt: skip
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_transform_that_fails_names_the_document(name, message, staged):
@@ -375,9 +375,9 @@ def test_a_transform_that_fails_names_the_document(name, message, staged):
         ({"name": "lenght"}, "did you mean length", "data.transforms.0.name"),
         ({"name": "no.such.module:f"}, "ModuleNotFoundError", "data.transforms.0.name"),
         ({"name": "transform_functions:nothing"}, "Cannot import transform", "data.transforms.0.name"),
-        ({"name": "transform_functions:one_argument"}, "first parameter .* called 'words'", "data.transforms.0.name"),
+        ({"name": "transform_functions:one_argument"}, "first parameter .* named 'words'", "data.transforms.0.name"),
         ({"name": "transform_functions:CORPUS"}, "not a function", "data.transforms.0.name"),
-        ({"name": "length", "args": {"min_character": 3}}, "did you mean min_characters",
+        ({"name": "length", "args": {"min_character": 3}}, "Did you mean min_characters",
          "data.transforms.0.args.min_character"),
         ({"name": "length", "args": {"min_characters": -1}}, "greater than or equal to 0",
          "data.transforms.0.args.min_characters"),
@@ -395,13 +395,13 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(transform, m
 
 
 def test_text_comes_before_tokens_and_a_source_of_tokens_has_none():
-    with pytest.raises(ConfigError, match="length works on text and comes after token_length"):
+    with pytest.raises(ConfigError, match="length works on text but follows token_length"):
         resolve_transforms([config("token_length"), config("length")], "train", "k")
     with pytest.raises(ConfigError, match="would undo token_dropout"):
         resolve_transforms([config("token_dropout", fraction=0.1), config("fill_in_the_middle")], "train", "k")
     tokens = SourceConfig(name="t", format="bin", paths=("x",), tokenizer="y")
     data = DataConfig(sources=(tokens,), transforms=(config("length"),))
-    with pytest.raises(ConfigError, match="source 't' is tokens"):
+    with pytest.raises(ConfigError, match="source 't' consists of tokens"):
         transforms_of(data, tokens, "train", "data.sources.0")
     own = tokens.model_copy(update={"transforms": (config("token_length", min_tokens=2),)})
     assert [transform.name for transform in transforms_of(data, own, "train", "data.sources.0")] == ["token_length"]

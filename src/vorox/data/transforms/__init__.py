@@ -1,1 +1,1 @@
-"""What happens to documents between reading and packing: filters, removal of duplicates, augmentation."""
+"""Transforms of documents between reading and packing: filters, deduplication, augmentation."""

@@ -1,9 +1,9 @@
-"""Apply transforms to the documents of a batch, and count what each of them did.
+"""Applying transforms to batches of documents, with counts per transform.
 
-Documents and a list of transforms go in, the documents that are left come out. Provenance never moves: whatever a
-transform makes of a record keeps the place of the record. Invariant: the result for a record depends on the record, its
-place and the transforms, not on its neighbours (duplicates are decided before, by ``pipeline.first_pass`` for a corpus
-and by ``pipeline.duplicates`` inside a unit).
+Documents and a list of transforms go in, the remaining documents come out. The output of a transform keeps the location
+of its record, for provenance. Invariant: the result for a record depends on the record, its location and the
+transforms, not on neighbouring records (``pipeline.first_pass`` finds duplicates in a corpus beforehand, and
+``pipeline.duplicates`` within a unit).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ IsDuplicate = Callable[[AnyDocument], bool]
 
 @dataclass(slots=True)
 class TransformCount:
-    """Counts of what a transform did.
+    """Document counts of one transform.
 
     Attributes:
         taken: Input documents.
-        removed: Documents of which nothing was left.
-        added: Output documents beyond one for each input.
+        removed: Input documents without output.
+        added: Output documents beyond one per input.
     """
 
     taken: int = 0
@@ -49,7 +49,7 @@ class TransformCount:
 
 
 Counts = dict[str, TransformCount]
-"""By the transform's place in the list and its name: ``0/length``."""
+"""Counts by the transform's index in the list and its name: ``0/length``."""
 
 
 def add_counts(total: Counts, more: Mapping[str, TransformCount]) -> None:
@@ -63,13 +63,13 @@ def place_of(document: AnyDocument, files: Sequence[SourceFile]) -> str:
 
 @dataclass(frozen=True)
 class Applier:
-    """The transforms of a source and their inputs.
+    """Applies the transforms of a source.
 
     Attributes:
-        transforms: In order.
+        transforms: The transforms, in order.
         seed: ``data.transform_seed``.
         files: The source's files.
-        tokenizer: For transforms that ask for it.
+        tokenizer: The tokenizer, for transforms with a parameter ``tokenizer``.
     """
 
     transforms: tuple[Transform, ...]
@@ -84,11 +84,11 @@ class Applier:
 
         Args:
             documents: All texts of their records, in order.
-            duplicates: By the number of a transform of that kind: whether a text occurred before.
-            counts: Added to.
+            duplicates: For each deduplication transform, by its index: a predicate for texts seen before.
+            counts: Updated in place.
 
         Raises:
-            DataError: A function failed or returned something else than text, with the document's place.
+            DataError: A function failed or did not return text; the error names the document.
         """
         left = list(documents)
         for transform in self.transforms:
@@ -106,10 +106,10 @@ class Applier:
     def tokens(
         self, documents: Sequence[AnyDocument], tokens: Sequence[Ids], counts: Counts
     ) -> tuple[list[AnyDocument], list[Ids]]:
-        """Apply the transforms of tokens; return the documents that are left, and their ids.
+        """Apply the transforms of tokens; return the remaining documents and their ids.
 
         Raises:
-            DataError: A function failed or returned something else than ids, with the document's place.
+            DataError: A function failed or did not return ids; the error names the document.
         """
         left, ids = list(documents), list(tokens)
         for transform in self.transforms:
@@ -122,9 +122,9 @@ class Applier:
         return left, ids
 
     def token_sequences(self, record: AnyDocument, encode: Callable[[str], Ids]) -> list[Ids]:
-        """Return the ids of all documents made of a record, none counted as a duplicate.
+        """Return the ids of all documents made from a record, without deduplication.
 
-        For checks of a cache's content, where earlier documents are not known.
+        For verifying the content of a cache, where earlier documents are not known.
         """
         kept: dict[int, IsDuplicate] = {transform.number: lambda _: False for transform in self.transforms}
         made = self.texts([record], kept, {})
@@ -138,7 +138,7 @@ class Applier:
             return []
         for text in texts:
             if not isinstance(text, str):
-                raise self._wrong(transform, document, f"gave {type(text).__name__} instead of text")
+                raise self._error(transform, document, f"returned {type(text).__name__} instead of text")
         if texts == [document.text]:
             return [document]
         assert isinstance(document, Document), "transforms of text are refused for sources of tokens"
@@ -151,8 +151,8 @@ class Applier:
             return None
         array = np.asarray(result)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise self._wrong(
-                transform, document, f"gave {array.dtype} of shape {array.shape} instead of a list of ids"
+            raise self._error(
+                transform, document, f"returned {array.dtype} of shape {array.shape} instead of a list of ids"
             )
         return array if array.size else array.astype(np.int64)
 
@@ -170,12 +170,12 @@ class Applier:
         except VoroxError:
             raise
         except Exception as error:
-            raise self._wrong(transform, document, f"failed: {type(error).__name__}: {error}") from error
+            raise self._error(transform, document, f"failed: {type(error).__name__}: {error}") from error
 
-    def _wrong(self, transform: Transform, document: AnyDocument, what: str) -> DataError:
+    def _error(self, transform: Transform, document: AnyDocument, what: str) -> DataError:
         return DataError(
-            f"the transform {transform.name} {what}", where=place_of(document, self.files),
-            hint=f"mend {transform.identity['function']}; the units that were built stay",
+            f"Transform {transform.name} {what}", where=place_of(document, self.files),
+            hint=f"Fix {transform.identity['function']}; units that are built already are kept",
         )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _key(document: AnyDocument) -> tuple[int, int]:
 
 
 def _count(counts: Counts, transform: Transform, made: Sequence[int]) -> None:
-    """Add how many documents were made of each input."""
+    """Count the documents made from each input."""
     removed = sum(number == 0 for number in made)
     count = counts.setdefault(transform.purpose, TransformCount())
     count.add(TransformCount(len(made), removed, sum(made) - (len(made) - removed)))

@@ -1,8 +1,8 @@
-"""Augmentation: documents that are changed on the way to the cache, reproducibly.
+"""Augmentation: reproducible changes of documents on their way into the cache.
 
-Every draw comes from the generator that the caller gives. ``fill_in_the_middle`` and ``token_dropout`` change token
-ids; ``local_model`` is the example of a change of text by a language model: it may be slow, so give it threads
-(``data.pipeline.filter_threads``), and paraphrase, translate back or clean with whatever function you like instead.
+All randomness comes from the generator that the caller passes. ``fill_in_the_middle`` and ``token_dropout`` change
+token ids. ``local_model`` is an example of rewriting text with a language model; such transforms are slow and run in
+several threads (``data.pipeline.filter_threads``). Paraphrasing, back-translation or cleaning work the same way.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Tokens = npt.NDArray[Any]
 
 
 class SpecialTokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that transforms need."""
 
     def encode(self, text: str, /) -> Tokens: ...
     def special_id(self, token: str, /) -> int | None: ...
 
 
 def required_special_tokens(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
-    """The special tokens that a built-in transform with these arguments cannot do without."""
+    """Return the special tokens that a built-in transform with these arguments requires."""
     if name == "fill_in_the_middle":
         return (args["prefix"], args["suffix"], args["middle"])
     replacement = args.get("replacement") if name == "token_dropout" else None
@@ -53,29 +53,29 @@ def fill_in_the_middle(
     suffix: str = "<|fim_suffix|>",
     middle: str = "<|fim_middle|>",
 ) -> Tokens:
-    """Turn a document into prefix, suffix and middle, so that a model learns to fill gaps.
+    """Rearrange a document into prefix, suffix and middle, so that a model learns infilling.
 
-    After Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": two uniform cuts at
-    characters; PSM is ``<prefix>P<suffix>S<middle>M``, SPM in the variant that the paper trains is
-    ``<prefix><suffix>S<middle>PM``.
+    After Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle": a document is split at
+    two uniformly random characters. PSM is ``<prefix>P<suffix>S<middle>M``; SPM, in the variant that the paper trains,
+    is ``<prefix><suffix>S<middle>PM``.
 
     Args:
-        tokens: Ids of the document.
-        rng: The document's draws.
-        tokenizer: Has the three sentinels as special tokens.
-        text: The document.
-        rate: Share of documents that are turned.
-        spm_rate: Share of those that become SPM.
-        level: Cut between characters, or between tokens.
-        prefix: The sentinel before the prefix.
-        suffix: The sentinel before the suffix.
-        middle: The sentinel before the middle.
+        tokens: Token ids of the document.
+        rng: Random generator of the document.
+        tokenizer: A tokenizer with the three sentinels as special tokens.
+        text: Text of the document.
+        rate: Fraction of documents that are rearranged.
+        spm_rate: Fraction of those that use SPM.
+        level: Split between characters or between tokens.
+        prefix: Sentinel before the prefix.
+        suffix: Sentinel before the suffix.
+        middle: Sentinel before the middle.
     """
     draw, order = rng.random(2)
     if draw >= rate:
         return tokens
     if level == "character":
-        assert text is not None, "a source of tokens has no characters to cut between"
+        assert text is not None, "a source of tokens has no text to split"
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
         parts = [tokenizer.encode(part) for part in (text[:first], text[first:second], text[second:])]
     else:
@@ -99,14 +99,14 @@ def token_dropout(
     fraction: Fraction,
     replacement: str | None = None,
 ) -> Tokens:
-    """Leave out each token with a probability, or put a special token in its place.
+    """Drop each token with a given probability, or replace it by a special token.
 
     Args:
-        tokens: Ids of the document.
-        rng: The document's draws.
-        tokenizer: Has ``replacement`` as a special token.
-        fraction: The probability.
-        replacement: What stands there instead; None leaves a shorter document.
+        tokens: Token ids of the document.
+        rng: Random generator of the document.
+        tokenizer: A tokenizer with ``replacement`` as a special token.
+        fraction: Probability of dropping a token.
+        replacement: Special token that replaces dropped tokens; ``None`` shortens the document.
     """
     dropped = rng.random(len(tokens)) < fraction
     if replacement is None:
@@ -124,17 +124,18 @@ def local_model(
     max_new_tokens: Annotated[int, Ge(1)] = 512,
     keep_original: bool = True,
 ) -> list[str]:
-    """Let a transformers model of this machine write another version of a text, greedily.
+    """Rewrite a text with a local transformers model and greedy decoding.
 
-    Greedy decoding draws nothing, but its last bits differ between devices: build such a cache on one kind of machine.
+    Greedy decoding is not random, but its floating-point results differ between devices: build such a cache on one kind
+    of machine.
 
     Args:
         text: The document.
         path: Directory of a causal language model with its tokenizer; nothing is downloaded.
-        weights_version: Which weights these are; part of the cache's identity, since the path says nothing of them.
-        prompt: What the model reads; ``{text}`` stands for the document.
-        max_new_tokens: The most that it writes.
-        keep_original: Give the original as well, before the new one.
+        weights_version: Version of the weights, as part of the cache's identity; their content is not hashed.
+        prompt: The prompt; ``{text}`` is replaced by the document.
+        max_new_tokens: Maximum number of generated tokens.
+        keep_original: Whether to keep the original text, before the new one.
     """
     del weights_version
     written = _generate(path)(prompt.replace("{text}", text), max_new_tokens).strip()
@@ -143,12 +144,12 @@ def local_model(
 
 @functools.cache
 def _generate(path: str) -> Callable[[str, int], str]:
-    """A function from a prompt to what the model adds to it; loaded when the first document comes."""
+    """Load a model and return its generation function: (prompt, max_new_tokens) -> generated text."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            "the transform local_model needs transformers", where="data.transforms", hint=install_command("hf")
+            "Transform local_model needs the library transformers", where="data.transforms", hint=install_command("hf")
         ) from error
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()

@@ -1,8 +1,8 @@
-"""Filters: a text or its tokens go in, the same come out or None.
+"""Filters: a text or its tokens go in; the same, or ``None``, comes out.
 
-``repetition`` removes texts that repeat themselves, by the measures and thresholds of Gopher (Rae et al. 2021,
-"Scaling Language Models: Methods, Analysis & Insights from Training Gopher", table A1). Invariant: a filter never
-changes what it lets through.
+``repetition`` removes repetitive texts by the measures and thresholds of Gopher (Rae et al. 2021, "Scaling Language
+Models: Methods, Analysis & Insights from Training Gopher", table A1). Invariant: a filter never changes a text that it
+keeps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 _LINES = re.compile(r"\n+")
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 TOP_NGRAM_FRACTIONS = (0.20, 0.18, 0.16)
-"""Of 2-, 3- and 4-grams: the most common one may make up so much of the text."""
+"""For 2-, 3- and 4-grams: maximum fraction of the text covered by the most common one."""
 DUPLICATE_NGRAM_FRACTIONS = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
-"""Of 5- to 10-grams: all that occur more than once may cover so much of the text."""
+"""For 5- to 10-grams: maximum fraction of the text covered by those that occur more than once."""
 
 
 @version(1)
 def length(text: str, *, min_characters: Count = 0, max_characters: Count | None = None) -> str | None:
-    """Remove texts that are shorter or longer than this."""
+    """Remove texts outside a range of characters."""
     if len(text) < min_characters or (max_characters is not None and len(text) > max_characters):
         return None
     return text
@@ -40,7 +40,7 @@ def length(text: str, *, min_characters: Count = 0, max_characters: Count | None
 def token_length(
     tokens: npt.NDArray[Any], *, min_tokens: Count = 0, max_tokens: Count | None = None
 ) -> npt.NDArray[Any] | None:
-    """Remove documents of fewer or more tokens than this, their end of text not counted."""
+    """Remove documents outside a range of tokens; the end-of-text token does not count."""
     if len(tokens) < min_tokens or (max_tokens is not None and len(tokens) > max_tokens):
         return None
     return tokens
@@ -57,17 +57,17 @@ def repetition(
     top_ngram_fractions: tuple[Fraction, ...] = TOP_NGRAM_FRACTIONS,
     duplicate_ngram_fractions: tuple[Fraction, ...] = DUPLICATE_NGRAM_FRACTIONS,
 ) -> str | None:
-    """Remove texts that repeat lines, paragraphs or runs of words.
+    """Remove texts that repeat lines, paragraphs or word n-grams.
 
     Args:
         text: The text.
-        max_duplicate_line_fraction: Share of lines that were there before.
+        max_duplicate_line_fraction: Maximum fraction of lines that repeat an earlier line.
         max_duplicate_paragraph_fraction: The same for paragraphs.
-        max_duplicate_line_character_fraction: Share of the text's characters in such lines.
+        max_duplicate_line_character_fraction: Maximum fraction of characters in repeated lines.
         max_duplicate_paragraph_character_fraction: The same for paragraphs.
-        top_ngram_fractions: Share of the characters of all words in the most common run of 2, 3, ... words.
-        duplicate_ngram_fractions: Share of them in runs of 5, 6, ... words that occur more than once, overlaps
-            counted once.
+        top_ngram_fractions: Maximum fraction of word characters in the most common 2-gram, 3-gram, ...
+        duplicate_ngram_fractions: Maximum fraction of word characters in 5-grams, 6-grams, ... that occur more than
+            once; overlaps count once.
     """
     pieces = ((_LINES, max_duplicate_line_fraction, max_duplicate_line_character_fraction),
               (_PARAGRAPHS, max_duplicate_paragraph_fraction, max_duplicate_paragraph_character_fraction))  # fmt: skip
@@ -86,14 +86,14 @@ def repetition(
 
 
 def duplicate_fractions(pieces: Sequence[str], num_characters: int) -> tuple[float, float]:
-    """Share of pieces that came before, and of characters in them."""
+    """Return the fraction of pieces that repeat an earlier one, and the fraction of characters in them."""
     seen: set[str] = set()
     repeated = [piece for piece in pieces if piece in seen or seen.add(piece)]
     return len(repeated) / len(pieces), sum(map(len, repeated)) / max(num_characters, 1)
 
 
 class NGrams:
-    """The runs of words of one text, by exact ids: no two different runs share one."""
+    """The word n-grams of a text, each with an exact id: different n-grams never share one."""
 
     def __init__(self, words: Sequence[str]) -> None:
         ids: dict[str, int] = {}
@@ -104,7 +104,7 @@ class NGrams:
         self._runs = {1: self._words}
 
     def top_fraction(self, words: int) -> float:
-        """Share of the words' characters in the most common run; of several the longest. 0 where none is repeated."""
+        """Return the fraction of word characters in the most common n-gram (longest if tied); 0 without repeats."""
         runs = self._ids(words)
         if not len(runs):
             return 0.0
@@ -117,7 +117,7 @@ class NGrams:
         return min(most * longest / self._total, 1.0)
 
     def duplicate_fraction(self, words: int) -> float:
-        """Share of the words' characters in runs that occur more than once."""
+        """Return the fraction of word characters in n-grams that occur more than once."""
         runs = self._ids(words)
         if not len(runs):
             return 0.0
@@ -126,7 +126,7 @@ class NGrams:
         return float(self._characters[covered].sum() / self._total)
 
     def _ids(self, words: int) -> npt.NDArray[np.int64]:
-        """A number per run of so many words; equal runs have equal numbers."""
+        """Return the id of each n-gram of ``words`` words; equal n-grams have equal ids."""
         if words not in self._runs:
             shorter = self._ids(words - 1)
             if len(shorter) < 2:

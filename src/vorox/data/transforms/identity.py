@@ -1,7 +1,7 @@
-"""The draws of a transform: with its identity (``core/extensions.py``), what makes a transformed row reproducible.
+"""Random generators of transforms; with a transform's identity (``core/extensions.py``) they make rows reproducible.
 
-Draws come from a Philox generator keyed by the seed, the transform's place in the list and the place of the document.
-Invariant: equal identities and equal places give equal results, on any thread, in any order.
+A Philox generator is keyed by the seed, the transform's index in the list and the location of the document. Invariant:
+equal identities and locations give equal results, on any thread, in any order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _DOMAIN = "transform/1"
 
 
 def generator_at(seed: int, purpose: str, file_version: str, ordinal: int, copy: int) -> np.random.Generator:
-    """The draws of one transform for one document.
+    """Return the random generator of a transform for a document.
 
     Args:
         seed: ``data.transform_seed``.
-        purpose: The transform's place in the list and its name.
-        file_version: What pins the content of the document's file.
-        ordinal: Number of the record within the file.
-        copy: Number of the text among those that earlier transforms made of the record.
+        purpose: The transform's index in the list and its name.
+        file_version: Identifier of the content of the document's file.
+        ordinal: Index of the record in the file.
+        copy: Index of the text among the texts that earlier transforms made from the record.
     """
     place = canonical_json([_DOMAIN, seed, purpose, file_version, ordinal, copy])
     digest = hashlib.blake2b(place, digest_size=16).digest()

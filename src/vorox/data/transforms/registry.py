@@ -1,14 +1,14 @@
-"""From the configuration's list of transforms to functions that can be called, or an error that says what is wrong.
+"""Resolving the configured transforms to functions with checked arguments.
 
-Names and arguments go in, ``Transform``s come out. A transform is a plain function, found by a short name or by its
-import path; its first parameter says what it works on:
+Names and arguments go in, ``Transform`` objects come out. A transform is a plain function, found by a short name or an
+import path; the name of its first parameter determines its input:
 
     def shout(text, *, marks=1):                   one text in; a text, None (removed) or a list of texts out
     def swap(tokens, rng, *, fraction):            the ids of one document in; ids or None (removed) out
 
-A parameter ``rng`` is given the draws of this document, ``tokenizer`` the tokenizer and, to a function of tokens,
-``text`` the text that they came from (None where the source is tokens). All others are arguments, checked against the
-function's signature and annotations before anything is read.
+A parameter ``rng`` receives the random generator of the document, ``tokenizer`` the tokenizer and, in a function of
+tokens, ``text`` their text (``None`` if the source consists of tokens). All other parameters are arguments, checked
+against the function's signature and annotations before any text is read.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _GIVEN: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One transform, ready to be called.
+    """A resolved transform.
 
     Attributes:
-        number: Its place in the list.
-        name: As configured.
-        kind: What it works on; ``duplicates`` for those whose result depends on the documents before.
-        function: To call.
-        args: What to call it with, besides what it is given.
-        given: Which of ``rng``, ``tokenizer`` and ``text`` it asks for.
-        identity: What stands for it in a recipe, JSON values only.
+        number: Index in the list.
+        name: Name as configured.
+        kind: Type of the input; ``duplicates`` if the result depends on earlier documents.
+        function: The function.
+        args: The configured arguments, defaults included.
+        given: Which of ``rng``, ``tokenizer`` and ``text`` the function receives.
+        identity: Its entry in a recipe, JSON values only.
     """
 
     number: int
@@ -73,25 +73,26 @@ class Transform:
 
     @property
     def purpose(self) -> str:
-        """What its draws are for."""
+        """Index and name: the key of its random generators and counts."""
         return f"{self.number}/{self.name}"
 
     @property
     def scope(self) -> str:
-        """Where duplicates are looked for: ``corpus`` or ``unit``."""
+        """Scope of deduplication: ``corpus`` or ``unit``."""
         return str(self.args.get("scope", "corpus"))
 
 
 def resolve_transforms(configs: Sequence[TransformConfig], split: str, key: str) -> tuple[Transform, ...]:
-    """The transforms of one split.
+    """Resolve the transforms of a split.
 
     Args:
-        configs: As configured, in order.
+        configs: The configured transforms, in order.
         split: ``train`` or ``validation``.
-        key: Where the list stands in the configuration, for messages.
+        key: Key of the list in the configuration, for errors.
 
     Raises:
-        ConfigError: A function cannot be found or imported, or does not take these arguments; text after tokens.
+        ConfigError: A function cannot be found or imported or does not accept its arguments; or a transform of text
+            follows one of tokens.
     """
     found = [
         _resolve(config, number, f"{key}.{number}") for number, config in enumerate(configs) if split in config.splits
@@ -100,21 +101,21 @@ def resolve_transforms(configs: Sequence[TransformConfig], split: str, key: str)
     for transform in found:
         if transform.kind != "tokens" and tokens_since is not None:
             raise ConfigError(
-                f"{transform.name} works on text and comes after {tokens_since.name}, which works on tokens",
-                where=f"{key}.{transform.number}", hint="put all transforms of text first",
+                f"Transform {transform.name} works on text but follows {tokens_since.name}, which works on tokens",
+                where=f"{key}.{transform.number}", hint="Put all transforms of text first",
             )  # fmt: skip
         if transform.kind == "tokens":
             if tokens_since is not None and transform.args.get("level") == "character":
                 raise ConfigError(
-                    f"{transform.name} cuts the text itself and would undo {tokens_since.name}, which comes before",
-                    where=f"{key}.{transform.number}", hint="put it first, or set its level: token",
+                    f"Transform {transform.name} starts from the text and would undo {tokens_since.name}, the one before it",
+                    where=f"{key}.{transform.number}", hint="Put it first, or set its level: token",
                 )  # fmt: skip
             tokens_since = transform
     return tuple(found)
 
 
 def recipe_of(transforms: Sequence[Transform], seed: int) -> tuple[Mapping[str, Any], ...]:
-    """What stands for the transforms in a recipe; the seed only where something is drawn."""
+    """Return the transforms as entries of a recipe; the seed is included only for random transforms."""
     return tuple(
         {**transform.identity, **({"number": transform.number, "seed": seed} if "rng" in transform.given else {})}
         for transform in transforms
@@ -128,8 +129,8 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
     first = next(iter(parameters), "")
     if config.name not in _DUPLICATES and first not in ("text", "tokens"):
         raise ConfigError(
-            f"the first parameter of {path} is called {first or 'nothing'!r}", where=f"{where}.name",
-            hint="call it text for a function of a text, tokens for a function of token ids",
+            f"The first parameter of {path} is named {first or 'nothing'!r}", where=f"{where}.name",
+            hint="Name it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
     kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
@@ -142,7 +143,7 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
 def _checked(
     config: TransformConfig, parameters: Mapping[str, inspect.Parameter], function: Callable[..., Any], where: str
 ) -> dict[str, Any]:
-    """The arguments, defaults included, so that a change of a default is a change of the recipe."""
+    """Return the checked arguments, including defaults, so that changing a default changes the recipe."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {
         name: parameter
@@ -153,13 +154,13 @@ def _checked(
         if name not in named and not takes_any:
             near = difflib.get_close_matches(name, named, n=2)
             raise ConfigError(
-                f"{config.name} has no argument {name!r}", where=f"{where}.args.{name}",
-                hint=f"did you mean {' or '.join(near)}?" if near else f"it takes {', '.join(named) or 'none'}",
+                f"Transform {config.name} has no argument {name!r}", where=f"{where}.args.{name}",
+                hint=f"Did you mean {' or '.join(near)}?" if near else f"Its arguments: {', '.join(named) or 'none'}",
             )  # fmt: skip
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty]
     for name in missing:
         if name not in config.args:
-            raise ConfigError(f"{config.name} needs the argument {name!r}", where=f"{where}.args")
+            raise ConfigError(f"Transform {config.name} needs the argument {name!r}", where=f"{where}.args")
     hints = _hints(function)
     defaults = {name: parameter.default for name, parameter in named.items() if name not in missing}
     values = {name: _validated(config, name, value, hints, where) for name, value in config.args.items()}
@@ -169,7 +170,7 @@ def _checked(
 def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
-    except Exception:  # annotations that cannot be evaluated say nothing about the arguments
+    except Exception:  # annotations that cannot be evaluated are not checked
         return {}
 
 
@@ -181,15 +182,15 @@ def _validated(config: TransformConfig, name: str, value: Any, hints: Mapping[st
     except ValidationError as error:
         problem = error.errors()[0]["msg"].lower()
         raise ConfigError(
-            f"{config.name}: {name}={value!r} is refused: {problem}", where=f"{where}.args.{name}"
+            f"Transform {config.name} does not accept {name}={value!r}: {problem}", where=f"{where}.args.{name}"
         ) from error  # fmt: skip
 
 
 def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key: str) -> tuple[Transform, ...]:
-    """The transforms of one split of a source: its own list, else that of all sources.
+    """Resolve the transforms of a split of a source: the source's own list, else ``data.transforms``.
 
     Raises:
-        ConfigError: As ``resolve_transforms``; or the source is tokens and a transform works on text.
+        ConfigError: As ``resolve_transforms``; or a transform of text is applied to a source of tokens.
     """
     own = source.transforms is not None
     configs = source.transforms if source.transforms is not None else data.transforms
@@ -199,15 +200,15 @@ def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key
         for transform in found:
             if transform.kind != "tokens" or transform.args.get("level") == "character":
                 raise ConfigError(
-                    f"{transform.name} works on text, and source {source.name!r} is tokens",
+                    f"Transform {transform.name} works on text, but source {source.name!r} consists of tokens",
                     where=f"{key}.{transform.number}",
-                    hint=f"give the source transforms of its own: {source_key}.transforms",
+                    hint=f"Give the source its own transforms: {source_key}.transforms",
                 )
     return found
 
 
 def check_transforms(data: DataConfig) -> None:
-    """Resolve everything that will be needed, so that a mistake is known before anything is read.
+    """Resolve all transforms, so that mistakes are found before any text is read.
 
     Raises:
         ConfigError: As ``transforms_of``.
@@ -218,17 +219,17 @@ def check_transforms(data: DataConfig) -> None:
 
 
 def check_special_tokens(transforms: Sequence[Transform], tokenizer: Any) -> None:
-    """Refuse transforms that put in special tokens which the tokenizer lacks.
+    """Check that the tokenizer has the special tokens that the transforms insert.
 
     Raises:
-        ConfigError: Naming the tokens.
+        ConfigError: Special tokens are missing.
     """
     for transform in transforms:
         needed = required_special_tokens(transform.name, transform.args)
         missing = [token for token in needed if tokenizer.special_id(token) is None]
         if missing:
             raise ConfigError(
-                f"{transform.name} needs the special token{'s' if len(missing) > 1 else ''} {', '.join(missing)}, "
-                "which the tokenizer lacks", where="data.transforms",
-                hint=f"set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
+                f"Transform {transform.name} needs the special token{'s' if len(missing) > 1 else ''} "
+                f"{', '.join(missing)}, which the tokenizer lacks", where="data.transforms",
+                hint=f"Set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""What of a text is compared to find its duplicates: two hashes of all of it, or its MinHash.
+"""Signatures for deduplication: a 128-bit hash of a text, or its MinHash.
 
-A text goes in, a row of unsigned numbers comes out. An index decides, text after text, whether one like it was there
-before. Invariant: signatures are functions of the text and the arguments alone, and an index of the texts in the order
-in which they were added.
+A text goes in, an array of unsigned integers comes out. An index of signatures decides whether a similar text was added
+before. Invariant: a signature is a function of the text and the arguments alone; an index depends only on the texts and
+the order in which they were added.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LARGEST_UINT64 = (1 << 64) - 1
 
 
 class Index(Protocol):
-    """Texts that were there before, by their signatures."""
+    """An index of texts by their signatures."""
 
     def is_duplicate(self, signature: Signature) -> bool:
-        """Whether a text like this one was added."""
+        """Return whether an equal or similar text was added."""
         ...
 
     def add(self, signature: Signature) -> None: ...
@@ -41,12 +41,12 @@ class Index(Protocol):
 
 @version(1)
 def exact_duplicates(text: str, *, scope: Scope = "corpus") -> Signature:
-    """Remove texts that were there before, character for character.
+    """Remove exact copies of earlier texts.
 
     Args:
         text: The text.
-        scope: ``corpus``: anywhere before in the source, found in a first pass over all of it. ``unit``: before in
-            the same unit of work, without a first pass.
+        scope: ``corpus``: compare with all earlier texts of the source, which takes a first pass over it. ``unit``:
+            compare with earlier texts of the same unit, without a first pass.
     """
     del scope
     value = xxhash.xxh3_128_intdigest(text.encode())
@@ -62,16 +62,16 @@ def near_duplicates(
     ngram_words: Annotated[int, Ge(1)] = 5,
     permutations: Annotated[int, Ge(16), Le(1024)] = 128,
 ) -> Signature:
-    """Remove texts whose runs of words are mostly those of one that was there before.
+    """Remove texts that are similar to an earlier text.
 
-    MinHash (Broder 1997) with locality-sensitive hashing, by the library datasketch.
+    MinHash (Broder 1997) over word n-grams with locality-sensitive hashing, by the library datasketch.
 
     Args:
-        text: The text; case and punctuation do not count.
-        scope: As for exact duplicates.
-        threshold: Estimated Jaccard similarity of the sets of runs, from which on a text is removed.
-        ngram_words: Words of a run.
-        permutations: Numbers of a MinHash; the error of the estimate is about 1 / sqrt of it.
+        text: The text; case and punctuation are ignored.
+        scope: As for ``exact_duplicates``.
+        threshold: Estimated Jaccard similarity of the n-gram sets at which a text is removed.
+        ngram_words: Words per n-gram.
+        permutations: Size of a MinHash; the standard error of the estimate is about 1 / sqrt(permutations).
     """
     del scope, threshold
     words = _WORD.findall(text.lower())
@@ -82,7 +82,7 @@ def near_duplicates(
 
 
 class ExactIndex:
-    """A set of signatures."""
+    """An index of exact signatures."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
@@ -95,7 +95,7 @@ class ExactIndex:
 
 
 class NearIndex:
-    """MinHashes by their bands; candidates are compared number by number."""
+    """An LSH index of MinHashes; candidates are compared by their full signatures."""
 
     def __init__(self, threshold: float, permutations: int) -> None:
         library = _datasketch()
@@ -117,15 +117,15 @@ class NearIndex:
 
 
 def index_for(name: str, args: Mapping[str, Any]) -> Index:
-    """An empty index for a transform of duplicates."""
+    """Return an empty index for a deduplication transform."""
     return ExactIndex() if name == "exact_duplicates" else NearIndex(args["threshold"], args["permutations"])
 
 
 def check_library(name: str) -> None:
-    """Refuse near duplicates where the library is missing.
+    """Check that the library for near duplicates is installed.
 
     Raises:
-        ConfigError: Naming the extra that has it.
+        ConfigError: The library is missing; the hint is the command that installs it.
     """
     if name == "near_duplicates":
         _datasketch()
@@ -136,5 +136,7 @@ def _datasketch() -> Any:
         return importlib.import_module("datasketch")
     except ImportError as error:
         raise ConfigError(
-            "near_duplicates needs datasketch", where="data.transforms", hint=install_command("dedup")
+            "Transform near_duplicates needs the library datasketch",
+            where="data.transforms",
+            hint=install_command("dedup"),
         ) from error
