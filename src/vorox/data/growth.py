@@ -45,7 +45,7 @@ class PlanGrower:
         readers: The caches of its sources, in its order; ``None`` for a source that is no longer sampled.
         growth: The section ``data.growth``.
         last_position: Number of positions in the whole run; the plan is not extended beyond it.
-        report: Called for every extension and every change of the mixture.
+        report: Called with every extension and every change of the mixture.
         decides: Whether this rank extends the plan. If false, it reads what the deciding rank appends.
     """
 

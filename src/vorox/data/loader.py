@@ -216,7 +216,7 @@ class _BatchReader:
         window, num_slots = step // self._window_steps, len(self._slots)
         with self._locating:
             first_step, located = self._windows.get(window, (0, None))
-            if located is None or (step - first_step) * num_slots >= len(located):  # the plan has grown since
+            if located is None or (step - first_step) * num_slots >= len(located):  # the plan was extended since
                 first_step = max(window * self._window_steps, self._cursor.step)  # sources of earlier steps may be gone
                 located = self._locate_window(first_step, step)
                 self._windows[window] = first_step, located

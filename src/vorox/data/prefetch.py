@@ -115,7 +115,7 @@ class Prefetcher(Generic[Item]):
             if index >= self._num_items():
                 self._read(index)  # raises the reason
                 raise AssertionError(f"Item {index} is past the end, but reading it did not fail")
-            self._changed.notify_all()  # the number of items may have grown
+            self._changed.notify_all()  # the number of items may have changed
             self._changed.wait_for(lambda: self._closed or index in self._ready)
             if self._closed:
                 raise RuntimeError("The prefetcher was closed while an item was awaited")

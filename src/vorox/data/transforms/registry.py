@@ -107,7 +107,7 @@ def resolve_transforms(configs: Sequence[TransformConfig], split: str, key: str)
         if transform.kind == "tokens":
             if tokens_since is not None and transform.args.get("level") == "character":
                 raise ConfigError(
-                    f"Transform {transform.name} starts from the text and would undo {tokens_since.name}, the one before it",
+                    f"Transform {transform.name} starts from the text and would undo {tokens_since.name}",
                     where=f"{key}.{transform.number}", hint="Put it first, or set its level: token",
                 )  # fmt: skip
             tokens_since = transform
