@@ -120,7 +120,7 @@ class Stream:
         Raises:
             DataError: The unit cannot be built, or its content differs from the record.
         """
-        if self._queue.is_settled(unit):
+        if self._queue.is_done(unit):
             return
         with track_stall(str(self.directory)) as stall:
             stall.report(f"unit {unit} is being built", failed=False)
