@@ -454,7 +454,7 @@ class TestRefusals:
         value = json.loads(file.read_bytes())
         value["model"]["merges"].pop()
         file.write_text(json.dumps(value))
-        self.refuse(texts, DataError, "does not match its own fingerprint", str(file.parent))
+        self.refuse(texts, DataError, "does not match its fingerprint", str(file.parent))
 
 
 def test_half_trained_tokenizer_is_trained_again(tmp_path: Path, texts: RunConfig) -> None:

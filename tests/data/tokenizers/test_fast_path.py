@@ -100,8 +100,8 @@ class TestIds:
         asked: list[str] = []
         path = tokenizer._fast
         assert path is not None
-        learn = path._learn
-        monkeypatch.setattr(path, "_learn", lambda words: [asked.extend(words), learn(words)][1])
+        encode = path._encode_missing
+        monkeypatch.setattr(path, "_encode_missing", lambda words: [asked.extend(words), encode(words)][1])
         first = tokenizer.encode_batch(TEXTS)
         asked.clear()
         again = tokenizer.encode_batch(TEXTS)
@@ -111,7 +111,7 @@ class TestIds:
     def test_a_memory_that_overflows_changes_nothing(
         self, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "_MOST_WORDS", 50)
+        monkeypatch.setattr(module, "_MAX_CACHED_WORDS", 50)
         monkeypatch.setattr(module, "_GROUP_CHARACTERS", 300)
         tokenizer = tokenizers["trained"].with_fast_path()
         assert tokenizer.encode(TEXTS[0]).tolist() == library_ids(tokenizer, TEXTS[0])
@@ -323,7 +323,7 @@ class TestDifference:
         assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in TEXTS]
         assert not tokenizer.is_fast
         assert tokenizer.fast_path_fallbacks == 1
-        assert "not used any more" in caplog.text
+        assert "fast path of the tokenizer is disabled" in caplog.text
 
     def test_later_is_noticed_in_the_share_that_is_checked(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -339,7 +339,7 @@ class TestDifference:
         assert [ids.tolist() for ids in found] == [library_ids(tokenizer, text) for text in marked]
         assert not tokenizer.is_fast
         assert tokenizer.fast_path_fallbacks == 1
-        assert "not used any more" in caplog.text
+        assert "fast path of the tokenizer is disabled" in caplog.text
 
     @pytest.mark.parametrize("staged", [True, False])
     def test_a_unit_in_which_it_is_noticed_is_wholly_of_the_library(

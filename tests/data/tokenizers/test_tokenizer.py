@@ -179,7 +179,7 @@ class TestLongDocuments:
     def test_pieces_never_show(self, tokenizers: dict[str, Tokenizer], text: str, piece: int) -> None:
         whole = tokenizers["bpe"].encode(text)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vorox.data.tokenizers.encoders._PIECE_CHARACTERS", piece)
+            patch.setattr("vorox.data.tokenizers.encoders._SEGMENT_CHARACTERS", piece)
             assert np.array_equal(tokenizers["bpe"].encode(text), whole)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -234,7 +234,7 @@ class TestTraining:
             return
         size = 259 if len(end) > 1 else 257
         config = TokenizerConfig.model_validate({"kind": kind, "vocab_size": size, "end_of_text": end})
-        with pytest.raises(ConfigError, match="would be taken for the end") as caught:
+        with pytest.raises(ConfigError, match="would be encoded as the end") as caught:
             train(config, [f"{end}\n" * 500 + "xy\n" * 100])
         assert caught.value.hint
 
@@ -330,7 +330,7 @@ class TestFiles:
     def test_directory_without_a_named_end_asks_for_it(self, tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
         tokenizers["bpe"].save(tmp_path)
         (tmp_path / "tokenizer_config.json").unlink()
-        with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
+        with pytest.raises(DataError, match="Cannot read the tokenizer") as caught:
             load(tmp_path)
         assert caught.value.where.endswith("tokenizer_config.json")
         assert load(tmp_path, end_of_text="<|endoftext|>").vocab_size == 600
@@ -347,7 +347,7 @@ class TestFiles:
     def test_vocabulary_in_which_the_end_is_a_word_is_refused(self, tmp_path: Path) -> None:
         library = LibraryTokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
         library.save(str(tmp_path / "words.json"))
-        with pytest.raises(ConfigError, match="would be taken for the end of the text"):
+        with pytest.raises(ConfigError, match="would be encoded as the end of the text"):
             load(tmp_path / "words.json", end_of_text="</s>")
 
 

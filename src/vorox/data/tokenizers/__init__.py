@@ -1,1 +1,1 @@
-"""Text to ids and back, and what a tokenizer is trained on."""
+"""Tokenizers: loading, training, encoding and decoding."""

@@ -1,8 +1,8 @@
-"""How a parsed ``tokenizer.json`` is read: the bytes behind each id, and the fastest way to the ids of a text.
+"""Encoders of a parsed ``tokenizer.json``, and the bytes of each token.
 
-Plain values of the file go in, tables and encoder functions come out. Vocabularies of bytes or characters are encoded
-by a table, everything else by the ``tokenizers`` library in batches of bounded size. Invariant: an encoder gives the
-ids that the library gives for the whole text at once, however the work was cut.
+The values of the file go in; lookup tables and encoder functions come out. Byte and character vocabularies are encoded
+by table, all others by the ``tokenizers`` library in batches of bounded size. Invariant: an encoder returns the ids
+that the library returns for the whole text, regardless of batching.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TokenType = type[np.uint16] | type[np.uint32]
 Encoder = Callable[[Sequence[str]], list[TokenArray]]
 
 _BATCH_CHARACTERS = 2 << 20
-_PIECE_CHARACTERS = 1 << 18
+_SEGMENT_CHARACTERS = 1 << 18
 _WORD_END = re.compile(r"(?<=[A-Za-z])(?=[ \n])")
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 REPLACEMENT = REPLACEMENT_CHARACTER.encode()
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character by which byte-level vocabularies write each byte (GPT-2's table)."""
+    """Return GPT-2's table: the byte of each printable character of a byte-level vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -36,8 +36,8 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-def spells(value: dict[str, Any], token: str) -> bool:
-    """Whether merging can make this token out of ordinary text."""
+def can_produce(value: dict[str, Any], token: str) -> bool:
+    """Whether merges can produce this token from ordinary text."""
     merges: list[Any] = value["model"].get("merges") or []
     return len(token) == 1 or any("".join(merge).replace(" ", "") == token for merge in merges)
 
@@ -47,43 +47,43 @@ def _section(value: dict[str, Any], name: str) -> dict[str, Any]:
     return section if section is not None else {}
 
 
-def writes_bytes(value: dict[str, Any]) -> bool:
-    """Whether the vocabulary writes bytes by the printable characters of ``byte_alphabet``."""
+def uses_byte_alphabet(value: dict[str, Any]) -> bool:
+    """Whether the vocabulary represents bytes by the characters of ``byte_alphabet``."""
     return _section(value, "decoder").get("type") == "ByteLevel"
 
 
 def is_byte_level(value: dict[str, Any]) -> bool:
-    """Whether every text becomes ids that stand for exactly its bytes."""
+    """Whether the ids of every text encode exactly its bytes."""
     pre_tokenizer = _section(value, "pre_tokenizer")
     steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    kept = all(step.get("behavior") == "Isolated" for step in steps[:-1])
-    as_it_is = value["normalizer"] is None and not steps[-1].get("add_prefix_space", True)
-    complete = value["model"]["type"] == "BPE" and set(byte_alphabet()) <= set(value["model"]["vocab"])
-    as_bytes = writes_bytes(value) and steps[-1].get("type") == "ByteLevel"
-    return as_bytes and kept and as_it_is and complete and _spells_as_listed(value["model"])
+    keeps_text = all(step.get("behavior") == "Isolated" for step in steps[:-1])
+    is_unchanged = value["normalizer"] is None and not steps[-1].get("add_prefix_space", True)
+    is_complete = value["model"]["type"] == "BPE" and set(byte_alphabet()) <= set(value["model"]["vocab"])
+    is_bytes = uses_byte_alphabet(value) and steps[-1].get("type") == "ByteLevel"
+    return is_bytes and keeps_text and is_unchanged and is_complete and _has_plain_tokens(value["model"])
 
 
-def _spells_as_listed(model: dict[str, Any]) -> bool:
-    """Whether a part of a word is looked up as it is, with no mark for its place in the word."""
+def _has_plain_tokens(model: dict[str, Any]) -> bool:
+    """Whether tokens have no prefix or suffix for their position in the word."""
     return not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
 
 
 def is_character_level(value: dict[str, Any]) -> bool:
     model, decoder = value["model"], _section(value, "decoder")
     plain = value["normalizer"] is None and value["pre_tokenizer"] is None and decoder.get("type") == "Fuse"
-    listed = model["type"] == "BPE" and not model["merges"] and _spells_as_listed(model)
+    listed = model["type"] == "BPE" and not model["merges"] and _has_plain_tokens(model)
     return plain and listed and model.get("unk_token") is None
 
 
 def _bytes_by_letter() -> dict[int, str]:
-    """For ``str.translate``: the letters of ``byte_alphabet`` to bytes as Latin-1, all else to what Latin-1 lacks."""
+    """Return a ``str.translate`` table from ``byte_alphabet`` to Latin-1; other characters become U+FFFD."""
     others = dict.fromkeys(range(256), REPLACEMENT_CHARACTER)
     return others | {ord(letter): chr(byte) for letter, byte in byte_alphabet().items()}
 
 
 def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: int) -> list[bytes]:
-    """The bytes that each id stands for; ids that no token has stand for U+FFFD."""
-    letters = _bytes_by_letter() if writes_bytes(value) else {}
+    """Return the bytes of each id; unused ids decode to U+FFFD."""
+    letters = _bytes_by_letter() if uses_byte_alphabet(value) else {}
     added = {token["content"] for token in value["added_tokens"]}
     table = [REPLACEMENT] * vocab_size
     for token, index in vocabulary.items():
@@ -101,9 +101,9 @@ def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: i
 
 
 def encoder(value: dict[str, Any], library: Any, end_of_text: str, dtype: TokenType) -> Encoder:
-    """The function that encodes texts by this tokenizer."""
+    """Return the reference encoder of a tokenizer."""
     model, added = value["model"], value["added_tokens"]
-    # Special tokens are never found in text; text that spells one is encoded as what it is.
+    # Special tokens are never matched in text: text that spells one is encoded as ordinary text.
     only_special_added = all(token["special"] for token in added) and end_of_text in {t["content"] for t in added}
     if only_special_added and is_character_level(value):
         return _character_encoder(model["vocab"], dtype)
@@ -120,14 +120,14 @@ def _byte_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
         table[byte] = vocabulary[character]
 
     def encode(texts: Sequence[str]) -> list[TokenArray]:
-        return [cast("TokenArray", table[np.frombuffer(text_bytes(text), dtype=np.uint8)]) for text in texts]
+        return [cast("TokenArray", table[np.frombuffer(encode_utf8(text), dtype=np.uint8)]) for text in texts]
 
     return encode
 
 
 def _character_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
     characters = {ord(text): index for text, index in vocabulary.items() if len(text) == 1}
-    table = np.full(max(characters) + 2, -1, dtype=np.int32)  # the last entry stands for all higher characters
+    table = np.full(max(characters) + 2, -1, dtype=np.int32)  # the last entry is for all higher characters
     table[list(characters)] = list(characters.values())
 
     def encode_one(text: str) -> TokenArray:
@@ -136,9 +136,9 @@ def _character_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
         if ids.size and int(ids.min()) < 0:
             index = int(np.argmin(ids))
             raise DataError(
-                f"character {text[index]!r} (U+{ord(text[index]):04X}) is not in the vocabulary",
+                f"Character {text[index]!r} (U+{ord(text[index]):04X}) is not in the vocabulary",
                 where=f"character {index + 1} of a text",
-                hint="a character vocabulary knows only what its training text has; use tokenizer.kind: byte or bpe",
+                hint="a character vocabulary covers only its training text; use tokenizer.kind: byte or bpe",
             )
         return cast("TokenArray", ids.astype(dtype))
 
@@ -147,20 +147,22 @@ def _character_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
 
 def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Encoder:
     def encode(texts: Sequence[str]) -> list[TokenArray]:
-        pieces = [list(_pieces(text)) if separable else [text] for text in texts]
+        segments = [list(_split_long(text)) if separable else [text] for text in texts]
         arrays: list[TokenArray] = []
-        # Of bounded size: an encoding takes some 150 bytes per token until its ids are copied out.
-        for batch in batch_by_size(((piece, len(piece)) for group in pieces for piece in group), _BATCH_CHARACTERS):
+        # Bounded batches: an encoding takes about 150 bytes per token until its ids are copied.
+        for batch in batch_by_size(
+            ((segment, len(segment)) for group in segments for segment in group), _BATCH_CHARACTERS
+        ):
             try:
                 encodings = library.encode_batch_fast(batch, add_special_tokens=False)
             except TypeError:
                 for text in batch:
-                    text_bytes(text)  # says where the surrogate is
+                    encode_utf8(text)  # raises the error that locates the surrogate
                 raise
             arrays.extend(cast("TokenArray", np.array(encoding.ids, dtype=dtype)) for encoding in encodings)
         results: list[TokenArray] = []
         position = 0
-        for group in pieces:
+        for group in segments:
             parts = arrays[position : position + len(group)]
             results.append(parts[0] if len(parts) == 1 else cast("TokenArray", np.concatenate(parts)))
             position += len(group)
@@ -169,11 +171,11 @@ def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Enco
     return encode
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text behind letters and before white space, where every GPT-2 style pattern ends a word."""
+def _split_long(text: str) -> Iterator[str]:
+    """Split a long text between a letter and white space, where every GPT-2 style pattern ends a word."""
     start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        match = _WORD_END.search(text, start + _PIECE_CHARACTERS)
+    while len(text) - start > _SEGMENT_CHARACTERS:
+        match = _WORD_END.search(text, start + _SEGMENT_CHARACTERS)
         if match is None:
             break
         yield text[start : match.start()]
@@ -181,16 +183,16 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def text_bytes(text: str) -> bytes:
-    """The text as UTF-8.
+def encode_utf8(text: str) -> bytes:
+    """Encode a text as UTF-8.
 
     Raises:
-        DataError: It has half a surrogate pair, which has none.
+        DataError: The text has a lone surrogate, which UTF-8 cannot encode.
     """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"half a surrogate pair at character {error.start + 1} of a text; it has no UTF-8 form",
+            f"A text has half a surrogate pair at character {error.start + 1}, which UTF-8 cannot encode",
             hint="repair the text, for example with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
         ) from error

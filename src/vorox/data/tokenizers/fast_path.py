@@ -1,10 +1,9 @@
-"""A faster way to the same ids: words are looked up instead of being encoded again each time they occur.
+"""The fast path: a cache from pre-tokenized words to ids, checked against the library.
 
-Text is cut into words as the tokenizer cuts it; the ids of a word are asked of the library once and remembered. The
-library's own way stays the reference: before the first use both are compared on text made to tell them apart and on a
-keyed sample of the first documents, and afterwards on a small keyed share of all documents. Invariant: what is returned
-never differs from what was compared; at the first difference the fast way is left for good, aloud, and ``changes``
-counts up, so that whoever was in the middle of a unit can encode it again.
+Text is split into words by the tokenizer's pattern; the library encodes each distinct word once. The library remains
+the reference: both are compared before the first use, on adversarial texts and a sample of the first documents, and
+afterwards on a small fraction of all documents. Invariant: at the first difference the fast path is disabled
+permanently with a warning, and ``fallbacks`` is incremented, so that units in progress can be encoded again.
 """
 
 from __future__ import annotations
@@ -23,8 +22,14 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import pre_tokenizers
 
 from vorox.data.rows import TokenArray
-from vorox.data.tokenizers.encoders import Encoder, TokenType, text_bytes
-from vorox.data.tokenizers.word_pattern import GPT2_PATTERN, WordPattern, WordPatterns, digits_pattern, word_pattern
+from vorox.data.tokenizers.encoders import Encoder, TokenType, encode_utf8
+from vorox.data.tokenizers.word_pattern import (
+    GPT2_PATTERN,
+    WordPattern,
+    WordPatternSequence,
+    digits_pattern,
+    word_pattern,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,21 +38,21 @@ _logger = logging.getLogger(__name__)
 
 _GROUP_CHARACTERS = 1 << 18
 _LONG_CHARACTERS = 1 << 20
-"""Longer texts are cut word by word, so that the words of a whole document never lie in memory at once."""
+"""Longer texts are split lazily, so that the words of a whole document are never in memory together."""
 _BATCH_WORDS = 1 << 16
-_MOST_WORDS = 1 << 19
-_LONGEST_WORD = 64
-_MOST_LITERALS = 64
+_MAX_CACHED_WORDS = 1 << 19
+_MAX_WORD_CHARACTERS = 64
+_MAX_LITERALS = 64
 _SAMPLE_CHARACTERS = 1 << 17
 _CHECKED_ONE_IN = 512
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
-"""Normalizers that leave ASCII as it is."""
-_AWKWARD = " \n\t\r\x0b\x1c\x85\xa0a's1!<|>é中\u3000٣ſ😀\u0300\0"
+"""Normalizers that do not change ASCII."""
+_ADVERSARIAL_CHARACTERS = " \n\t\r\x0b\x1c\x85\xa0a's1!<|>é中\u3000٣ſ😀\u0300\0"
 
 
 def adversarial_texts() -> list[str]:
-    """Every triple of characters that patterns tell apart, in a few long texts and alone."""
-    triples = ["".join(triple) for triple in itertools.product(_AWKWARD, repeat=3)]
+    """Return texts with every triple of characters that patterns treat differently, joined and alone."""
+    triples = ["".join(triple) for triple in itertools.product(_ADVERSARIAL_CHARACTERS, repeat=3)]
     together = ["".join(triples[start : start + 500]) for start in range(0, len(triples), 500)]
     return [
         *triples[::7],
@@ -60,26 +65,26 @@ def adversarial_texts() -> list[str]:
     ]
 
 
-def word_cuts(value: dict[str, Any]) -> WordPattern | WordPatterns | None:
-    """The cuts by which a parsed tokenizer.json makes words that are encoded apart.
+def pre_tokenizer_pattern(value: dict[str, Any]) -> WordPattern | WordPatternSequence | None:
+    """Return the pattern by which a parsed tokenizer.json splits text into independently encoded words.
 
-    None where the tokenizer cuts in another way or not at all, or where Python's engine might cut otherwise.
+    None if it splits in another way or not at all, or if Python's regex engine might split differently.
     """
     pre_tokenizer: dict[str, Any] = value["pre_tokenizer"] or {}
     *steps, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
         return None
-    patterns = [_cut(step) for step in steps]
+    patterns = [_step_pattern(step) for step in steps]
     if last.get("use_regex", True):
         patterns.append(word_pattern(GPT2_PATTERN))
     known = [pattern for pattern in patterns if pattern is not None]
     if not known or len(known) != len(patterns):
         return None
-    return known[0] if len(known) == 1 else WordPatterns(known)
+    return known[0] if len(known) == 1 else WordPatternSequence(known)
 
 
-def _cut(step: dict[str, Any]) -> WordPattern | None:
-    """The cuts of one pre-tokenizer of a sequence; None if they are not known."""
+def _step_pattern(step: dict[str, Any]) -> WordPattern | None:
+    """Return the pattern of one pre-tokenizer of a sequence; None if it is not supported."""
     if step["type"] == "Digits":
         return digits_pattern(individual=step["individual_digits"])
     if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"] or "Regex" not in step["pattern"]:
@@ -88,15 +93,15 @@ def _cut(step: dict[str, Any]) -> WordPattern | None:
 
 
 class FastPath:
-    """An ``Encoder``. Make one with ``fast_path``. Safe to use from several threads.
+    """An ``Encoder`` with a word cache, made by ``make_fast_path``. Thread-safe.
 
     Attributes:
-        changes: How often the way of encoding changed because the two ways differed: 0, then 1 for ever.
+        fallbacks: 0 while the fast path is in use; 1 after it differed from the reference and was disabled.
     """
 
     def __init__(
         self,
-        words: WordPattern | WordPatterns,
+        words: WordPattern | WordPatternSequence,
         word_library: Any,
         dtype: TokenType,
         reference: Encoder,
@@ -109,7 +114,7 @@ class FastPath:
         self._known: dict[str, bytes] = {}
         self._tested = False
         self._testing = threading.Lock()
-        self.changes = 0
+        self.fallbacks = 0
 
     def __call__(self, texts: Sequence[str]) -> list[TokenArray]:
         if not self._tested:
@@ -117,7 +122,7 @@ class FastPath:
                 if not self._tested:
                     self._test(texts)
                     self._tested = True
-        if self.changes:
+        if self.fallbacks:
             return self._reference(texts)
         found = self.encode_words(texts)
         other = [index for index, ids in enumerate(found) if ids is None]
@@ -125,7 +130,7 @@ class FastPath:
         for index, ids in zip(other, self._reference([texts[index] for index in other]), strict=True):
             found[index] = ids
         self._compare([texts[index] for index in checked], [found[index] for index in checked])
-        return self._reference(texts) if self.changes else cast("list[TokenArray]", found)
+        return self._reference(texts) if self.fallbacks else cast("list[TokenArray]", found)
 
     def _test(self, texts: Sequence[str]) -> None:
         sample: list[str] = []
@@ -141,16 +146,16 @@ class FastPath:
     def _compare(self, texts: Sequence[str], found: Sequence[TokenArray | None]) -> None:
         for text, ids, expected in zip(texts, found, self._reference(texts), strict=True):
             if ids is not None and not np.array_equal(ids, expected):
-                self.changes = 1
+                self.fallbacks = 1
                 _logger.warning(
-                    "the fast path of the tokenizer gave other ids than the tokenizer for a text of %d characters that "
-                    "begins with %r; it is not used any more; `vorox data verify` tells whether a cache is affected",
+                    "The fast path of the tokenizer is disabled: its ids differ from the tokenizer's for a text of %d "
+                    "characters that begins with %r. Run `vorox data verify` to check existing caches.",
                     len(text), text[:40],
                 )  # fmt: skip
                 return
 
     def encode_words(self, texts: Sequence[str]) -> list[TokenArray | None]:
-        """Ids by looking up words; None for texts that only the reference can encode."""
+        """Encode texts by looking up words; None for texts that only the reference can encode."""
         results: list[bytearray | None] = [bytearray() for _ in texts]
         waiting: list[tuple[int, list[str]]] = []
         size = 0
@@ -170,12 +175,12 @@ class FastPath:
         ]
 
     def _words(self, text: str) -> Iterator[tuple[list[str] | None, int]]:
-        """Yield the words of a text in lists of bounded size, and their characters; None if the reference must do it.
+        """Yield the words of a text in bounded lists, with their characters; None if only the reference can encode it.
 
-        No text is cut before it is matched: a pattern that looks ahead may look as far as it likes.
+        A text is never split before it is matched, because patterns may look ahead without limit.
         """
         if not text.isascii():
-            text_bytes(text)  # says where half a surrogate pair is
+            encode_utf8(text)  # raises the error that locates a lone surrogate
         if any(literal in text for literal in self._literals):
             yield None, 0
             return
@@ -199,26 +204,26 @@ class FastPath:
         words_here: set[str] = set()
         words_here.update(*(words for _, words in waiting))
         missing = sorted(itertools.filterfalse(known.__contains__, words_here))
-        learned = self._learn(missing) if missing else {}
+        encoded = self._encode_missing(missing) if missing else {}
         for index, words in waiting:
             result = results[index]
             if result is None:
                 continue
             ids = list(map(known.get, words))
-            if None in ids:  # words that are not remembered, or the memory began anew
-                ids = [learned[w] if known_ids is None else known_ids for w, known_ids in zip(words, ids, strict=True)]
+            if None in ids:  # words that are too long to cache, or the cache was cleared
+                ids = [encoded[w] if known_ids is None else known_ids for w, known_ids in zip(words, ids, strict=True)]
             result += b"".join(cast("list[bytes]", ids))
 
-    def _learn(self, words: Sequence[str]) -> dict[str, bytes]:
+    def _encode_missing(self, words: Sequence[str]) -> dict[str, bytes]:
         encodings = self._word_library.encode_batch_fast(words, add_special_tokens=False)
-        learned = {
+        encoded = {
             word: np.array(encoding.ids, self._dtype).tobytes()
             for word, encoding in zip(words, encodings, strict=True)
         }  # fmt: skip
-        if len(self._known) + len(learned) > _MOST_WORDS:
+        if len(self._known) + len(encoded) > _MAX_CACHED_WORDS:
             self._known = {}
-        self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _LONGEST_WORD)
-        return learned
+        self._known.update((word, ids) for word, ids in encoded.items() if len(word) <= _MAX_WORD_CHARACTERS)
+        return encoded
 
 
 def _key(text: str) -> int:
@@ -235,52 +240,51 @@ def rebuild_after_fallback(
     build: Callable[[Iterable[Item]], Generator[Result]],
     rebuild: Callable[[Item], Result],
 ) -> Generator[Result]:
-    """Build a result of each item, and again those during which the tokenizer left its fast path.
+    """Build a result for each item, and rebuild those during which the fast path was disabled.
 
-    Some text of such an item was encoded by the way that turned out wrong. The only place that handles this: a build
-    goes through here, and neither its stages nor its caller knows of the fast path.
+    Such an item may contain ids of the faulty fast path. No other code of a build handles this.
 
     Args:
-        tokenizer: Encodes text in ``build`` and ``rebuild``.
-        items: Taken by ``build``, from any of its threads.
-        build: Makes one result of each item, in order; may work ahead.
-        rebuild: Makes the result of one item.
+        tokenizer: The tokenizer that ``build`` and ``rebuild`` use.
+        items: Consumed by ``build``, from any of its threads.
+        build: Yields one result per item, in order; may work ahead.
+        rebuild: Returns the result of one item.
     """
-    begun: deque[tuple[Item, int]] = deque()
+    in_progress: deque[tuple[Item, int]] = deque()
 
-    def changes() -> int:
+    def fallbacks() -> int:
         return getattr(tokenizer, "fast_path_fallbacks", 0)
 
-    def noted() -> Iterator[Item]:
+    def tracked() -> Iterator[Item]:
         for item in items:
-            begun.append((item, changes()))
+            in_progress.append((item, fallbacks()))
             yield item
 
-    with contextlib.closing(build(noted())) as results:
+    with contextlib.closing(build(tracked())) as results:
         for result in results:
-            item, before = begun.popleft()
-            while before != changes():
-                before = changes()
+            item, before = in_progress.popleft()
+            while before != fallbacks():
+                before = fallbacks()
                 result = rebuild(item)
             yield result
 
 
-def fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: Encoder) -> FastPath | None:
-    """The fast way for a parsed tokenizer.json; None where there is none that is equal by construction.
+def make_fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: Encoder) -> FastPath | None:
+    """Return the fast path of a tokenizer; None if none is equivalent by construction.
 
     Args:
-        value: The parsed tokenizer.
-        library: The library's own; its model and its normalizer are shared, not copied.
-        dtype: Of the ids.
-        reference: The way that decides.
+        value: The parsed tokenizer.json.
+        library: The library's tokenizer; its model and normalizer are shared, not copied.
+        dtype: Dtype of the ids.
+        reference: The encoder whose ids are authoritative.
     """
     normalizer: dict[str, Any] = value["normalizer"] or {}
     literals: list[str] = [token["content"] for token in value["added_tokens"] if not token["special"]]
-    if normalizer:  # the library looks for a normalised token in normalised text
+    if normalizer:  # the library matches normalised tokens in normalised text
         literals += [library.normalizer.normalize_str(literal) for literal in literals]
     known_normalizer = not normalizer or normalizer.get("type") in _UNICODE_FORMS
-    words = word_cuts(value)
-    if words is None or not known_normalizer or len(literals) > _MOST_LITERALS or not value["model"].get("merges"):
+    words = pre_tokenizer_pattern(value)
+    if words is None or not known_normalizer or len(literals) > _MAX_LITERALS or not value["model"].get("merges"):
         return None
     whole_words: Any = LibraryTokenizer(library.model)
     whole_words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

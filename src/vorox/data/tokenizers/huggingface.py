@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face model: of a directory, or of a repository of the hub at a pinned revision.
+"""Hugging Face tokenizers, from a directory or from a hub repository at a pinned revision.
 
-A path or name goes in, a ``Tokenizer`` comes out. A ``tokenizer.json`` is taken as it is; where there is none,
-transformers converts what there is. Code of a repository is never run. Invariant: a name is resolved to a commit first
-and everything is read at that commit, so that a push in between cannot mix two tokenizers.
+A path or name goes in; a ``Tokenizer`` comes out. A ``tokenizer.json`` is used unchanged; without one, transformers
+converts the tokenizer's files. Repository code is never run. Invariant: a revision is resolved to a commit first, and
+all files are read at that commit, so that a concurrent push cannot mix two tokenizers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load_huggingface(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that ``tokenizer.kind: huggingface`` asks for.
+    """Load the tokenizer of ``tokenizer.kind: huggingface``.
 
     Raises:
-        ConfigError: The path is neither a directory nor a name, a directory has no revision, or a package is missing.
-        DataError: There is no such repository or revision, it has no tokenizer, or it cannot be reached.
+        ConfigError: The path is neither a directory nor a repository name, a revision is set for a directory, or a
+            package is missing.
+        DataError: The repository or revision does not exist, has no tokenizer, or cannot be reached.
     """
     assert config.path is not None
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         if config.revision is not None:
             raise ConfigError(
-                "a directory has no revisions", where="tokenizer.revision", hint="leave it out, or name a repository"
+                "A directory has no revisions",
+                where="tokenizer.revision",
+                hint="remove the setting, or name a repository",
             )
     elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
         directory, _ = download_repository(config.path, config.revision, _WANTED, key="tokenizer.path")
     else:
         raise ConfigError(
             f"{config.path!r} is neither a directory nor the name of a repository", where="tokenizer.path",
-            hint="give a directory with a tokenizer.json, or OWNER/NAME",
+            hint="set it to a directory with a tokenizer.json, or to OWNER/NAME",
         )  # fmt: skip
     file = directory / TOKENIZER_NAME
     text = file.read_text(encoding="utf-8") if file.is_file() else _converted(directory, config.path)
@@ -52,7 +55,7 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
 
 
 def _end_of_text(directory: Path) -> str:
-    """What the files beside a tokenizer call the end of a sequence."""
+    """Return the end-of-sequence token in the configuration files of a tokenizer."""
     for name in (CONFIG_NAME, _SPECIAL_NAME):
         file = directory / name
         if not file.is_file():
@@ -61,7 +64,7 @@ def _end_of_text(directory: Path) -> str:
             value: Any = json.loads(file.read_bytes())
             token: Any = value.get("eos_token")
         except (ValueError, AttributeError) as error:
-            raise DataError("not valid JSON", where=str(file)) from error
+            raise DataError("The file is not valid JSON", where=str(file)) from error
         if isinstance(token, dict):
             token = cast("dict[str, Any]", token).get("content")
         if isinstance(token, str) and token:
@@ -70,28 +73,28 @@ def _end_of_text(directory: Path) -> str:
 
 
 def download_repository(name: str, revision: str | None, patterns: Sequence[str], *, key: str) -> tuple[Path, str]:
-    """Fetch files of a model of the hub at one commit; those that are in the hub's own cache are not fetched again.
+    """Download files of a hub model at one commit; files in the hub's cache are not downloaded again.
 
     Args:
         name: ``OWNER/NAME``.
         revision: Commit, tag or branch; ``None`` for the newest commit.
-        patterns: Names of files, with ``*``.
+        patterns: Globs of file names.
         key: The setting that names the repository.
 
     Returns:
-        The directory, and the commit.
+        The directory and the commit.
 
     Raises:
         ConfigError: ``huggingface_hub`` is not installed.
-        DataError: There is no such repository or revision, or it cannot be reached.
+        DataError: The repository or revision does not exist or cannot be reached.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
         raise ConfigError(
-            f"the repository {name} needs huggingface_hub, which is not installed", where=key,
-            hint=f"{install_command('hf')}; and note that no directory has this name",
+            f"The repository {name} needs huggingface_hub, which is not installed", where=key,
+            hint=f"{install_command('hf')}; no directory has this name",
         ) from error  # fmt: skip
     endpoint = os.environ.get("HF_ENDPOINT")
     place = f"{name}{f' at {revision}' if revision else ''}"
@@ -103,14 +106,16 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
         folder = hub.snapshot_download(name, revision=commit, allow_patterns=list(patterns), endpoint=endpoint)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise DataError(
-            f"there is no such repository or revision on the hub, or no access to it: {_line(error)}", where=place,
+            f"The repository or revision does not exist on the hub, or access is denied: {_line(error)}", where=place,
             hint=f"check {key} and the revision; a private repository needs HF_TOKEN in the environment",
         ) from error  # fmt: skip
-    except Exception as error:  # which library it asks through, with errors of its own, differs between versions
+    except (
+        Exception
+    ) as error:  # the HTTP library, and so the exception type, differs between versions of huggingface_hub
         raise DataError(
-            f"{key} cannot be fetched from the hub: {_line(error)}", where=place,
-            hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision or @REVISION, a copy "
-            "fetched once is used without the network",
+            f"{key} cannot be downloaded from the hub: {_line(error)}", where=place,
+            hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision or @REVISION, a cached "
+            "copy is used offline",
         ) from error  # fmt: skip
     return Path(folder), commit
 
@@ -120,27 +125,27 @@ def _line(error: BaseException) -> str:
 
 
 def _converted(directory: Path, name: str) -> str:
-    """A tokenizer.json made by transformers of whatever files there are."""
+    """Convert the files of a tokenizer to tokenizer.json with transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            "there is no tokenizer.json, and converting what is there needs transformers, which is not installed",
+            "No tokenizer.json was found, and converting the other files needs transformers, which is not installed",
             where=name, hint=f"{install_command('hf')}, or save the tokenizer with a tokenizer.json",
         ) from error  # fmt: skip
     try:
         loaded: Any = transformers.AutoTokenizer.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers raises whatever its many converters meet
+    except Exception as error:  # transformers' converters raise many types
         raise DataError(
-            f"there is no tokenizer.json, and transformers cannot make one of what is there: {_line(error)}",
-            where=name, hint="give a repository or directory with a tokenizer.json",
+            f"No tokenizer.json was found, and transformers cannot convert the other files: {_line(error)}",
+            where=name, hint="use a repository or directory with a tokenizer.json",
         ) from error  # fmt: skip
     backend: Any = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise DataError(
-            f"the tokenizer ({type(loaded).__name__}) is a program of its own, which no tokenizer.json can stand for",
-            where=name, hint="byte-level models: take tokenizer.kind=byte; else a model with a tokenizer.json",
+            f"The tokenizer ({type(loaded).__name__}) is Python code that tokenizer.json cannot express",
+            where=name, hint="for byte-level models use tokenizer.kind=byte, otherwise a model with a tokenizer.json",
         )  # fmt: skip
     return backend.to_str()

@@ -1,4 +1,4 @@
-"""Making tokenizers: load one that is on disk, or train the one that the configuration describes."""
+"""Loading tokenizers from disk, from user functions, and training them from text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
 
     Args:
         path: File or directory.
-        end_of_text: Token after every document; added if the vocabulary lacks it. ``None``: what the
-            ``tokenizer_config.json`` beside it calls the end of the sequence.
+        end_of_text: Token after every document; added if the vocabulary lacks it. ``None`` for the ``eos_token`` of
+            the ``tokenizer_config.json`` beside it.
 
     Raises:
-        DataError: There is no readable tokenizer there.
+        DataError: The tokenizer is missing or unreadable.
     """
     path = Path(path).expanduser()
     if (path / IDS_NAME).is_file():
@@ -40,18 +40,18 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
             end_of_text = token if isinstance(token, str) else str(token["content"])
     except OSError as error:
         raise DataError(
-            f"cannot read the tokenizer: {error.strerror}", where=str(error.filename or file),
-            hint="give a tokenizer.json or a directory with one; tokenizer_config.json names the end-of-text token",
+            f"Cannot read the tokenizer: {error.strerror}", where=str(error.filename or file),
+            hint="use a tokenizer.json or a directory with one; tokenizer_config.json names the end-of-text token",
         ) from error  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError("the tokenizer's files are not valid", where=str(file.parent)) from error
+        raise DataError("The tokenizer's files are not valid", where=str(file.parent)) from error
     return Tokenizer(text, end_of_text, where=str(file))
 
 
 def load_from_function(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer of a function of the user: a ``tokenizers.Tokenizer``, or the text of a ``tokenizer.json``.
+    """Return the tokenizer of a user function: a ``tokenizers.Tokenizer``, or the text of a ``tokenizer.json``.
 
-    What it computes is in that text, which is the tokenizer's fingerprint, so a function that changed is noticed.
+    The fingerprint covers the resulting tokenizer.json, so a changed function is noticed.
 
     Raises:
         ConfigError: The function cannot be imported, fails, or returns something else.
@@ -63,28 +63,28 @@ def load_from_function(config: TokenizerConfig) -> Tokenizer:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the tokenizer {config.kind} cannot be made: {type(error).__name__}: {error}", where="tokenizer.kind",
-            hint="it is called with tokenizer.path, which is None unless it is set",
+            f"Tokenizer function {config.kind} failed: {type(error).__name__}: {error}", where="tokenizer.kind",
+            hint="it is called with tokenizer.path, which is None unless set",
         ) from error  # fmt: skip
     text = library if isinstance(library, str) else library.to_str() if hasattr(library, "to_str") else None
     if text is None:
         raise ConfigError(
-            f"the tokenizer {config.kind} returned a {type(library).__name__}", where="tokenizer.kind",
+            f"Tokenizer function {config.kind} returned a {type(library).__name__}", where="tokenizer.kind",
             hint="return a tokenizers.Tokenizer, or the text of a tokenizer.json",
         )  # fmt: skip
     return Tokenizer(text, config.end_of_text or END_OF_TEXT, where="tokenizer.kind")
 
 
 def train(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
-    """Make the tokenizer that the configuration asks for; only ``bpe`` and ``char`` look at the texts.
+    """Make the tokenizer of a configuration; only ``bpe`` and ``char`` read the texts.
 
     Raises:
-        ConfigError: The section contradicts itself.
-        DataError: ``kind: file`` and the file is missing or broken.
+        ConfigError: The settings conflict.
+        DataError: The file of ``kind: file`` is missing or corrupt.
     """
     if (config.path is not None) != (config.kind == "file"):
         raise ConfigError(
-            f"kind {config.kind} {'needs a path' if config.kind == 'file' else 'takes no path'}",
+            f"Tokenizer kind {config.kind} {'needs a path' if config.kind == 'file' else 'takes no path'}",
             where="tokenizer.path", hint="kind: file reads a tokenizer.json; the other kinds make one",
         )  # fmt: skip
     end_of_text = config.end_of_text or END_OF_TEXT
@@ -112,7 +112,7 @@ def _byte_level(end_of_text: str, *, words: bool) -> Any:
 
 def _character_level(characters: list[str], end_of_text: str) -> Any:
     if not characters:
-        raise DataError("a character vocabulary needs text, and there is none", where="tokenizer.kind")
+        raise DataError("A character vocabulary needs text, but the sources have none", where="tokenizer.kind")
     library: Any = LibraryTokenizer(models.BPE(vocab={text: index for index, text in enumerate(characters)}, merges=[]))
     library.decoder = decoders.Fuse()
     library.add_special_tokens([special_token(end_of_text)])

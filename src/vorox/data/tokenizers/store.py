@@ -1,8 +1,8 @@
-"""Trained tokenizers, kept beside the caches so that a second run with the same text starts at once.
+"""The tokenizer of a configuration, and the store of trained tokenizers beside the caches.
 
-A configuration and the sources go in, a tokenizer comes out: trained, or found under the digest of everything that
-its training depends on. Invariant: a directory counts when its ``IDENTITY.json``, written last, agrees with what
-lies beside it; a damaged one is an error, never a silently different tokenizer.
+A configuration and sources go in; a tokenizer comes out: loaded, trained, or found in the store under the digest of
+everything that its training depends on. Invariant: a stored tokenizer is valid if its ``IDENTITY.json``, written last,
+matches its files; a corrupt one is an error, never a silently different tokenizer.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def resolve_tokenizer(
     build: bool,
     on_progress: TrainingProgress,
 ) -> Tokenizer:
-    """The tokenizer of a configuration, from the store where it depends on text.
+    """Return the tokenizer of a configuration; one that is trained on text comes from the store.
 
     Args:
         config: The section ``tokenizer``.
-        data: The section ``data``: where large files are cut.
-        sources: The sources with their files fixed, and what of them is held out.
-        weights: Their shares.
-        validation: Sources that only validate, whose characters count.
+        data: The section ``data``, for the size of units.
+        sources: The listed sources with their holdout rules.
+        weights: Their mixture weights.
+        validation: Sources for validation only; a character vocabulary covers them too.
         root: Root of the caches.
-        build: Train it if it is not there.
-        on_progress: Told while text is read.
+        build: Train the tokenizer if the store lacks it.
+        on_progress: Called while text is read.
 
     Raises:
-        ConfigError: The section contradicts itself, or the text is too little for it.
-        DataError: It is not there and ``build`` is off; or what is there is damaged.
+        ConfigError: The settings conflict, or there is too little text to train on.
+        DataError: The store lacks the tokenizer and ``build`` is false, or the stored one is corrupt.
     """
     tokenizer = load_untrained(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
@@ -69,17 +69,17 @@ def resolve_tokenizer(
 
 
 def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that a run goes on with; ``None`` where it has none or the configuration names one.
+    """Return the trained tokenizer of a run; ``None`` if it has none or the configuration names one.
 
-    A tokenizer that was trained on the sources depends on their files and weights. A run keeps its own when they
-    change, because its rows are made of it.
+    A trained tokenizer depends on the files and weights of the sources. A run keeps its own when those change, because
+    its rows are tokenized with it.
 
     Args:
-        directory: Where the run keeps it.
+        directory: The run's tokenizer directory.
         config: The section ``tokenizer``.
 
     Raises:
-        DataError: It is damaged.
+        DataError: The tokenizer is corrupt.
     """
     if config.kind not in {"bpe", "char"} or not (directory / TOKENIZER_NAME).exists():
         return None
@@ -89,16 +89,16 @@ def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | 
 
 
 def load_untrained(config: TokenizerConfig) -> Tokenizer | None:
-    """Load the tokenizer of a configuration whose kind depends on no text; ``None`` for ``bpe`` and ``char``.
+    """Load a tokenizer that needs no training; ``None`` for ``bpe`` and ``char``.
 
     Raises:
-        ConfigError: The section contradicts itself, or a package is missing.
-        DataError: The tokenizer is missing, damaged, or cannot be fetched.
+        ConfigError: The settings conflict, or a package is missing.
+        DataError: The tokenizer is missing, corrupt, or cannot be downloaded.
     """
     if config.kind in {"huggingface", "tiktoken"} and config.path is None:
         raise ConfigError(
-            f"kind {config.kind} needs a path", where="tokenizer.path",
-            hint="a directory or OWNER/NAME for huggingface; an encoding, .tiktoken file or vocab.bpe for tiktoken",
+            f"Tokenizer kind {config.kind} needs a path", where="tokenizer.path",
+            hint="set a directory or OWNER/NAME for huggingface; an encoding, .tiktoken file or vocab.bpe for tiktoken",
         )  # fmt: skip
     if config.kind == "huggingface":
         return load_huggingface(config)
@@ -127,7 +127,7 @@ def _trained(
     if not (directory / IDENTITY_NAME).exists():
         if not build:
             raise DataError(
-                "the tokenizer has not been trained yet", where=str(directory), hint="run `vorox data build` first"
+                "The tokenizer has not been trained yet", where=str(directory), hint="run `vorox data build` first"
             )
         try:
             make_directory(root / "locks")
@@ -136,8 +136,8 @@ def _trained(
                     _train(config, data, read, weights, directory, identity, on_progress)
         except OSError as error:
             raise DataError(
-                f"the tokenizer cannot be stored: {error.strerror or error}", where=str(error.filename or directory),
-                hint="make room and give write permission, or set data.cache.directory to a place that has both",
+                f"The tokenizer cannot be stored: {error.strerror or error}", where=str(error.filename or directory),
+                hint="free disk space and allow writing, or set data.cache.directory to another directory",
             ) from error  # fmt: skip
     return _load(directory, config)
 
@@ -145,7 +145,7 @@ def _trained(
 def _identity(
     config: TokenizerConfig, data: DataConfig, sources: Sequence[Source], weights: Sequence[Fraction]
 ) -> dict[str, Any]:
-    """Everything that the training depends on, and the directory's name made of it."""
+    """Return everything that the training depends on, and its digest, which names the directory."""
     body: dict[str, Any] = {
         "format": "tokenizer-store/1",
         "kind": config.kind,
@@ -173,20 +173,20 @@ def _train(
     on_progress: TrainingProgress,
 ) -> None:
     if config.kind == "char":
-        texts = _everything(sources, data, on_progress)
+        texts = _all_texts(sources, data, on_progress)
     else:
         texts = training_sample(
             sources, weights,
             unit_bytes=data.cache.unit_bytes, budget_bytes=config.train_bytes, on_progress=on_progress,
         )  # fmt: skip
     tokenizer = train(config, texts)
-    shutil.rmtree(directory, ignore_errors=True)  # what a killed process left
+    shutil.rmtree(directory, ignore_errors=True)  # remains of a killed process
     tokenizer.save(directory)
     write_file(directory / IDENTITY_NAME, pretty_json({**identity, "fingerprint": tokenizer.fingerprint}))
 
 
-def _everything(sources: Sequence[Source], data: DataConfig, on_progress: TrainingProgress) -> Iterator[str]:
-    """Every document of both splits: a character vocabulary must know all of them."""
+def _all_texts(sources: Sequence[Source], data: DataConfig, on_progress: TrainingProgress) -> Iterator[str]:
+    """Yield every document of both splits: a character vocabulary must cover all of them."""
     done, total = 0, sum(source.size_bytes for source in sources)
     for source in sources:
         for split in SPLITS:
@@ -206,7 +206,7 @@ def _load(directory: Path, config: TokenizerConfig) -> Tokenizer:
         recorded = ""
     if recorded != tokenizer.fingerprint:
         raise DataError(
-            "the stored tokenizer does not match its own fingerprint", where=str(directory),
-            hint="remove that directory; the same tokenizer is trained again",
+            "The stored tokenizer does not match its fingerprint", where=str(directory),
+            hint="remove that directory, and the next build trains the same tokenizer again",
         )  # fmt: skip
     return tokenizer

@@ -1,7 +1,7 @@
-"""Token ids without a tokenizer: for token shards whose tokenizer nobody has.
+"""A placeholder tokenizer for token shards whose tokenizer is unknown: its text is ids as numbers.
 
-A vocabulary size and an end-of-text id go in; what stands in a tokenizer's place comes out: it writes ids as numbers
-and reads numbers as ids. Nothing that needs text (bits per byte, samples, transforms of text) can be had with it.
+A vocabulary size and an end-of-text id go in; a ``Tokenizer`` that reads and prints ids as numbers comes out. Features
+that need text (bits per byte, samples, text transforms) are not available with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ IDS_NAME = "token_ids.json"
 
 
 class TokenIds(Tokenizer):
-    """What stands in a tokenizer's place where there is none: its text is numbers.
+    """A tokenizer whose text is token ids as numbers.
 
     Args:
-        vocab_size: Ids of the shards.
-        end_of_text_id: The one that ends a document; ``None`` takes a further one behind them.
+        vocab_size: Number of ids in the shards.
+        end_of_text_id: The id that ends a document; ``None`` for a new one after the others.
     """
 
     def __init__(self, vocab_size: int, end_of_text_id: int | None) -> None:
@@ -43,7 +43,7 @@ class TokenIds(Tokenizer):
         self.fingerprint = hashlib.sha256(canonical_json({"format": "token-ids/1", **self._description})).hexdigest()
 
     def _tokens_by_id(self) -> dict[int, str]:
-        return {}  # whose they are is not known
+        return {}  # unknown
 
     @property
     def fast_path_fallbacks(self) -> int:
@@ -65,8 +65,8 @@ class TokenIds(Tokenizer):
     def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
         if any(self.special_id(token) is None for token in tokens):
             raise ConfigError(
-                "token ids without a tokenizer have no special tokens", where="tokenizer.special_tokens",
-                hint="leave tokenizer.special_tokens out",
+                "Token ids without a tokenizer have no special tokens", where="tokenizer.special_tokens",
+                hint="remove tokenizer.special_tokens",
             )  # fmt: skip
         return self
 
@@ -74,10 +74,10 @@ class TokenIds(Tokenizer):
         return [self.encode(text) for text in texts]
 
     def encode(self, text: str) -> TokenArray:
-        """The ids that a text of numbers names.
+        """Parse a text of ids.
 
         Raises:
-            ConfigError: It holds anything else.
+            ConfigError: The text is not a sequence of ids below ``vocab_size``.
         """
         words = text.split()
         wrong = next((word for word in words if not (word.isascii() and word.isdecimal())), None)
@@ -86,17 +86,17 @@ class TokenIds(Tokenizer):
             if all(token < self.vocab_size for token in ids):
                 return cast(TokenArray, np.array(ids, self.dtype))
         raise ConfigError(
-            f"tokenizer.kind=none knows token ids only, and {text[:40]!r} is not ids below {self.vocab_size:,}",
+            f"tokenizer.kind=none reads only token ids, and {text[:40]!r} is not ids below {self.vocab_size:,}",
             where="tokenizer.kind",
-            hint='write ids, such as -p "15496 995"; or give the tokenizer that wrote the shards',
+            hint='use ids, such as -p "15496 995", or set the tokenizer that wrote the shards',
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The numbers of some ids."""
+        """Return the ids as text."""
         return " ".join(str(int(token)) for token in ids)
 
     def token_byte_lengths(self) -> npt.NDArray[np.int32]:
-        """No id stands for any text."""
+        """Return zeros: ids have no text."""
         return np.zeros(self.vocab_size, np.int32)
 
     def files(self, max_positions_tokens: int | None = None) -> dict[str, bytes]:
@@ -109,7 +109,7 @@ class TokenIds(Tokenizer):
 
 
 def token_ids(config: TokenizerConfig) -> TokenIds:
-    """What a configuration with ``kind: none`` asks for."""
+    """Return the tokenizer of ``tokenizer.kind: none``."""
     return TokenIds(config.vocab_size, config.end_of_text_id)
 
 
@@ -117,10 +117,10 @@ def load_token_ids(file: Path) -> TokenIds:
     """Read ``token_ids.json``.
 
     Raises:
-        DataError: It is damaged.
+        DataError: The file is corrupt.
     """
     try:
         value: Any = json.loads(file.read_bytes())
         return TokenIds(int(value["vocab_size"]), int(value["end_of_text_id"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError("the description of the token ids is damaged", where=str(file)) from error
+        raise DataError("The description of the token ids is corrupt", where=str(file)) from error

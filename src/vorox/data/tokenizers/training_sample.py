@@ -1,8 +1,8 @@
-"""The text that a tokenizer is trained on: evenly spread over the training splits of all sources.
+"""The training sample of a tokenizer: texts evenly spread over the training splits of all sources.
 
-Sources and a budget in bytes go in, texts come out. Small files and records are taken whole, long ones in pieces cut
-at lines. Invariants: nothing held out is ever seen, the same files give the same texts, the budget is shared by the
-sources' weights, and reading takes time in proportion to the budget, not to the sources.
+Sources and a budget in bytes go in; texts come out. Small files and records are sampled whole, long ones in blocks of
+lines. Invariants: held-out text is never sampled; the same files give the same texts; the budget is divided by the
+weights of the sources; the cost of reading is proportional to the budget, not to the sources.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vorox.data.text.holdout import document_filter
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_splitter import split_into_units
 
-_PIECES = 128
-_PIECE_BYTES = 1 << 16
-_MOST_PIECES = 1 << 16
+_MIN_BLOCKS = 128
+_BLOCK_BYTES = 1 << 16
+_MAX_BLOCKS = 1 << 16
 
 
 def allocate(budget: int, weights: Sequence[Fraction], available: Sequence[int]) -> list[int]:
-    """Share a budget by weight; what a source does not have goes to the others.
+    """Divide a budget by weight; the unused part of a small source goes to the others.
 
     Returns:
-        A share for each source, never more than it has and in sum never more than the budget.
+        A share for each source, at most what is available and in total at most the budget.
     """
     shares = [0] * len(weights)
     open_sources: list[int] = [index for index, size in enumerate(available) if size > 0]
@@ -62,7 +62,7 @@ def training_sample(
     budget_bytes: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[str]:
-    """Texts of the training split, about ``budget_bytes`` of them, evenly spread; all of them if there are fewer."""
+    """Yield about ``budget_bytes`` of text, evenly spread over the training splits; all text if there is less."""
     spans = [
         [span for unit in split_into_units(source, "train", source.holdout, unit_bytes) for span in unit.spans]
         for source in sources
@@ -80,20 +80,20 @@ def training_sample(
 
 
 def _size(source: Source, spans: Sequence[UnitSpan]) -> int:
-    """Bytes of text, about; none where a source has tokens in place of text."""
+    """Return the approximate bytes of text; 0 for sources of tokens."""
     if source.config.has_tokens:
         return 0
-    return sum(piece.text_bytes for span in spans for piece in _pieces(source, span, 1 << 62))
+    return sum(block.text_bytes for span in spans for block in _blocks(source, span, 1 << 62))
 
 
-def _has_marked_records(config: SourceConfig) -> bool:
-    """Whether records are many and their places known, so that none has to be looked for from the middle of a file."""
+def _has_located_records(config: SourceConfig) -> bool:
+    """Whether the format locates its records, so that record boundaries need not be searched for."""
     return has_many_records(config) and not records_are_lines(config)
 
 
-def _pieces(source: Source, span: UnitSpan, block_bytes: int) -> Iterator[RecordBlock]:
-    """Runs of whole records in a span, or stretches of it where records are found from anywhere."""
-    if _has_marked_records(source.config):
+def _blocks(source: Source, span: UnitSpan, block_bytes: int) -> Iterator[RecordBlock]:
+    """Yield blocks of whole records, or byte ranges of the span where record boundaries can be searched for."""
+    if _has_located_records(source.config):
         stored = source.stored[span.file_index]
         yield from split_blocks(source.config, stored, span.start_byte, span.end_byte, block_bytes, span.first_ordinal)
         return
@@ -103,44 +103,44 @@ def _pieces(source: Source, span: UnitSpan, block_bytes: int) -> Iterator[Record
 
 
 def _spread(source: Source, spans: Sequence[UnitSpan], size: int, budget: int) -> Iterator[str]:
-    """Walk over all pieces, keeping what was taken in proportion to what was passed."""
+    """Sample every block in proportion to the budget."""
     if budget == 0:
         return
-    cost = min(_PIECE_BYTES, max(1, budget // _PIECES))
-    block_bytes = max(cost, -(-size // _MOST_PIECES))
+    cost = min(_BLOCK_BYTES, max(1, budget // _MIN_BLOCKS))
+    block_bytes = max(cost, -(-size // _MAX_BLOCKS))
     everything = budget >= size
-    passed = taken = 0
+    passed = sampled = 0
     for span in spans:
         accept = document_filter(source.holdout, "train", source.relative_paths[span.file_index])
         if not has_many_records(source.config) and not accept(span.start_byte):
             continue
-        for piece in _pieces(source, span, block_bytes):
-            passed += piece.text_bytes
-            wanted = min(piece.text_bytes, cost)
-            if not everything and (taken + wanted) * size > passed * budget:
+        for block in _blocks(source, span, block_bytes):
+            passed += block.text_bytes
+            wanted = min(block.text_bytes, cost)
+            if not everything and (sampled + wanted) * size > passed * budget:
                 continue
-            for text in _texts(source, span, piece, piece.text_bytes if everything else wanted, accept):
-                taken += len(text.encode("utf-8"))
+            for text in _texts(source, span, block, block.text_bytes if everything else wanted, accept):
+                sampled += len(text.encode("utf-8"))
                 yield text
 
 
 def _texts(
-    source: Source, span: UnitSpan, piece: RecordBlock, wanted_bytes: int, accept: Callable[[int], bool]
+    source: Source, span: UnitSpan, block: RecordBlock, wanted_bytes: int, accept: Callable[[int], bool]
 ) -> Iterator[str]:
-    """The records that begin in the first ``wanted_bytes`` of a piece; a part of the text where the record is the
+    """Yield the records that begin in the first ``wanted_bytes`` of a block; a part of the text if the record is the
     span."""
     config, stored, index = source.config, source.stored[span.file_index], span.file_index
-    if _has_marked_records(config):
-        taken = 0
-        whole = UnitSpan(index, piece.start_byte, piece.end_byte, piece.first_ordinal)
+    if _has_located_records(config):
+        sampled = 0
+        whole = UnitSpan(index, block.start_byte, block.end_byte, block.first_ordinal)
         for record in read_records(config, stored, whole, accept):
             if isinstance(record, Document) and record.text:
-                taken += len(record.text.encode("utf-8"))
+                sampled += len(record.text.encode("utf-8"))
                 yield record.text
-            if taken >= wanted_bytes:
+            if sampled >= wanted_bytes:
                 return
         return
-    ends = (piece.start_byte, piece.start_byte + wanted_bytes)
+    ends = (block.start_byte, block.start_byte + wanted_bytes)
     if records_are_lines(config):
         limits = Limits.from_source(config)
         start, end = (
@@ -148,19 +148,19 @@ def _texts(
             for at in ends
         )
     else:
-        start, end = (_back(config, stored, at, span) for at in ends)
+        start, end = (_align(config, stored, at, span) for at in ends)
     if start < end:
         aligned = UnitSpan(index, start, end, 0)
-        for record in read_records(config, stored, aligned, accept if records_are_lines(config) else _everything):
+        for record in read_records(config, stored, aligned, accept if records_are_lines(config) else _accept_all):
             if isinstance(record, Document) and record.text:
                 yield record.text
 
 
-def _everything(_: int) -> bool:
+def _accept_all(_: int) -> bool:
     return True
 
 
-def _back(config: SourceConfig, stored: StoredFile, at: int, span: UnitSpan) -> int:
+def _align(config: SourceConfig, stored: StoredFile, at: int, span: UnitSpan) -> int:
     if at in {span.start_byte, span.end_byte}:
         return at
     return text_boundary_before(stored, at, span.start_byte, Limits.from_source(config)) or span.start_byte

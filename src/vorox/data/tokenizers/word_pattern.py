@@ -1,10 +1,10 @@
-"""Cutting text into words by the pattern of a tokenizer, with the regular expressions of Python's standard library.
+"""Pre-tokenization patterns on Python's ``re``: splitting text into words exactly as the tokenizers library does.
 
-The pattern of a ``tokenizer.json`` goes in, a function from text to words comes out; a pattern that Python would read
-otherwise is refused. The patterns name Unicode classes that Python's engine lacks, so every character outside ASCII
-is first replaced by a stand-in for all characters of the same classes, and the original is cut at the same places.
-Invariant: the very library that is to be equalled decides which characters a class has, and is asked for the class as
-it is written: ``\\w`` and ``[\\w]`` are different classes there.
+The pattern of a ``tokenizer.json`` goes in; a function from text to words comes out. A pattern that ``re`` might
+interpret differently is refused. Patterns use Unicode classes that ``re`` lacks, so every non-ASCII character is first
+replaced by a placeholder for all characters of the same classes, and the original text is split at the same offsets.
+Invariant: the library itself decides which characters are in a class, by the expression as written: ``\\w`` and
+``[\\w]`` are different classes there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from tokenizers import Regex, pre_tokenizers
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern of the pre-tokenizer ``ByteLevel``, where it cuts."""
+"""The pattern of the pre-tokenizer ``ByteLevel``."""
 
 ClassMembers = Callable[[str], set[str]]
-"""Which of these characters, all different, are in a class."""
+"""Returns which of some distinct characters are in a class."""
 
 _CLASS = re.compile(r"\\(?:[pP]\{\^?\w+\}|[sSdDwW])")
 _ESCAPE = re.compile(r"\\(?:[rntfv]|[!-/:-@\[-`{-~ ])")
@@ -31,35 +31,35 @@ _QUANTIFIER = re.compile(r"(?P<sign>[?*+])[?+]?|\{(?P<least>\d+)(?P<range>,(?P<m
 _GROUP = re.compile(r"\(\?[:=!>]")
 _CASELESS = re.compile(r"\(\?i:((?:[a-zA-Z'|]|\[[a-zA-Z]+\])+)\)(?![*+{]|\?[?+])")
 FOLDED_PAIR = re.compile(r"ss|st|f[fil]|\.[\w.]|\w\.", re.IGNORECASE)
-"""Letters that the library takes for one character (``ß``, ``ﬁ``) where case does not matter; a dot may be any."""
+"""Letter pairs that case-insensitive matching in the library equates with one character (``ß``, ``ﬁ``)."""
 _NOT_LITERAL = frozenset("\\[](){}?*+|.^$")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _RARE = 16
-"""Where fewer than one character in so many is not ASCII, they are replaced one by one."""
-_FIRST_STAND_IN = 0x80
-_STAND_INS = 0x80
-_ODD = 0x2028
+"""Below one non-ASCII character in this many, they are replaced one by one."""
+_FIRST_PLACEHOLDER = 0x80
+_MAX_PLACEHOLDERS = 0x80
+_UNSUPPORTED = 0x2028
 _FOLDED = "\u017f\u212a\u0130\u0131"
-"""Characters that are ``s``, ``k`` and ``i`` to an engine that ignores case."""
+"""Characters that match ``s``, ``k`` and ``i`` without regard to case."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece of a pattern: text as Python reads it, or a class of characters as the library reads it."""
+    """A part of a pattern: Python regex text, or a character class in the library's syntax."""
 
     text: str = ""
     expression: str = ""
 
 
 class RefusedPattern(Exception):
-    """A pattern that the two engines might read differently."""
+    """A pattern that the two regex engines may interpret differently."""
 
 
 class _Parser:
-    """Splits a pattern into parts, and knows how many characters each part matches at least.
+    """Parses a pattern into parts, tracking the minimum number of characters that each matches.
 
-    A repeated group is refused where it can match nothing, because engines end such a loop at different places, and
-    where it has choices inside, because trying them all can take for ever. So is a pattern that can match nothing.
+    A repeated group is refused if it can match the empty string, because engines end such loops differently, or if it
+    contains choices, because backtracking may take exponential time. So is a pattern that can match the empty string.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -72,7 +72,7 @@ class _Parser:
         return self.parts
 
     def _alternatives(self) -> int:
-        """Parse up to the end of a group or of the pattern; return the fewest characters that it matches."""
+        """Parse up to the end of a group or pattern; return the minimum number of characters that it matches."""
         fewest: list[int] = []
         here = 0
         while self._position < len(self._pattern) and self._pattern[self._position] != ")":
@@ -86,14 +86,14 @@ class _Parser:
         return min([*fewest, here])
 
     def _item(self) -> int:
-        """Parse an atom with its quantifier; return the fewest characters that it matches."""
+        """Parse an atom with its quantifier; return the minimum number of characters that it matches."""
         choices = self._choices
         width = self._atom()
         quantifier = _QUANTIFIER.match(self._pattern, self._position)
         if quantifier is None:
             return width or 0
         if not width or (self._choices > choices and quantifier["sign"] != "?"):
-            raise RefusedPattern  # a repeated assertion, a loop around nothing, or one around choices
+            raise RefusedPattern  # a repeated assertion, a loop over the empty string, or one over choices
         self._take(quantifier[0])
         if quantifier["sign"]:
             self._choices += 1
@@ -105,7 +105,7 @@ class _Parser:
         return width * least
 
     def _atom(self) -> int | None:
-        """Parse one class, character or group; return the fewest characters that it matches, None if it asserts."""
+        """Parse a class, character or group; return the minimum characters that it matches, None for an assertion."""
         rest = self._pattern[self._position :]
         found = _CLASS.match(rest)
         expression = found[0] if found else bracket_expression(rest) if rest[0] == "[" else ""
@@ -131,10 +131,10 @@ class _Parser:
         return 1
 
     def _caseless(self, rest: str) -> int:
-        """Parse letters without regard to case.
+        """Parse case-insensitive letters.
 
-        Each alternative begins at an apostrophe, so that no letters of two groups are neighbours: ``s`` and ``s`` of
-        two groups could be one ``ß`` to the library.
+        Every alternative must begin at an apostrophe, so that letters of two groups are never adjacent: the library
+        could match ``s`` and ``s`` of two groups as one ``ß``.
         """
         found = _CASELESS.match(rest)
         if found is None:
@@ -159,16 +159,16 @@ def bracket_expression(text: str) -> str:
     """Return the bracket expression at the beginning of a text.
 
     Raises:
-        RefusedPattern: Its end is not beyond doubt.
+        RefusedPattern: Its end is ambiguous.
     """
     position, depth = 0, 0
     while position < len(text):
         rest = text[position:]
-        taken = _CLASS.match(rest) or _ESCAPE.match(rest)
+        token = _CLASS.match(rest) or _ESCAPE.match(rest)
         if depth and rest[0] == "[" and (posix := _POSIX_CLASS.match(rest)):
-            taken = posix
-        if taken:
-            position += taken.end()
+            token = posix
+        if token:
+            position += token.end()
             continue
         if rest[0] == "\\" or (rest[0] == "[" and depth and not text[:position].endswith("&&")):
             raise RefusedPattern
@@ -186,45 +186,45 @@ def bracket_expression(text: str) -> str:
 
 
 class WordPattern:
-    """A function from text to words. Make one with ``word_pattern``. Safe to use from several threads."""
+    """A function from text to words, made by ``word_pattern``. Thread-safe."""
 
-    def __init__(self, parts: Sequence[_Part], ask: Callable[[str], ClassMembers]) -> None:
+    def __init__(self, parts: Sequence[_Part], find_members: Callable[[str], ClassMembers]) -> None:
         self._parts = parts
         self._expressions = sorted({part.expression for part in parts if part.expression})
-        self._ask = [ask(expression) for expression in self._expressions]
+        self._find_members = [find_members(expression) for expression in self._expressions]
         self._folds = any(part.text.startswith("(?i:") for part in parts)
         self._members: dict[str, set[str]] = {expression: set() for expression in self._expressions}
-        self._stand_ins: dict[tuple[bool, ...], int] = {}
+        self._placeholders: dict[tuple[bool, ...], int] = {}
         self._table: dict[int, int] = {}
         self._learning = threading.Lock()
-        ascii_characters = "".join(map(chr, range(_FIRST_STAND_IN)))
-        for expression, ask_class in zip(self._expressions, self._ask, strict=True):
-            self._members[expression] |= ask_class(ascii_characters)
+        ascii_characters = "".join(map(chr, range(_FIRST_PLACEHOLDER)))
+        for expression, find_in_class in zip(self._expressions, self._find_members, strict=True):
+            self._members[expression] |= find_in_class(ascii_characters)
         self._compiled = self._compile()
 
     def words(self, text: str) -> list[str] | None:
-        """Return what the pattern matches and what lies between, in order; None where it cannot be known."""
+        """Return the matches of the pattern and the text between them, in order; None if the text is unsupported."""
         if text.isascii():
             words: list[str] = self._compiled.findall(text)
-            return words if len("".join(words)) == len(text) else list(self._pieces(text, text))
+            return words if len("".join(words)) == len(text) else list(self._split(text, text))
         replaced = self._replaced(text)
         if replaced is None:
             return None
         words = self._compiled.findall(replaced)
         places = [0, *accumulate(map(len, words))]
         if places[-1] != len(text):
-            return list(self._pieces(text, replaced))
+            return list(self._split(text, replaced))
         for index, is_original in enumerate(map(str.isascii, words)):
             if not is_original:
                 words[index] = text[places[index] : places[index + 1]]
         return words
 
     def iterate(self, text: str) -> Iterator[str] | None:
-        """Yield the same words one by one, in memory that does not grow with their number."""
+        """Yield the same words lazily, in constant memory."""
         replaced = text if text.isascii() else self._replaced(text)
-        return None if replaced is None else self._pieces(text, replaced)
+        return None if replaced is None else self._split(text, replaced)
 
-    def _pieces(self, text: str, replaced: str) -> Iterator[str]:
+    def _split(self, text: str, replaced: str) -> Iterator[str]:
         end = 0
         for match in self._compiled.finditer(replaced):
             start, stop = match.span()
@@ -236,37 +236,37 @@ class WordPattern:
             yield text[end:]
 
     def _replaced(self, text: str) -> str | None:
-        """The text with a stand-in for every character outside ASCII; None if one of them has none."""
-        foreign = _NOT_ASCII.findall(text)
-        table, distinct = self._table, set(foreign)
+        """Return the text with a placeholder for every non-ASCII character; None if one is unsupported."""
+        non_ascii = _NOT_ASCII.findall(text)
+        table, distinct = self._table, set(non_ascii)
         unknown = [character for character in distinct if ord(character) not in table]
         if unknown:
             self._learn(unknown)
-        if len(foreign) * _RARE > len(text):
+        if len(non_ascii) * _RARE > len(text):
             replaced = text.translate(table)
         else:
-            stand_ins = {character: chr(table[ord(character)]) for character in distinct}
-            replaced = _NOT_ASCII.sub(lambda found: stand_ins[found[0]], text)
-        return None if chr(_ODD) in replaced else replaced
+            placeholders = {character: chr(table[ord(character)]) for character in distinct}
+            replaced = _NOT_ASCII.sub(lambda found: placeholders[found[0]], text)
+        return None if chr(_UNSUPPORTED) in replaced else replaced
 
     def _learn(self, characters: Iterable[str]) -> None:
-        """Find the stand-ins of characters, and make new ones for classes that had none."""
+        """Assign placeholders to characters, with new ones for new combinations of classes."""
         with self._learning:
             distinct = "".join(sorted(characters))
-            inside = [ask_class(distinct) for ask_class in self._ask]
+            inside = [find_in_class(distinct) for find_in_class in self._find_members]
             learned: dict[int, int] = {}
             for character in distinct:
                 classes = tuple(character in members for members in inside)
                 if self._folds and character in _FOLDED:
-                    learned[ord(character)] = _ODD
+                    learned[ord(character)] = _UNSUPPORTED
                     continue
-                if classes not in self._stand_ins and len(self._stand_ins) < _STAND_INS:
-                    stand_in = self._stand_ins[classes] = _FIRST_STAND_IN + len(self._stand_ins)
+                if classes not in self._placeholders and len(self._placeholders) < _MAX_PLACEHOLDERS:
+                    placeholder = self._placeholders[classes] = _FIRST_PLACEHOLDER + len(self._placeholders)
                     for expression, is_member in zip(self._expressions, classes, strict=True):
                         if is_member:
-                            self._members[expression].add(chr(stand_in))
-                learned[ord(character)] = self._stand_ins.get(classes, _ODD)
-            self._compiled = self._compile()  # before anybody can have a text with the new stand-ins
+                            self._members[expression].add(chr(placeholder))
+                learned[ord(character)] = self._placeholders.get(classes, _UNSUPPORTED)
+            self._compiled = self._compile()  # before any text can contain the new placeholders
             self._table.update(learned)
 
     def _compile(self) -> re.Pattern[str]:
@@ -277,8 +277,8 @@ class WordPattern:
         return re.compile(text, re.ASCII)
 
 
-class WordPatterns:
-    """Patterns in a row: each cuts what the one before it left."""
+class WordPatternSequence:
+    """A sequence of patterns: each splits the words of the previous one."""
 
     def __init__(self, patterns: Sequence[WordPattern]) -> None:
         self._patterns = patterns
@@ -286,9 +286,9 @@ class WordPatterns:
     def words(self, text: str) -> list[str] | None:
         runs = [text]
         for pattern in self._patterns:
-            cut = [pattern.words(run) for run in runs]
-            runs = [piece for pieces in cut if pieces is not None for piece in pieces]
-            if None in cut:
+            split = [pattern.words(run) for run in runs]
+            runs = [word for words in split if words is not None for word in words]
+            if None in split:
                 return None
         return runs
 
@@ -297,45 +297,45 @@ class WordPatterns:
             return None
         words = iter([text])
         for pattern in self._patterns:
-            words = _each_cut(pattern, words)
+            words = _split_each(pattern, words)
         return words
 
 
-def _each_cut(pattern: WordPattern, runs: Iterable[str]) -> Iterator[str]:
+def _split_each(pattern: WordPattern, runs: Iterable[str]) -> Iterator[str]:
     for run in runs:
-        pieces = pattern.iterate(run)
-        assert pieces is not None, "a text whose every character has a stand-in has them in every part"
-        yield from pieces
+        words = pattern.iterate(run)
+        assert words is not None, "every character of the text has a placeholder"
+        yield from words
 
 
-def _ask_regex(expression: str) -> ClassMembers:
+def _regex_members(expression: str) -> ClassMembers:
     removing: Any = pre_tokenizers.Split(Regex(expression), behavior="removed")
     return lambda characters: set(characters).difference(*(piece for piece, _ in removing.pre_tokenize_str(characters)))
 
 
-def _ask_digits(_: str) -> ClassMembers:
-    """The digits of the pre-tokenizer ``Digits``, whose table is another one than that of ``\\p{N}``."""
-    cutting: Any = pre_tokenizers.Digits(individual_digits=True)
+def _digit_members(_: str) -> ClassMembers:
+    """Find the digits of the pre-tokenizer ``Digits``, which differ from ``\\p{N}``."""
+    splitting: Any = pre_tokenizers.Digits(individual_digits=True)
 
-    def ask(characters: str) -> set[str]:
+    def find(characters: str) -> set[str]:
         between = "".join(f"a{character}" for character in characters)
-        return {piece for piece, _ in cutting.pre_tokenize_str(between) if len(piece) == 1} - {"a"}
+        return {piece for piece, _ in splitting.pre_tokenize_str(between) if len(piece) == 1} - {"a"}
 
-    return ask
+    return find
 
 
 def digits_pattern(*, individual: bool) -> WordPattern:
-    """The cuts of the pre-tokenizer ``Digits``."""
-    return WordPattern([_Part(expression="digits"), _Part("" if individual else "+")], _ask_digits)
+    """Return the pattern of the pre-tokenizer ``Digits``."""
+    return WordPattern([_Part(expression="digits"), _Part("" if individual else "+")], _digit_members)
 
 
 def word_pattern(pattern: str) -> WordPattern | None:
-    """A function that cuts by this pattern; None if Python's engine might cut otherwise."""
+    """Return the compiled pattern; None if ``re`` might split differently."""
     try:
-        return WordPattern(_Parser(pattern).parse(), _ask_regex)
+        return WordPattern(_Parser(pattern).parse(), _regex_members)
     except (RefusedPattern, re.error, OverflowError, RecursionError):
         return None
-    except Exception as error:  # the library raises bare Exception for a class that it does not know
+    except Exception as error:  # the library raises bare Exception for an unknown class
         if type(error) is not Exception:
             raise
         return None
