@@ -300,7 +300,7 @@ class TestHuggingFace:
 
     def test_repository_without_a_tokenizer(self, models: HubServer) -> None:
         models.commit("owner/model", {"README.md": b"nothing", "config.json": b"{}"})
-        with pytest.raises(DataError, match=r"no tokenizer\.json, and transformers cannot make one"):
+        with pytest.raises(DataError, match=r"No tokenizer\.json was found, and transformers cannot convert"):
             make(kind="huggingface", path="owner/model")
 
     def test_old_files_are_converted(self, tmp_path: Path) -> None:
