@@ -181,7 +181,7 @@ def verify_directory(directory: Path, *, extra_files: frozenset[str] = frozenset
     """
     body = read_manifest(directory)
     expected: dict[str, dict[str, Any]] = body["files"]
-    present = _files_below(directory)
+    present = _list_files(directory)
     for name in sorted(present - set(expected) - {MANIFEST_NAME} - extra_files):
         raise CheckpointError("A file is not in the manifest", where=str(directory / name))
     for name, entry in sorted(expected.items()):
@@ -204,7 +204,7 @@ def verify_directory(directory: Path, *, extra_files: frozenset[str] = frozenset
     return body["metadata"]
 
 
-def _files_below(directory: Path) -> set[str]:
+def _list_files(directory: Path) -> set[str]:
     """Return the names of all files and of links to folders, without following the links."""
 
     def fail(error: OSError) -> None:

@@ -16,7 +16,7 @@ import pytest
 from cache_corpus import build_corpus, recipe_for, small_corpus, work_of
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.gc import find_caches, find_garbage, remove, remove_cache, remove_unused
+from vorox.data.cache.gc import find_caches, find_garbage, remove_cache, remove_garbage, remove_unused
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
@@ -56,7 +56,7 @@ def test_only_unreferenced_files_without_a_holder_are_garbage(tmp_path: Path) ->
         assert {item.path for item in find_garbage(tmp_path)} == {left, extra[0], void}
     found = find_garbage(tmp_path)
     assert {item.path for item in found} == {left, *extra, void}
-    assert remove(found) == sum(item.size_bytes for item in found) > 1000
+    assert remove_garbage(found) == sum(item.size_bytes for item in found) > 1000
     assert [path.exists() for path in (left, *extra, void, kept)] == [False] * 4 + [True]
     reader = CacheReader.open(directory)
     reader.verify()
@@ -72,7 +72,7 @@ def test_a_chunk_committed_after_it_was_listed_stays(tmp_path: Path) -> None:
     found = find_garbage(tmp_path)
     assert {item.path.parent.name for item in found} == {"03"}
     log.write_bytes(whole)
-    assert remove(found) == 0
+    assert remove_garbage(found) == 0
     CacheReader.open(directory).verify()
 
 

@@ -59,7 +59,7 @@ def gc(
         if unused:
             size_bytes = sum(cache.size_bytes for cache in unused)
             confirm(f"Remove {pluralize(len(unused), 'cache')}, {humanize.size(size_bytes)}?", yes=yes)
-        freed = gc.remove(garbage) + gc.remove_unused(unused)
+        freed = gc.remove_garbage(garbage) + gc.remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
         print_json(

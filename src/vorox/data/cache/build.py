@@ -143,7 +143,7 @@ class _Build:
             directory, builder, units, queue, on_progress=target.on_progress, stop=options.stop
         )
         self.num_missing = 0
-        manifest = _complete(directory, builder, units, options.last_unit)
+        manifest = _read_if_complete(directory, builder, units, options.last_unit)
         if units and (options.verify is not None or manifest is None):
             with self.scheduler.translate_os_errors():
                 manifest = prepare_directory(
@@ -173,7 +173,7 @@ class _Build:
                 target.directory, target.builder, target.units, scheduler.queue, companion=companion, held=held,
                 residency=scheduler.residency, on_progress=target.on_progress, stop=self._options.stop,
             )  # fmt: skip
-        _run(scheduler, self._options, remaining)
+        _run_scheduler(scheduler, self._options, remaining)
         self._manifest = scheduler.manifest
 
     def report(self, seconds: float) -> BuildReport:
@@ -222,7 +222,7 @@ def rebuild_unit(directory: Path, builder: UnitBuilder, units: Sequence[Unit], u
     BuildScheduler(directory, builder, units, BuildQueue(last_unit=0), residency=residency).run()
 
 
-def _run(scheduler: BuildScheduler, options: BuildOptions, num_units: int) -> None:
+def _run_scheduler(scheduler: BuildScheduler, options: BuildOptions, num_units: int) -> None:
     """Build ``num_units`` missing units with the configured workers."""
     if options.executor == "ray":
         from vorox.data.cache.ray_workers import run_on_ray
@@ -262,7 +262,9 @@ def _check_tokenizer(builder: UnitBuilder) -> None:
         )
 
 
-def _complete(directory: Path, builder: UnitBuilder, units: Sequence[Unit], last_unit: int | None) -> Manifest | None:
+def _read_if_complete(
+    directory: Path, builder: UnitBuilder, units: Sequence[Unit], last_unit: int | None
+) -> Manifest | None:
     """Return the manifest of a complete cache; None if units are missing.
 
     Raises:

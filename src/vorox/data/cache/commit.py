@@ -73,7 +73,7 @@ def commit_unit(
             if current.has_unit(built.unit_id) and current.unit_chunks(built.unit_id) == records:
                 return current, True
             transforms = {name: count.to_json() for name, count in built.transforms.items()}
-            now = current.appended(directory, [unit_entry(built.statistics, records, transforms)])
+            now = current.append(directory, [unit_entry(built.statistics, records, transforms)])
         report_damaged_files(directory, built, builder.files)
         return now, True
     finally:
@@ -110,7 +110,7 @@ def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, builder: UnitBui
     with manifest.exclusive(directory) as current:
         if current.has_unit(unit.unit_id):
             return current, False
-        return current.appended(directory, [unit_entry(statistics, records)]), True
+        return current.append(directory, [unit_entry(statistics, records)]), True
 
 
 def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[list[ChunkRecord], UnitStatistics] | None:

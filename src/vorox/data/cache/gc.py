@@ -76,17 +76,17 @@ def find_garbage(root: Path) -> list[Garbage]:
     """Return the unreferenced files in the caches below a root, and abandoned rebuilds."""
     found: list[Garbage] = []
     now = disk_time_or_local(root)
-    for directory in _caches(root):
+    for directory in _cache_directories(root):
         if directory.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX)):
             if not _is_busy(directory, now) and idle_seconds(directory, now) > STALE_SECONDS:
                 reason = "abandoned rebuild" if REBUILD_PREFIX in directory.name else "replaced by a rebuild"
-                found.append(Garbage(directory, _size(directory), reason))
+                found.append(Garbage(directory, _directory_bytes(directory), reason))
         else:
-            found += _in_cache(directory, now)
+            found += _find_in_cache(directory, now)
     return found
 
 
-def remove(garbage: Sequence[Garbage]) -> int:
+def remove_garbage(garbage: Sequence[Garbage]) -> int:
     """Remove what is still garbage; return the bytes freed."""
     freed = 0
     for item in garbage:
@@ -97,7 +97,7 @@ def remove(garbage: Sequence[Garbage]) -> int:
         elif _CHUNK_NAME.fullmatch(item.path.name):
             directory = item.path.parents[2]
             with Manifest.open(directory).exclusive(directory) as manifest:
-                if not _is_unnamed(directory, item.path, manifest, disk_time_or_local(directory)):
+                if not _is_unreferenced(directory, item.path, manifest, disk_time_or_local(directory)):
                     continue
                 remove_file(item.path)
         else:
@@ -115,7 +115,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
     """
     readers = _recipes_of_runs(runs)
     found: list[tuple[Path, tuple[str, ...]]] = []
-    for directory in (*_caches(root), *_caches(root / STREAMS_NAME)):
+    for directory in (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME)):
         if directory.name.startswith("."):
             continue
         with contextlib.suppress(DataError):
@@ -125,7 +125,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
     return [
         CacheUse(
             directory,
-            _size(directory),
+            _directory_bytes(directory),
             idle_seconds(directory, now),
             users or by_source.get(_source_and_content(directory), ()),
             _is_busy(directory, now),
@@ -156,32 +156,32 @@ def remove_cache(directory: Path) -> None:
     remove_directory(directory)
 
 
-def _caches(root: Path) -> Iterator[Path]:
+def _cache_directories(root: Path) -> Iterator[Path]:
     """Yield the cache directories directly below a root. Symbolic links are skipped: their targets belong elsewhere."""
     if root.is_dir():
         found = (path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink())
         yield from (path for path in found if (path / RECIPE_NAME).exists())
 
 
-def _in_cache(directory: Path, now: float) -> Iterator[Garbage]:
+def _find_in_cache(directory: Path, now: float) -> Iterator[Garbage]:
     folders = [directory / name for name in ("manifest", "quarantine", LEASES_NAME, "chunks")]
     linked = {folder.name for folder in folders if folder.is_symlink()}
     chunks = [] if "chunks" in linked else [path for path in (directory / "chunks").glob("*") if not path.is_symlink()]
     for place in [directory, *(folder for folder in folders if folder.name not in linked), *sorted(chunks)]:
         for path in sorted(place.glob(".tmp-*")):
             if is_stale_temporary(path):
-                yield _file(path, "temporary file of a dead process")
+                yield _file_garbage(path, "temporary file of a dead process")
     for path in [] if LEASES_NAME in linked else sorted((directory / LEASES_NAME).glob("u*")):
         if not is_held(path, now):
-            yield _file(path, "lease of a dead process")
+            yield _file_garbage(path, "lease of a dead process")
     with contextlib.suppress(DataError):  # an unreadable manifest proves nothing
         manifest = Manifest.open(directory)
         for path in sorted(path for place in chunks for path in place.glob("*.psc")):
-            if _is_unnamed(directory, path, manifest, now):
-                yield _file(path, "chunk not in the manifest")
+            if _is_unreferenced(directory, path, manifest, now):
+                yield _file_garbage(path, "chunk not in the manifest")
 
 
-def _is_unnamed(directory: Path, path: Path, manifest: Manifest, now: float) -> bool:
+def _is_unreferenced(directory: Path, path: Path, manifest: Manifest, now: float) -> bool:
     match = _CHUNK_NAME.fullmatch(path.name)
     if match is None:
         return False
@@ -191,13 +191,13 @@ def _is_unnamed(directory: Path, path: Path, manifest: Manifest, now: float) -> 
     return part not in {record.part for record in manifest.unit_chunks(unit)}
 
 
-def _file(path: Path, reason: str) -> Garbage:
+def _file_garbage(path: Path, reason: str) -> Garbage:
     with contextlib.suppress(OSError):
         return Garbage(path, path.lstat().st_size, reason)
     return Garbage(path, 0, reason)
 
 
-def _size(directory: Path) -> int:
+def _directory_bytes(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file())
 
 
@@ -222,18 +222,18 @@ def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
                 f"Cannot read the plan of run {path.parent.name}, so the caches that it uses are unknown",
                 where=str(path), hint="repair or remove the run first",
             ) from error  # fmt: skip
-        for recipe in _values(bodies, "recipe"):
+        for recipe in _strings_under(bodies, "recipe"):
             found.setdefault(recipe, set()).add(path.parent.name)
     return found
 
 
-def _values(value: Any, key: str) -> Iterator[str]:
+def _strings_under(value: Any, key: str) -> Iterator[str]:
     """Yield all strings under a key, at any depth."""
     if isinstance(value, Mapping):
         for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
             if name == key and isinstance(inner, str):
                 yield inner
-            yield from _values(inner, key)
+            yield from _strings_under(inner, key)
     elif isinstance(value, list):
         for inner in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _values(inner, key)
+            yield from _strings_under(inner, key)

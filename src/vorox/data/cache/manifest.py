@@ -127,7 +127,7 @@ class Manifest:
         return cls.empty().refreshed(directory)
 
     def refreshed(self, directory: Path) -> Manifest:
-        """Return the current state, with the entries appended since."""
+        """Return the current state, with the entries append since."""
         while True:
             before = _signature(directory / LOG_NAME)
             try:
@@ -162,12 +162,14 @@ class Manifest:
         if len(recipes) > 1:
             raise _inconsistent(path, f"it names several recipes: {', '.join(sorted(recipes))}")
         try:
-            chunks = [_chunk_row(chunk) for body in bodies for chunk in body.get("add", ())]
-            units = [_unit_row(unit) for body in bodies for unit in body.get("done", ())]
-            planned = max([self.planned_units, *(_number(body["planned"]) for body in bodies if "planned" in body)])
-            files = max([self.planned_files, *(_number(body["files"]) for body in bodies if "files" in body)])
+            chunks = [_parse_chunk(chunk) for body in bodies for chunk in body.get("add", ())]
+            units = [_parse_unit(unit) for body in bodies for unit in body.get("done", ())]
+            planned = max(
+                [self.planned_units, *(_parse_number(body["planned"]) for body in bodies if "planned" in body)]
+            )
+            files = max([self.planned_files, *(_parse_number(body["files"]) for body in bodies if "files" in body)])
             plans = [body for body in bodies if "planned" in body]
-            estimates = [self.estimated_bytes, *(_number(body["cutting"]) for body in plans if "cutting" in body)]
+            estimates = [self.estimated_bytes, *(_parse_number(body["cutting"]) for body in plans if "cutting" in body)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _inconsistent(path, f"an entry is malformed: {error}") from error
         outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
@@ -175,8 +177,8 @@ class Manifest:
             raise _inconsistent(path, f"it names unit {outside[0]}, but only {planned:,} units are planned")
         return Manifest(
             planned,
-            _merged_chunks(directory, self.chunks, np.array(chunks, _CHUNK)),
-            _merged(self.units, np.array(units, _UNIT), ["unit"])[0],
+            _merge_chunks(directory, self.chunks, np.array(chunks, _CHUNK)),
+            _merge(self.units, np.array(units, _UNIT), ["unit"])[0],
             position,
             next(iter(recipes), ""),
             files,
@@ -199,11 +201,11 @@ class Manifest:
 
     @contextlib.contextmanager
     def exclusive(self, directory: Path) -> Generator[Manifest]:
-        """Hold the write lock and yield the current state; ``appended`` adds entries to it."""
+        """Hold the write lock and yield the current state; ``append`` adds entries to it."""
         with FileLock(directory / LOCK_NAME):
             yield self.refreshed(directory)
 
-    def appended(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
+    def append(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
         """Append entries durably and return the new state. The caller holds ``exclusive``."""
         HashChainedLog(directory / LOG_NAME).append(entries, after=self.position)
         return self.refreshed(directory)
@@ -211,7 +213,7 @@ class Manifest:
     def commit(self, directory: Path, entries: Sequence[Mapping[str, Any]]) -> Manifest:
         """Append entries durably under the lock and return the new state."""
         with self.exclusive(directory) as manifest:
-            return manifest.appended(directory, entries)
+            return manifest.append(directory, entries)
 
     @property
     def generation(self) -> int:
@@ -327,24 +329,24 @@ def check_contained(directory: Path, path: Path) -> None:
         )  # fmt: skip
 
 
-def _number(value: object) -> int:
+def _parse_number(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_UNIT:
         raise ValueError(f"{value!r} is out of range")
     return value
 
 
-def _hash(value: object) -> bytes:
+def _parse_hash(value: object) -> bytes:
     if not isinstance(value, str) or not _HASH.fullmatch(value):
         raise ValueError(f"{value!r} is not a SHA-256 hash")
     return bytes.fromhex(value)
 
 
-def _chunk_row(chunk: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple((_hash if name in _HASH_FIELDS else _number)(chunk[name]) for name in _CHUNK_FIELDS)
+def _parse_chunk(chunk: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((_parse_hash if name in _HASH_FIELDS else _parse_number)(chunk[name]) for name in _CHUNK_FIELDS)
 
 
-def _unit_row(unit: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(_number(unit[name]) for name in _UNIT_FIELDS)
+def _parse_unit(unit: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(_parse_number(unit[name]) for name in _UNIT_FIELDS)
 
 
 def _inconsistent(path: Path, what: str) -> DataError:
@@ -354,7 +356,7 @@ def _inconsistent(path: Path, what: str) -> DataError:
     )  # fmt: skip
 
 
-def _merged(old: Records, new: Records, key: list[str]) -> tuple[Records, Records, Records]:
+def _merge(old: Records, new: Records, key: list[str]) -> tuple[Records, Records, Records]:
     """Merge by key, keeping the newer record; also return the replaced records and their replacements."""
     both = np.concatenate([old, new])
     both = both[np.lexsort([np.arange(len(both)), *(both[name] for name in reversed(key))])]
@@ -363,8 +365,8 @@ def _merged(old: Records, new: Records, key: list[str]) -> tuple[Records, Record
     return both[~replaced], both[replaced], both[np.flatnonzero(replaced) + 1]
 
 
-def _merged_chunks(directory: Path, old: Records, new: Records) -> Records:
-    merged, before, after = _merged(old, new, ["unit", "part"])
+def _merge_chunks(directory: Path, old: Records, new: Records) -> Records:
+    merged, before, after = _merge(old, new, ["unit", "part"])
     if before["content"].tobytes() != after["content"].tobytes():
         raise DataError(
             "The manifest has two different contents for one chunk",

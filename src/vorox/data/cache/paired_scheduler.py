@@ -104,12 +104,12 @@ class PairedScheduler(BuildScheduler):
             if records is None:
                 self._skip(target)
                 continue
-            self._parts[target][unit] = [record for record in records if self._target_of(unit, record) == target]
+            self._parts[target][unit] = [record for record in records if self._find_target(unit, record) == target]
             if self._parts[target].keys() == self._covering[target]:
                 self._build_companion(target)
         return True
 
-    def _target_of(self, unit: int, record: Record) -> int:
+    def _find_target(self, unit: int, record: Record) -> int:
         """Return the companion's unit that a record belongs to."""
         if len(self._targets[unit]) == 1:
             return next(iter(self._targets[unit]))

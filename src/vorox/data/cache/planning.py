@@ -56,7 +56,7 @@ def prepare_directory(
         record_inputs(directory, manifest, builder.files, units)
         if manifest.planned_units < len(units) or manifest.planned_files < len(builder.files):
             entry = planned_entry(len(units), builder.recipe.digest, len(builder.files))
-            manifest = manifest.appended(directory, [entry])
+            manifest = manifest.append(directory, [entry])
     builder.with_directory(directory).find_duplicates(units, on_compared=on_compared, stop=stop)
     return manifest
 

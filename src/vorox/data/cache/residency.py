@@ -98,7 +98,7 @@ class Evictable(Protocol):
         """0 for a unit that is being read or awaited, which is never evicted; the higher, the later it is needed."""
         ...
 
-    def evicted(self, unit: int, /) -> None:
+    def mark_evicted(self, unit: int, /) -> None:
         """Record that the chunk files of a unit have been removed."""
         ...
 
@@ -221,7 +221,7 @@ class DiskBudget:
                 if used_bytes + size_bytes <= self.limit_bytes or priority <= own:
                     break
                 used_bytes -= remove_chunks(files)
-                owner.evicted(other)
+                owner.mark_evicted(other)
             if used_bytes + size_bytes <= self.limit_bytes:
                 return True
             if gives_way():

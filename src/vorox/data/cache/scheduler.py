@@ -179,7 +179,7 @@ class BuildScheduler:
             for unit in self._in_flight:
                 leases.release(unit)
 
-    def _leased(self, batch: Sequence[int], leases: Leases) -> Iterator[Unit]:
+    def _lease_units(self, batch: Sequence[int], leases: Leases) -> Iterator[Unit]:
         for unit in batch:
             if self._stop() or self.queue.preempts(batch):
                 return
@@ -210,7 +210,7 @@ class BuildScheduler:
         """Commit complete units of dead builders; returns how many."""
         adopted = 0
         orphans = [unit for unit in batch if chunk_path(self.directory, unit, 0).exists()]
-        for unit in self._leased([unit for unit in orphans if not self.manifest.has_unit(unit)], leases):
+        for unit in self._lease_units([unit for unit in orphans if not self.manifest.has_unit(unit)], leases):
             manifest, done = adopt_unit(self.manifest, self.directory, unit, self.builder)
             self._in_flight.remove(unit.unit_id)
             leases.release(unit.unit_id)
@@ -224,7 +224,7 @@ class BuildScheduler:
     def _build(self, batch: Sequence[int], leases: Leases) -> int:
         built = 0
         units = self.builder.run(
-            self._leased(batch, leases), on_documents=self._add_documents, on_statistics=self._update_stages,
+            self._lease_units(batch, leases), on_documents=self._add_documents, on_statistics=self._update_stages,
             stop=lambda: self._stop() or self.queue.preempts(batch),
         )  # fmt: skip
         try:

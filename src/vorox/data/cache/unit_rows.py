@@ -86,7 +86,7 @@ def finish_documents(
         DataError: An id is not in the vocabulary, or a document is too long for a cache.
     """
     end = np.array([recipe.end_of_text_id], recipe.dtype)
-    stored = [ids if ids.dtype == end.dtype else _in_dtype(document, ids, files, recipe)
+    stored = [ids if ids.dtype == end.dtype else _convert_ids(document, ids, files, recipe)
               for document, ids in zip(documents, tokens, strict=True)]  # fmt: skip
     flat = cast("TokenArray", np.concatenate([end[:0], *(part for ids in stored for part in (ids, end))]))
     if flat.size and int(flat.max()) >= recipe.vocab_size:
@@ -112,7 +112,7 @@ def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[Source
     return (*place, num_tokens, len(text), xxhash.xxh3_64_intdigest(content))
 
 
-def _in_dtype(
+def _convert_ids(
     document: AnyDocument, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
 ) -> npt.NDArray[Any]:  # fmt: skip
     """Convert ids to the stored dtype."""
@@ -157,7 +157,7 @@ def chunk_contents(
         array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
     )
     tokens_RC = np.full((num_rows, recipe.row_tokens), recipe.end_of_text_id, recipe.dtype)
-    _fill(tokens_RC, tokens, document_starts[documents_F] + offsets_F, lengths_F, row_ptr)
+    _fill_rows(tokens_RC, tokens, document_starts[documents_F] + offsets_F, lengths_F, row_ptr)
     contents: list[ChunkContent] = []
     for first in range(0, num_rows, recipe.chunk_rows):
         last = min(first + recipe.chunk_rows, num_rows)
@@ -174,7 +174,7 @@ def chunk_contents(
     return contents
 
 
-def _fill(
+def _fill_rows(
     tokens_RC: TokenArray,
     tokens: TokenArray,
     starts_F: npt.NDArray[np.int64],

@@ -55,13 +55,13 @@ def damaged_units(
         on_progress: Called after each chunk with (bytes checked, total bytes).
     """
     found: dict[int, DataError] = {}
-    for record, problem in _checked(manifest, lambda record: find_damage(directory, record, depth), on_progress):
+    for record, problem in _check_chunks(manifest, lambda record: find_damage(directory, record, depth), on_progress):
         if problem is not None:
             found.setdefault(record.unit, problem)
     return found
 
 
-def _checked(
+def _check_chunks(
     manifest: Manifest,
     check: Callable[[ChunkRecord], DataError | None],
     on_progress: Callable[[int, int], None] | None,
@@ -142,7 +142,7 @@ def verify(
             return error
         return None
 
-    problems = [problem for _, problem in _checked(manifest, check, on_progress) if problem is not None]
+    problems = [problem for _, problem in _check_chunks(manifest, check, on_progress) if problem is not None]
     if problems:
         raise DataError(
             f"{len(problems):,} of {len(manifest.chunks):,} chunks are damaged; the first error: {problems[0].what}",

@@ -211,7 +211,7 @@ class FirstPass:
     ) -> None:
         self._directory, self._transform, self._on_compared = directory, transform, on_compared
         self._compared_bytes = 0
-        self._stages = stages.before(transform.number)
+        self._stages = stages.only_before(transform.number)
         self._index = index_for(transform.name, transform.args)
         self._before = ""
         self.known_units = 0

@@ -265,7 +265,7 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
         try:
-            while (taken := self._next()) is not None:
+            while (taken := self._next_result()) is not None:
                 _, item = taken
                 if isinstance(item, _Failure):
                     raise item.error
@@ -275,7 +275,7 @@ class Pipeline:
         finally:
             self._close()
 
-    def _next(self) -> tuple[int, Any] | None:
+    def _next_result(self) -> tuple[int, Any] | None:
         if self._poll is not None:
             while not self._queues[-1].wait(_POLL_SECONDS):
                 self._poll()
@@ -327,7 +327,7 @@ class Pipeline:
                 try:
                     item = stage.work(item)
                 except BaseException as error:
-                    item = self._failure(error, stage.name, item.place)
+                    item = self._make_failure(error, stage.name, item.place)
                 counter.add(int(_is_result(item)), item.size_bytes, time.perf_counter() - started)
             target.fill(sequence, item, item.size_bytes)
         target.finish(source.num_taken)
@@ -341,7 +341,7 @@ class Pipeline:
             try:
                 item = next(outputs, None)
             except BaseException as error:
-                item = self._failure(error, flow.name, inputs.place)
+                item = self._make_failure(error, flow.name, inputs.place)
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
@@ -354,7 +354,7 @@ class Pipeline:
                 break
         target.finish(sequence)
 
-    def _failure(self, error: BaseException, stage: str, place: str) -> _Failure:
+    def _make_failure(self, error: BaseException, stage: str, place: str) -> _Failure:
         self._failed = True
         return _Failure(error, stage, place)
 

@@ -196,7 +196,7 @@ class UnitStages:
             return [Stage("filter", self.filter, config.filter_threads)]
         return []
 
-    def before(self, number: int) -> UnitStages:
+    def only_before(self, number: int) -> UnitStages:
         """Return a copy with only the transforms before a given one."""
         transforms = tuple(transform for transform in self.applier.transforms if transform.number < number)
         return replace(self, applier=replace(self.applier, transforms=transforms))

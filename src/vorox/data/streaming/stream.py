@@ -202,7 +202,7 @@ class Stream:
     def eviction_priority(self, unit: int, /) -> int:
         return self._queue.eviction_priority(unit, self._peers)
 
-    def evicted(self, unit: int, /) -> None:
+    def mark_evicted(self, unit: int, /) -> None:
         self._queue.mark_lost(unit)
         self.units_evicted += 1
         for reader in list(self._readers):

@@ -128,7 +128,7 @@ class UnitList:
             fresh = self.units[manifest.planned_units :]
             if fresh or manifest.units_final != self.is_all:
                 self._log.append(manifest.planned_units, fresh)
-                manifest = manifest.appended(self._directory, [self._entry(manifest)])
+                manifest = manifest.append(self._directory, [self._entry(manifest)])
                 self.see(manifest)
         return manifest
 
