@@ -395,7 +395,7 @@ def test_a_full_disk_at_any_write_loses_nothing(tmp_path):
         with atomic.observe(fill), pytest.raises(DataError) as caught:
             build_corpus(directory, corpus)
         assert caught.value.exit_code == 4
-        assert re.search(r"about [\d,]+ bytes to go", caught.value.what)
+        assert re.search(r"about [\d,]+ bytes remaining", caught.value.what)
         done = len(Manifest.open(directory).units) if (directory / "manifest").exists() else 0
         # An entry that was written but not synced exists, but was not reported as committed.
         unsure = seen[-1].kind == "fsync" and seen[-1].path.name == "log.jsonl" and done > 0
