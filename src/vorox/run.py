@@ -1,7 +1,7 @@
 """The story of a run: configuration, run directory, data, engine, resume, loop.
 
-Everything is built here, in this order, and handed on explicitly. What comes out is a run directory whose every step
-can be replayed, whatever happened on the way. The command line calls ``train`` and prints; nothing here prints.
+In: a configuration. Out: a run directory in which every step can be replayed. Each part is built here, in this order,
+and passed on explicitly. The command line calls ``train`` and prints; nothing here prints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vorox.training.mirror import open_mirror
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, initialize_or_resume
 from vorox.training.stop import StopRequest
-from vorox.training.user_functions import attach_to_run, report_changed_functions
+from vorox.training.user_functions import attach_and_record_taps, report_changed_functions
 from vorox.training.weights_source import check_weights
 from vorox.training.workload import Workload
 
@@ -51,16 +51,16 @@ class Outcome:
 
     Attributes:
         run_directory: The run.
-        begun_at_step: Steps that were finished when this process began.
-        progress: Where it stands.
+        start_step: Steps finished when this process started.
+        progress: Progress at the end.
         eval_losses: Validation loss by step.
-        fingerprint: Of the engine's final state.
-        speed: Speed and use of time of this process.
-        is_main: Whether this process is the one of the run that writes and prints.
+        fingerprint: Hash of the engine's final state.
+        speed: Throughput and use of time of this process.
+        is_main: Whether this is the main rank, which writes and prints.
     """
 
     run_directory: Path
-    begun_at_step: int
+    start_step: int
     progress: Progress
     eval_losses: dict[int, float]
     fingerprint: str
@@ -79,31 +79,33 @@ def train(
     named_keys: Collection[str] = (),
     taps: Sequence[Tap] = (),
 ) -> Outcome:
-    """Train to the end of the schedule, from wherever the run stands.
+    """Train to the end of the schedule: start a run, or resume one.
 
     Args:
-        config: What to train.
-        resume_from: ``auto``: the latest run of this configuration, or a new one. A path: that run or checkpoint.
-        minutes: Replaces the length of the run by what fits into this time.
-        display: Shows the run; ``on_progress`` is told how the preparation of the data goes.
-        argv: The command, for the record.
-        named_keys: Settings and sections that are given on purpose: a run that goes on takes them over even where
-            somebody edited its recorded configuration to say the same.
-        taps: Functions to attach to the engine for the whole run.
+        config: The configuration.
+        resume_from: ``auto`` resumes the latest run of this configuration or starts one; ``never`` starts one; a path
+            resumes that run or checkpoint.
+        minutes: Replaces the length of the run by the number of steps that fit into this time.
+        display: Shows the run.
+        on_progress: Receives the progress of preparing the data.
+        argv: The command, recorded in ``run.json``.
+        named_keys: Settings and sections given explicitly. A resumed run accepts them even if ``config.yaml`` was
+            edited to the same values.
+        taps: Functions attached to the engine for the whole run.
 
     Raises:
-        VoroxError: Whatever stopped it; its ``exit_code`` says what kind of thing that was.
+        VoroxError: The run stopped before its end; ``exit_code`` gives the kind of error.
     """
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
     dist = backends.load(config.backend).connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.propagating_failure(), StopRequest() as stop:
         if dist.process_count > 1:
-            _check_for_several(config, minutes)
+            _check_multi_process(config, minutes)
         if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
         if minutes is not None:
-            config = _fit(config, time_budget.check_minutes(minutes), display, on_progress)
+            config = _fit_to_time(config, time_budget.check_minutes(minutes), display, on_progress)
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
@@ -115,18 +117,18 @@ def train(
             ) as workload,
         ):
             if dist.is_main:
-                setup = initialize_or_resume(workload, run, mirror, _checkpoint(resume_from), named_keys)
+                setup = initialize_or_resume(workload, run, mirror, _named_checkpoint(resume_from), named_keys)
             else:
                 setup = attach(workload, run, mirror)
-            attach_to_run(taps, workload.engine, run, log)
+            attach_and_record_taps(taps, workload.engine, run, log)
             report_changed_functions(run.directory, setup.state.progress.step, config, log)
-            with stop.deferred(), open_session(setup, display, stop) as parts:
-                progress = loop.train(parts, parts.evaluations.best(setup.state.progress))
-                speed = parts.observer.finish(progress)
+            with stop.deferred(), open_session(setup, display, stop) as session:
+                progress = loop.train(session, session.evaluations.best(setup.state.progress))
+                speed = session.observer.finish(progress)
             text = f"Finished after {pluralize(progress.step, 'step')}"
             log.event("finished", text, step=progress.step, chain=progress.chain)
             return Outcome(
-                run.directory, setup.state.progress.step, progress, parts.evaluations.losses,
+                run.directory, setup.state.progress.step, progress, session.evaluations.losses,
                 workload.engine.fingerprint(), speed, dist.is_main,
             )  # fmt: skip
 
@@ -140,12 +142,12 @@ def make_workload(
     build: bool = True,
     tokenizer_directory: Path | None = None,
 ) -> Workload:
-    """Corpus, model and engine of a configuration; a run that has kept its tokenizer goes on with it.
+    """Open the corpus and create model and engine of a configuration; a run reuses the tokenizer in its directory.
 
     Raises:
         DoesNotFitError: A step takes more memory than the machine has.
     """
-    if not dist.is_main:  # where caches are shared, they are built by then
+    if not dist.is_main:  # the main rank builds shared caches first
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
     options = BuildOptions(on_repair=log.warning)
@@ -166,15 +168,15 @@ def make_workload(
 def _open_run(
     config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
 ) -> RunContext:
-    """The run, opened by the main process and joined by the others."""
+    """Open the run on the main rank; join it on the others."""
     if not dist.is_main:
-        told = dist.broadcast("run")
-        if told["config"] != config_digest(config):
+        opened = dist.broadcast("run")
+        if opened["config"] != config_digest(config):
             raise ConfigError(
-                f"process {dist.process_index} was started with another configuration than process 0",
-                where=told["directory"], hint="start all processes with the same command",
+                f"The configuration of rank {dist.process_index} differs from that of rank 0",
+                where=opened["directory"], hint="start all processes with the same command",
             )  # fmt: skip
-        return RunContext.join(Path(told["directory"]), config, told["attempt"], dist)
+        return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)
     run = _open_as_main(config, resume_from, argv, dist)
     directory = str(run.directory.absolute())
     dist.broadcast("run", {"directory": directory, "attempt": run.attempt, "config": config_digest(config)})
@@ -192,21 +194,21 @@ def _open_as_main(
 
 
 def is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
-    """Whether the run starts with step 1, as far as this machine knows."""
+    """Whether the run starts at step 1: it has no checkpoint on this machine and no mirror."""
     directory, exists = expected_directory(config, resume_from)
     return config.checkpoint.mirror is None and not (exists and step_directories(directory))
 
 
-def _checkpoint(resume_from: str | Path) -> Path | None:
-    """The checkpoint that a path names, if it names one and not a run."""
+def _named_checkpoint(resume_from: str | Path) -> Path | None:
+    """Return the checkpoint that a path names; ``None`` if it names a run."""
     return resume_from if isinstance(resume_from, Path) and run_of_checkpoint(resume_from) is not None else None
 
 
-def _check_for_several(config: RunConfig, minutes: float | None) -> None:
-    """What only a run of one process can do, because it hangs on one process's clock."""
+def _check_multi_process(config: RunConfig, minutes: float | None) -> None:
+    """Refuse options that depend on the clock of a single process."""
     if minutes is not None:
         raise ConfigError(
-            "--minutes measures in one process, and the run has several", where="--minutes",
+            "--minutes is for runs of one process; this run has several", where="--minutes",
             hint="set train.num_steps or train.num_tokens",
         )  # fmt: skip
     for key, value, needed in (
@@ -215,17 +217,17 @@ def _check_for_several(config: RunConfig, minutes: float | None) -> None:
     ):
         if value != needed:
             raise ConfigError(
-                f"{key} = {value} is for runs of one process, and this one has several", where=key,
+                f"{key}={value} is for runs of one process; this run has several", where=key,
                 hint=f"build the caches (vorox data build), and set {key}={needed}",
             )  # fmt: skip
 
 
-def _fit(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
-    """The configuration with the number of steps that a throwaway engine says fit into some seconds from now."""
-    began, log = time.perf_counter(), RunLog(None, echo=display.message)
+def _fit_to_time(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
+    """Set the number of steps to what fits into ``seconds`` from now, as measured with a throwaway engine."""
+    started, log = time.perf_counter(), RunLog(None, echo=display.message)
     short = time_budget.with_num_steps(config, 1)
     with contextlib.closing(make_workload(short, DistributedContext(), log, on_progress)) as workload:
         costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine)
-    num_steps = time_budget.steps_within(seconds - (time.perf_counter() - began), costs, config)
-    log.info(f"{pluralize(num_steps, 'step')} fit into what is left of {seconds / 60:g} min ({costs})")
+    num_steps = time_budget.steps_within(seconds - (time.perf_counter() - started), costs, config)
+    log.info(f"Fitting {pluralize(num_steps, 'step')} into {seconds / 60:g} min ({costs})")
     return time_budget.with_num_steps(config, num_steps)

@@ -209,7 +209,7 @@ def test_other_settings_are_never_taken_for_the_run_that_minutes_began(
         (["tiny.yaml", "other.yaml"], "Unexpected argument 'other.yaml'"),
         (["tiny.yam"], "did you mean tiny.yaml?"),
         (["tiny.yaml", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
-        (["tiny.yaml", "--minutes", "0"], "no time to train in"),
+        (["tiny.yaml", "--minutes", "0"], "not a valid training time"),
         (["--resume", "nothing"], "Run nothing not found: "),
         (["--resume", "runs/x/checkpoints/step-00000004"], "No such checkpoint"),
         (["--resume", "nothing", "--name", "x"], "keeps its name"),

@@ -53,7 +53,7 @@ def test_a_run_and_its_resume_do_not_depend_on_the_wall_clock(tmp_path: Path, mo
     first = run(configuration(tmp_path / "resumed", [*timed, "train.num_steps=6"]))
     second = run(configuration(tmp_path / "resumed", [*timed, "train.num_steps=12"]), resume_from=first.run_directory)
     assert second.run_directory == first.run_directory == find_run(tmp_path / "resumed" / "runs", "latest")
-    assert (second.begun_at_step, second.progress.step) == (6, 12)
+    assert (second.start_step, second.progress.step) == (6, 12)
     chains = [read_chain(outcome.run_directory) for outcome in (straight, second)]
     assert [chains[0][step].batch for step in chains[0]] == [chains[1][step].batch for step in chains[1]]
     elapsed_seconds = time.monotonic() - began

@@ -43,7 +43,7 @@ def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
 
     failed = train(tmp_path, largest_bytes - 1)  # all but the last byte of the largest file fits
     assert failed.returncode == 5, failed.stderr
-    assert "no room for the checkpoint of step 4" in failed.stderr
+    assert "No room for the checkpoint of step 4" in failed.stderr
     broken = next((tmp_path / "runs").iterdir())
     assert list((broken / "checkpoints").iterdir()) == [], "nothing half-written is left"
     assert (broken / "failure.json").exists()

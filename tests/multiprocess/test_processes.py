@@ -186,4 +186,4 @@ def test_minutes_and_torch_are_refused(runs: Runs, alone: Path) -> None:
     _, errors = runs.train("torch", ["backend=torch", "--nproc", "2"], code=2)
     assert "the torch engine trains in one" in errors
     _, errors = runs.train("minutes", [*MESHES["data 4"], "--minutes", "1", "--nproc", "2"], code=2)
-    assert "--minutes measures in one process" in errors
+    assert "--minutes is for runs of one process" in errors

@@ -198,7 +198,7 @@ def fail_in_background(run: Run, number: int, *, then: str) -> None:
         save(run, 20)
         writer.await_reached()
         writer.release(number)
-        under_way = run.checkpointer._under_way
+        under_way = run.checkpointer._in_flight
         assert under_way is not None
         assert under_way.exception(WAIT_SECONDS) is not None
     match then:
@@ -256,7 +256,7 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="what ended it"):
         end()
     assert run.events[-1][0] == "checkpoint_failed"
-    assert "no room for the checkpoint of step 20" in run.events[-1][1]
+    assert "No room for the checkpoint of step 20" in run.events[-1][1]
 
 
 def test_an_error_waits_for_the_write(tmp_path: Path) -> None:

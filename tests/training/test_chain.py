@@ -183,7 +183,7 @@ def test_goes_on_without_the_file(tmp_path: Path) -> None:
     run(tmp_path, progress, range(5, 7))
     assert list(read_chain(tmp_path)) == [6, 7]
     (RunLayout(tmp_path).chain).unlink()
-    with pytest.raises(DataError, match="no step is recorded"):
+    with pytest.raises(DataError, match="No step is recorded"):
         read_chain(tmp_path)
 
 
@@ -200,6 +200,6 @@ def test_damage_is_confined_to_the_damaged_steps(tmp_path: Path) -> None:
     assert found.missing == (range(4, 6),)
     assert found.changed == (8,)
     assert [found.first_damage(first, 10) for first in (1, 6, 9)] == [
-        (4, "is not recorded"), (8, "does not follow from the one before"), None,
+        (4, "is not recorded"), (8, "does not follow from the previous one"), None,
     ]  # fmt: skip
     assert found.first_damage(5, 5) == (5, "is not recorded")

@@ -95,7 +95,8 @@ def mixed(directory: Path, weight: float, overrides: Sequence[str] = ()) -> RunC
 @pytest.mark.parametrize(
     ("name", "owner"),
     [
-        ("abandon_after", resume), ("add", Plan), ("record_config_change", resume), ("record_config", RunContext),
+        ("quarantine_later_checkpoints", resume), ("add", Plan), ("record_config_change", resume),
+        ("record_config", RunContext),
     ],
 )  # fmt: skip
 def test_a_resume_that_is_killed_while_it_begins_changes_nothing(name: str, owner: object, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_what_an_abandoned_resume_trained_is_void_before_the_plan_changes(tmp_pa
     assert max(read_chain(directory)) == 4
     assert replayed(directory, 0, 4).is_exact
     outcome = run(mixed(tmp_path, 9.0), resume_from=directory)
-    assert outcome.begun_at_step == 4
+    assert outcome.start_step == 4
     assert replayed(directory, 4).is_exact
 
 
@@ -202,7 +203,7 @@ def test_a_run_of_a_version_with_other_names_resumes(tmp_path: Path, level: str)
     assert replayed(directory, 0, 12).is_exact
     assert recorded_config(directory).runtime.determinism == "bitwise"
     layout.config.write_text(layout.config.read_text().replace("lr: 0.01", "lr: 0.02"))
-    with pytest.raises(ConfigError, match=r"config.yaml was edited since the checkpoint"):
+    with pytest.raises(ConfigError, match=r"config.yaml was edited after the checkpoint"):
         run(recorded_config(directory), resume_from=layout.checkpoint(4))
 
 
@@ -398,7 +399,7 @@ def test_a_damaged_chain_is_said_at_resume_and_named_by_replay(
     assert refused.value.what.startswith(f"step {first_bad} ")
     assert refused.value.where == str(path)
     outcome = run(configuration(tmp_path, [KEEP]))
-    assert (outcome.begun_at_step, outcome.fingerprint) == (8, straight.fingerprint)
+    assert (outcome.start_step, outcome.fingerprint) == (8, straight.fingerprint)
     (said,) = events(directory, "chain_damaged")
     assert f"step {first_bad} " in said or f"steps {first_bad} " in said
     with pytest.raises(DataError, match=f"step {first_bad} ") as refused:
@@ -432,6 +433,6 @@ def test_a_checkpoint_with_a_file_of_another_save_is_passed_over(tmp_path: Path)
     outcome = run(configuration(tmp_path, [KEEP]))
     (said,) = events(directory, "checkpoint_corrupt")
     assert "state.bin" in said
-    assert outcome.begun_at_step == 4
+    assert outcome.start_step == 4
     assert outcome.fingerprint == straight.fingerprint
     assert heads(directory) == heads(straight.run_directory)

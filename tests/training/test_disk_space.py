@@ -1,4 +1,4 @@
-"""Disk room for checkpoints: known before step 1, estimated as it comes to be, and said with numbers that agree."""
+"""Disk space for checkpoints: checked before step 1, close to the real size, and reported with consistent numbers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_how_many_lie_there_at_once(
 ) -> None:
     config = configuration(tmp_path, settings)
     spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
-    room = checkpoint_space(config, spec, total, done_steps=done, present=present)
-    assert room.most == most
-    assert room.needed_bytes == (most - present) * room.checkpoint_bytes
+    space = checkpoint_space(config, spec, total, done_steps=done, present=present)
+    assert space.most == most
+    assert space.needed_bytes == (most - present) * space.checkpoint_bytes
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str]
     assert checkpoint_space(config, spec, 12).checkpoint_bytes == pytest.approx(written, rel=0.05)
 
 
-def test_too_little_room_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_numpy_engine(monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = configuration(tmp_path)

@@ -203,10 +203,10 @@ def test_starving_stops_saves_and_goes_on_later(tmp_path: Path, monkeypatch: pyt
     config = configuration(tmp_path, [*STRICT, "data.growth.on_starve=stop"])
     with monkeypatch.context() as patch:
         without_builder(patch)
-        with pytest.raises(Preempted, match=r"stopped after step 21 of 30: Step 22 has no rows yet") as stopped:
+        with pytest.raises(Preempted, match=r"Stopped after step 21 of 30: Step 22 has no rows yet") as stopped:
             run(config)
         assert "step-00000021" in stopped.value.saved
-        with pytest.raises(Preempted, match="stopped after step 21 of 30"):
+        with pytest.raises(Preempted, match="Stopped after step 21 of 30"):
             run(config)
     prepare(configuration(tmp_path))
     outcome = run(config)
@@ -272,13 +272,13 @@ def test_warm_up_comes_from_the_full_dataset_and_a_small_cache_is_warned_of(
     overrides = [*STRICT, "train.num_steps=12", "schedule.warmup_steps=null", "schedule.warmup_fraction=0.3"]
     outcome = run(configuration(tmp_path, overrides))
     (estimate,) = events(outcome.run_directory, "dataset_estimate")
-    assert "The full dataset has about" in estimate
+    assert "Full dataset: about" in estimate
     assert "unknown error" in estimate
     state = json.loads((outcome.run_directory / "checkpoints" / "step-00000012" / "state.json").read_bytes())
     horizon = state["horizon"]
     assert horizon["warmup_steps"] == -(-3 * horizon["dataset_tokens"] // (10 * 64))
     warnings = events(outcome.run_directory, "long_warmup")
-    assert any("was fixed by the full dataset of about" in text for text in warnings)
+    assert any("is computed from the full dataset of about" in text for text in warnings)
 
 
 # Mixtures

@@ -58,7 +58,7 @@ def test_the_run_is_recorded_resumed_and_replayed(tmp_path: Path) -> None:
     begun = train(config_of(tmp_path, "torch", "run.name=begun")).run_directory
     config = config_of(tmp_path, "torch", "run.name=next", f"train.from_weights={begun.name}", "optimizer.lr=0.003")
     run = train(config).run_directory
-    assert f"Weights of {begun}" in (run / "log.txt").read_text()
+    assert f"Loaded initial weights from {begun}" in (run / "log.txt").read_text()
     first = read_history(run / "evaluations.jsonl")
     assert first[6]["loss"] < 4.0
     report = replay(run, lambda one: make_workload(one, DistributedContext(), RunLog(None), None, build=False))

@@ -97,7 +97,7 @@ def test_a_failure_between_steps_is_saved_first(
     if isinstance(failed.value, DoesNotFitError):
         assert f"step-{step:08d}" in getattr(failed.value, "saved", "")
     outcome = run(config)
-    assert outcome.begun_at_step == step
+    assert outcome.start_step == step
     assert (outcome.fingerprint, chain(directory)) == (straight.fingerprint, chain(straight.run_directory))
     assert outcome.eval_losses == straight.eval_losses
 
@@ -174,7 +174,7 @@ def test_out_of_memory_in_a_validation_loses_nothing(
             run(config)
     assert "step-00000005" in failed.value.saved
     outcome = run(config)
-    assert outcome.begun_at_step == 5
+    assert outcome.start_step == 5
     assert outcome.fingerprint == straight.fingerprint
     assert chain(outcome.run_directory) == chain(straight.run_directory)
 

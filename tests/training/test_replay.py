@@ -302,7 +302,7 @@ def test_one_mantissa_bit_of_the_checkpoint(directory: Path) -> None:
     with pytest.raises(CheckpointError, match="does not match the hash in the manifest"):
         again(directory, 8)
     commit_anew(checkpoint, lambda metadata: None)
-    with pytest.raises(CheckpointError, match="was saved with fingerprint"):
+    with pytest.raises(CheckpointError, match="Loaded state has fingerprint"):
         again(directory, 8)
 
 

@@ -64,8 +64,7 @@ def test_resume_with_another_length_and_pace(tmp_path: Path) -> None:
     assert outcome.run_directory == directory
     assert outcome.progress.step == 16
     assert events(directory, "config_changed") == [
-        "The configuration differs from the recorded one: optimizer.lr: 0.01 -> 0.001; train.num_steps: 12 -> 16; "
-        "log.every_steps: 2 -> 1"
+        "Configuration changed: optimizer.lr: 0.01 -> 0.001; train.num_steps: 12 -> 16; log.every_steps: 2 -> 1"
     ]
     assert recorded_config(directory) == longer
     rates = {step: values["learning_rate"] for step, values in read_metrics(directory).items()}
@@ -103,7 +102,7 @@ def test_a_changed_environment_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     directory = run(config).run_directory
     said = events(directory, "environment_changed")
     assert len(said) == 1
-    assert "bit-exactness is void from step 8 on" in said[0]
+    assert "Not bit-exact from step 8 on" in said[0]
     assert "numpy was" in said[0]
     assert "blas was absent, is new" in said[0]
 

@@ -81,7 +81,7 @@ def test_disk_full_during_a_save(straight: dict[str, Any], tmp_path: Path) -> No
         if operation.kind == "write" and "step-00000008" in str(operation.path):
             raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
 
-    with atomic.observe(no_room), pytest.raises(CheckpointError, match="no room for the checkpoint of step 8") as full:
+    with atomic.observe(no_room), pytest.raises(CheckpointError, match="No room for the checkpoint of step 8") as full:
         run(config)
     assert full.value.exit_code == 5
     assert full.value.saved == "training state up to step 4 is safe in step-00000004"
@@ -97,7 +97,7 @@ def test_disk_full_for_the_chain_stops_before_a_checkpoint_without_proof(
         if operation.kind == "write" and operation.path.name == "chain.jsonl":
             raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
 
-    with atomic.observe(no_room), pytest.raises(CheckpointError, match="no room for the checkpoint of step 4"):
+    with atomic.observe(no_room), pytest.raises(CheckpointError, match="No room for the checkpoint of step 4"):
         run(config)
     assert result(run(config)) == straight
 

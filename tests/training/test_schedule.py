@@ -57,19 +57,19 @@ def test_warmup_in_steps(schedule: dict[str, object], expected: int) -> None:
 
 
 def test_lengths_and_warmups_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="exactly one length, this one has 2"):
+    with pytest.raises(ConfigError, match="exactly one length; 2 are set"):
         horizon(configuration({"num_steps": 1, "num_tokens": 5}), num_train_rows=1, full_dataset_tokens=1)
-    with pytest.raises(ConfigError, match="exactly one length, this one has 0"):
+    with pytest.raises(ConfigError, match="exactly one length; 0 are set"):
         horizon(configuration({}), num_train_rows=1, full_dataset_tokens=1)
     config = configuration({"num_steps": 1}, {"warmup_steps": 1, "warmup_tokens": 5})
-    with pytest.raises(ConfigError, match="more than one warm-up"):
+    with pytest.raises(ConfigError, match="More than one warm-up"):
         horizon(config, num_train_rows=1, full_dataset_tokens=1)
 
 
 def test_warns_when_the_warmup_outlasts_the_run() -> None:
     assert Horizon(10, 9, 1).warning is None
     assert Horizon(10, 0, 1).warning is None
-    assert "10 steps and the run only 10" in str(Horizon(10, 10, 1).warning)
+    assert "10 steps, the run only 10" in str(Horizon(10, 10, 1).warning)
     assert Horizon.from_json(Horizon(10, 3, 5).to_json()) == Horizon(10, 3, 5)
 
 
@@ -130,7 +130,7 @@ def test_an_epoch_of_a_part_of_the_dataset() -> None:
 def test_a_cache_that_is_too_small_for_the_warm_up() -> None:
     length = Horizon(100, 30, 1_000, 1_000_000)
     assert length.cache_warning(300, 10) is None
-    assert "30 steps was fixed by the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
+    assert "30 steps is computed from the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
     assert Horizon(100, 30, 1_000, 10_000).cache_warning(100, 10) is None, "all of the text is cached"
     assert Horizon.from_json(length.to_json()) == length
     assert Horizon.from_json({"total_steps": 1, "warmup_steps": 2, "tokens_per_step": 3}) == Horizon(1, 2, 3)

@@ -63,4 +63,4 @@ def test_a_second_interrupt_ends_the_process() -> None:
     )
     assert result.returncode == INTERRUPTED_EXIT_CODE
     assert result.stdout == "SIGINT\n"
-    assert "leaving at once" in result.stderr
+    assert "exiting without saving" in result.stderr

@@ -76,7 +76,7 @@ def test_the_length_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
 def test_impossible_times_are_refused(minutes: float) -> None:
-    with pytest.raises(ConfigError, match="no time to train in"):
+    with pytest.raises(ConfigError, match="not a valid training time"):
         check_minutes(minutes)
     assert check_minutes(0.5) == 30.0
 

@@ -98,7 +98,7 @@ def test_a_schedule(tmp_path: Path, functions: Path) -> None:
 def test_a_schedule_that_returns_no_share_is_refused(value: float, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(f"def shape(*arguments):\n    return float('{value}')\n")
     config = ScheduleConfig.model_validate({"name": f"{tmp_path}/wrong.py:shape"})
-    schedule = Schedule.of(config, OptimizerConfig(), Horizon(10, 0, 1))
+    schedule = Schedule.from_config(config, OptimizerConfig(), Horizon(10, 0, 1))
     with pytest.raises(ConfigError, match="for step 4 of 10"):
         schedule.lr(4)
 
@@ -173,12 +173,12 @@ def test_a_function_that_changed_is_reported_by_resume_and_replay(tmp_path: Path
     directory = run(tmp_path, settings)
     log = directory / "log.txt"
     run(tmp_path, [*settings, "train.num_steps=13"], resume_from=directory)
-    assert "Functions have changed" not in log.read_text()
+    assert "Functions changed" not in log.read_text()
     changed = FUNCTIONS.replace("(total_steps - step) / total_steps", "0.5")
     functions.write_text(changed, encoding="utf-8")
     run(tmp_path, [*settings, "train.num_steps=14"], resume_from=directory)
     text = log.read_text()
-    assert "Functions have changed since step 13" in text
+    assert "Functions changed since step 13" in text
     assert "schedule.name (mine.py:falling)" in text
     assert "eval.functions.0 (mine.py:next_letter)" in text
 
@@ -202,7 +202,7 @@ def test_a_function_with_a_version_may_be_edited(tmp_path: Path, functions: Path
     directory = run(tmp_path, settings)
     functions.write_text(versioned + "\n# a remark\n", encoding="utf-8")
     run(tmp_path, [*settings, "train.num_steps=13"], resume_from=directory)
-    assert "Functions have changed" not in (directory / "log.txt").read_text()
+    assert "Functions changed" not in (directory / "log.txt").read_text()
     functions.write_text(versioned.replace("@version(3)", "@version(4)"), encoding="utf-8")
     run(tmp_path, [*settings, "train.num_steps=14"], resume_from=directory)
     assert "was version 3, is version 4" in (directory / "log.txt").read_text()

@@ -55,7 +55,7 @@ def parity(
     first, second = (_engine(one, corpus) for one in configs)
     size = estimate(corpus.train)
     length = horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
-    schedule = Schedule.of(config.schedule, config.optimizer, length)
+    schedule = Schedule.from_config(config.schedule, config.optimizer, length)
     tolerances = Tolerances()
     if not as_json:
         typer.echo(f"{FIRST}: {_facts(first)}\n{SECOND}: {_facts(second)}\n\n{_row(TITLES)}")

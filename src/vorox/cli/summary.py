@@ -25,7 +25,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
     run = shell_name(directory)
     step = outcome.progress.step
     measured = outcome.speed
-    if step == outcome.begun_at_step:
+    if step == outcome.start_step:
         head = f"{directory.name} is already finished ({pluralize(step, 'step')}); to extend it, see below"
     else:
         seconds = sum(measured.seconds.values())

@@ -4,7 +4,7 @@ The loop waits while the engine copies its state (``Engine.snapshot``). A backgr
 commits it (``core.staged_directory``), verifies it and applies retention. With ``checkpoint.asynchronous`` off, the
 loop waits for that too, and nothing is copied.
 
-Invariants: everything in a checkpoint (steps, chain, validation losses) is of one moment, and durable before the
+Invariants: everything in a checkpoint (steps, chain, validation losses) is of one job, and durable before the
 checkpoint appears. At most one write is in flight: the next save, the end of the run and every error wait for it. A
 failed write is raised once, after the next step. A state with non-finite numbers is never written; while non-finite
 steps are skipped, a due checkpoint waits for the next finite step.
@@ -46,7 +46,7 @@ from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
 
 _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
-"""Topics of the background threads of several processes."""
+"""Topics of the background threads of several ranks."""
 
 _REPAIR = "check the disk or the network share, then run the same command again"
 
@@ -56,10 +56,10 @@ class SavedCheckpoint:
     """A checkpoint that was committed.
 
     Attributes:
-        path: Where it is.
-        progress: What it holds.
-        seconds: From the start of the save to the commit.
-        removed: Older checkpoints that the retention removed after it.
+        path: Its directory.
+        progress: Its progress.
+        seconds: Time from the start of the save to the commit.
+        removed: Older checkpoints that retention removed afterwards.
     """
 
     path: Path
@@ -69,21 +69,21 @@ class SavedCheckpoint:
 
 
 Publish = Callable[[SavedCheckpoint], None]
-"""Hands a committed checkpoint on, in the thread that wrote it."""
+"""Called with a committed checkpoint, in the thread that wrote it."""
 
 Request = tuple[int, int]
-"""One request of a checkpoint: inode and time of its file, which a later request replaces."""
+"""One request for a checkpoint: inode and mtime of its file, which a later request replaces."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
-    """Everything that a checkpoint says, taken while the loop stood still."""
+class _SaveJob:
+    """The content of a checkpoint, captured while the loop waits."""
 
     snapshot: EngineSnapshot
     state: RunState
     eval_losses: Mapping[int, float]
     request: Request | None
-    taken_at: float
+    started_at: float
     publish: Publish
 
     @property
@@ -92,19 +92,19 @@ class _Moment:
 
 
 class CheckpointWriter:
-    """Writes and retains the checkpoints of one running process. Leaving it as a context waits for the last write.
+    """Writes and retains the checkpoints of one process. Leaving the context waits for the last write.
 
     Args:
         run_directory: The run; this process holds its lock.
-        config: When, how, and what is kept.
-        horizon: Length of the run, kept in every state.
-        describe: What goes into the manifest besides what this class knows (spec, config digest, environment, ...).
-        companions: Files that go into every checkpoint as they are (``config.json``, tokenizer).
-        eval_losses: Validation losses by step, filled by the loop; decides about the best.
+        config: When and how to save, and what to keep.
+        horizon: Length of the run, part of every state.
+        describe: Metadata for the manifest (spec, config digest, environment, ...).
+        companions: Files copied into every checkpoint (``config.json``, tokenizer).
+        eval_losses: Validation losses by step, filled by the loop; they decide which checkpoints are best.
         saved_step: Step of the checkpoint that the process started from.
-        log: Told about every event.
-        distributed: The main process of a run decides and commits; the others write what only they have.
-        clock: Seconds that only rise.
+        log: Receives every event.
+        distributed: The main rank decides and commits; the others write their own parts.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -125,32 +125,32 @@ class CheckpointWriter:
         self._describe, self._companions, self._eval_losses = describe, companions, eval_losses
         self._log, self._clock = log, clock
         self._control = RunLayout(run_directory).save_request
-        self._taken_step = self._saved_step = saved_step
+        self._captured_step = self._saved_step = saved_step
         self._saved_at = self._committed_at = clock()
-        self._answering: Request | None = None
+        self._serving: Request | None = None
         self._is_postponed = False
         self._writer = ThreadPoolExecutor(1, "vorox-checkpoint") if config.asynchronous else None
-        self._under_way: Future[None] | None = None
+        self._in_flight: Future[None] | None = None
         self._distributed = distributed or DistributedContext()
         if not self._distributed.is_main:
             return
         atomic.make_directory(RunLayout(run_directory).checkpoints)
         for left in atomic.sweep_temporary(RunLayout(run_directory).checkpoints):
-            log.event("checkpoint_swept", f"removed {left.name}, which an interrupted save had left")
+            log.event("checkpoint_swept", f"Removed {left.name} of an interrupted save")
 
     def due(self, progress: Progress) -> bool:
-        """Whether to save now: the step, the time since the last save, the end, or somebody asked.
+        """Whether to save now: by step, time since the last save, end of the run, or request.
 
         Raises:
-            CheckpointError: The write that was under way has failed.
+            CheckpointError: The write in flight failed.
         """
-        if self._under_way is not None and self._under_way.done():
+        if self._in_flight is not None and self._in_flight.done():
             self.wait()
-        config, is_idle, request = self._config, self._under_way is None, self._request()
-        if progress.step == self._taken_step:
-            self._answering = request
+        config, is_idle, request = self._config, self._in_flight is None, self._request()
+        if progress.step == self._captured_step:
+            self._serving = request
             if is_idle:
-                self._answer(request)
+                self._clear_request(request)
             return False
         return (
             self._is_postponed
@@ -161,46 +161,46 @@ class CheckpointWriter:
                 and self._clock() - self._committed_at >= config.every_seconds
             )
             or (config.at_end and progress.step >= self._horizon.total_steps)
-            or (request is not None and request != self._answering)
+            or (request is not None and request != self._serving)
         )
 
     def save(
         self, engine: Engine, progress: Progress, pending: PendingSteps, publish: Publish, *, is_last: bool = False
     ) -> None:
-        """Take a checkpoint of this very moment and commit it, in the background if so configured; old ones go.
+        """Save the current state, in the background if so configured, and apply retention.
 
-        After a step that was not finite it waits for the next one that is, and steps that were all skipped are no
-        progress to save.
+        After a non-finite step, the save waits for the next finite one. If all steps since the last checkpoint were
+        skipped, nothing is saved.
 
         Args:
-            engine: Stands after step ``progress.step``.
+            engine: In the state after step ``progress.step``.
             progress: With the head of the replay chain.
             pending: Drained up to this step; made durable first.
-            publish: Called when it is committed. Not called if nothing is taken.
-            is_last: Whether there is no later moment to save at: the run ends here.
+            publish: Called after the commit; not called if nothing is saved.
+            is_last: Whether the run ends here.
 
         Raises:
-            CheckpointError: This one or the one under way could not be written; every older one is as it was.
+            CheckpointError: This checkpoint or the one in flight cannot be written; older ones are unchanged.
         """
         self.wait()
-        if progress.step == self._taken_step or self._postpones(progress, pending, is_last):
+        if progress.step == self._captured_step or self._postpones(progress, pending, is_last):
             return
-        taken_at = self._clock()
+        started_at = self._clock()
         snapshot = engine.snapshot(detached=self._writer is not None)
         try:
             pending.make_durable()
         except OSError as error:
             raise self._failure(snapshot, progress.step, error) from error
         state = RunState(progress, self._horizon, pending.nonfinite_in_a_row)
-        moment = _Moment(snapshot, state, dict(self._eval_losses), self._request(), taken_at, publish)
-        self._taken_step, self._answering = progress.step, moment.request
+        job = _SaveJob(snapshot, state, dict(self._eval_losses), self._request(), started_at, publish)
+        self._captured_step, self._serving = progress.step, job.request
         if self._writer is None:
-            self._write(moment)
+            self._write(job)
         else:
-            self._under_way = self._writer.submit(self._write, moment)
+            self._in_flight = self._writer.submit(self._write, job)
 
     def _postpones(self, progress: Progress, pending: PendingSteps, is_last: bool) -> bool:
-        skipped, done = pending.nonfinite_in_a_row, progress.step - (self._taken_step or 0)
+        skipped, done = pending.nonfinite_in_a_row, progress.step - (self._captured_step or 0)
         is_last = is_last or progress.step >= self._horizon.total_steps
         postpones = skipped > 0 and (not is_last or done <= skipped)
         if postpones and not self._is_postponed:
@@ -212,32 +212,32 @@ class CheckpointWriter:
         return postpones
 
     def is_unsaved(self, progress: Progress) -> bool:
-        """Whether this state is in no checkpoint, written or under way."""
-        return progress.step not in (0, self._taken_step)
+        """Whether this state is in no checkpoint, committed or in flight."""
+        return progress.step not in (0, self._captured_step)
 
     @property
     def saves_alone(self) -> bool:
-        """Whether this process writes whole checkpoints, without the other ranks of the run."""
+        """Whether this process writes whole checkpoints without other ranks."""
         return self._distributed.process_count == 1
 
     def log_failure(self, failure: Exception) -> None:
-        """Record that a checkpoint could not be written, where another error ends the run."""
+        """Log a failed checkpoint when another error ends the run."""
         self._log.event("checkpoint_failed", str(failure), level="error")
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is under way, or has ended and was not waited for."""
-        return self._under_way is not None
+        """Whether a write is in flight, or has ended without a ``wait``."""
+        return self._in_flight is not None
 
     def wait(self) -> None:
-        """Until no write is under way.
+        """Wait for the write in flight.
 
         Raises:
-            CheckpointError: It has failed; every older checkpoint is as it was.
+            CheckpointError: It failed; older checkpoints are unchanged.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -256,11 +256,11 @@ class CheckpointWriter:
                 self._writer.shutdown()
 
     def seconds_since_save(self) -> float | None:
-        """Age of what the newest checkpoint holds, if this process saved or began from one; what a kill would lose."""
+        """Return the age of the newest checkpoint's state, which a kill would lose; ``None`` without a checkpoint."""
         return None if self._saved_step is None else self._clock() - self._saved_at
 
     def safe(self) -> str:
-        """What is on disk by now, for people."""
+        """Describe what is safe on disk."""
         try:
             step = max(step_directories(self._run_directory), default=None)
         except UnreadableCheckpointError as error:
@@ -269,67 +269,67 @@ class CheckpointWriter:
 
     # -- what the background thread does ------------------------------------------------------------------------------
 
-    def _write(self, moment: _Moment) -> None:
+    def _write(self, job: _SaveJob) -> None:
         with self._distributed.propagating_failure():
             if self._distributed.is_main:
-                self._write_as_main(moment)
+                self._write_as_main(job)
             else:
-                self._check_finite(moment)
-                moment.snapshot.write_parts(Path(self._distributed.broadcast(_STAGED)))
+                self._check_finite(job)
+                job.snapshot.write_parts(Path(self._distributed.broadcast(_STAGED)))
                 self._distributed.barrier(_WRITTEN)
-                self._saved_step, self._saved_at = moment.step, moment.taken_at
+                self._saved_step, self._saved_at = job.step, job.started_at
 
-    def _write_as_main(self, moment: _Moment) -> None:
-        path = RunLayout(self._run_directory).checkpoint(moment.step)
+    def _write_as_main(self, job: _SaveJob) -> None:
+        path = RunLayout(self._run_directory).checkpoint(job.step)
         try:
-            self._check_finite(moment)
-            self._commit(moment, path)
-            self._saved_step, self._saved_at, self._committed_at = moment.step, moment.taken_at, self._clock()
-            self._answer(moment.request)
-            removed = self._retain(path, moment)
-            moment.publish(SavedCheckpoint(path, moment.state.progress, self._clock() - moment.taken_at, removed))
+            self._check_finite(job)
+            self._commit(job, path)
+            self._saved_step, self._saved_at, self._committed_at = job.step, job.started_at, self._clock()
+            self._clear_request(job.request)
+            removed = self._retain(path, job)
+            job.publish(SavedCheckpoint(path, job.state.progress, self._clock() - job.started_at, removed))
         except OSError as error:
-            self._taken_step = self._saved_step
-            raise self._failure(moment.snapshot, moment.step, error) from error
+            self._captured_step = self._saved_step
+            raise self._failure(job.snapshot, job.step, error) from error
         except BaseException:
-            self._taken_step = self._saved_step
+            self._captured_step = self._saved_step
             raise
 
-    def _check_finite(self, moment: _Moment) -> None:
-        """Refuse to write a state from which no run can go on.
+    def _check_finite(self, job: _SaveJob) -> None:
+        """Refuse to write a state that cannot be trained further.
 
         Raises:
-            NumericalError: A number of it is NaN or infinite.
+            NumericalError: A value is NaN or infinite.
         """
-        name = moment.snapshot.nonfinite_array()
+        name = job.snapshot.nonfinite_array()
         if name:
             raise NumericalError(
-                f"the state after step {moment.step:,} is not finite and is not saved: {name} holds NaN or infinity",
-                where=f"step {moment.step:,}, {name}",
-                hint="go on from the last checkpoint with a lower learning rate: "
+                f"State after step {job.step:,} is not saved: {name} holds NaN or infinity",
+                where=f"step {job.step:,}, {name}",
+                hint="resume from the last checkpoint with a lower learning rate: "
                 f"vorox train --resume {self._run_directory.name} optimizer.lr=...",
             )
 
-    def _commit(self, moment: _Moment, path: Path) -> None:
+    def _commit(self, job: _SaveJob, path: Path) -> None:
         if os.path.lexists(path):
             renamed = quarantine(path, "replaced", "the run resumed from an earlier step and reached this one again")
             text = f"Renamed the older {path.name} to {renamed.name}"
             self._log.event("checkpoint_replaced", text, level="warning")
         with StagedDirectory(path) as directory:
             if self._distributed.process_count == 1:
-                moment.snapshot.write(directory)
+                job.snapshot.write(directory)
             else:
                 self._distributed.broadcast(_STAGED, str(directory.path))
-                moment.snapshot.write_parts(directory.path)
+                job.snapshot.write_parts(directory.path)
                 self._distributed.barrier(_WRITTEN)
-                moment.snapshot.describe(directory)
+                job.snapshot.describe(directory)
             for name, data in sorted(self._companions.items()):
                 directory.write(name, data)
-            directory.write(STATE_NAME, atomic.pretty_json(moment.state.to_json()))
-            directory.commit(self._metadata(moment))
+            directory.write(STATE_NAME, atomic.pretty_json(job.state.to_json()))
+            directory.commit(self._metadata(job))
 
-    def _metadata(self, moment: _Moment) -> dict[str, Any]:
-        progress, losses = moment.state.progress, moment.eval_losses.items()
+    def _metadata(self, job: _SaveJob) -> dict[str, Any]:
+        progress, losses = job.state.progress, job.eval_losses.items()
         known = {step: loss for step, loss in losses if step <= progress.step and math.isfinite(loss)}
         last = max(known, default=None)
         return {
@@ -337,7 +337,7 @@ class CheckpointWriter:
             "step": progress.step,
             "horizon": self._horizon.to_json(),
             "num_tokens": progress.num_tokens,
-            "fingerprint": moment.snapshot.fingerprint(),
+            "fingerprint": job.snapshot.fingerprint(),
             "chain": progress.chain,
             "plan_digest": progress.cursor.plan_digest,
             "plan_events": progress.cursor.plan_events,
@@ -351,40 +351,40 @@ class CheckpointWriter:
             return None
         return found.st_ino, found.st_mtime_ns
 
-    def _answer(self, request: Request | None) -> None:
-        """Let a request go, unless another one took its place."""
+    def _clear_request(self, request: Request | None) -> None:
+        """Remove a served request, unless a newer one has replaced it."""
         if request is not None and request == self._request():
             self._control.unlink(missing_ok=True)
 
-    def _retain(self, newest: Path, moment: _Moment) -> tuple[Path, ...]:
-        """Remove what the retention does not keep, once the newest has been read back; return what is gone."""
+    def _retain(self, newest: Path, job: _SaveJob) -> tuple[Path, ...]:
+        """Verify the newest checkpoint, then remove those that retention does not keep; return the removed ones."""
         directories = step_directories(self._run_directory)
-        keep = steps_to_keep(sorted(directories), self._config, moment.eval_losses)
-        if moment.state.nonfinite_in_a_row:  # the last one after a finite step stays
+        keep = steps_to_keep(sorted(directories), self._config, job.eval_losses)
+        if job.state.nonfinite_in_a_row:  # keep the last one after a finite step
             finite = (step for step in sorted(directories, reverse=True) if not _nonfinite_in_a_row(directories[step]))
             keep.update([step for step in [next(finite, None)] if step is not None])
-        leaving = [path for step, path in directories.items() if step not in keep]
-        if leaving:
+        expired = [path for step, path in directories.items() if step not in keep]
+        if expired:
             verify(newest)
         removed: list[Path] = []
-        for path in leaving:
+        for path in expired:
             try:
                 atomic.remove_directory(path)
                 removed.append(path)
             except OSError as error:
-                message = f"{path.name} should go but cannot be removed: {error.strerror}"
-                self._log.event("checkpoint_kept", message, level="warning")
+                text = f"Cannot remove expired {path.name}: {error.strerror}"
+                self._log.event("checkpoint_kept", text, level="warning")
         return tuple(removed)
 
     def _failure(self, snapshot: EngineSnapshot, step: int, error: OSError) -> CheckpointError:
         path = RunLayout(self._run_directory).checkpoint(step)
         saved = self.safe()
         if not atomic.is_disk_full(error):
-            what = f"the checkpoint of step {step:,} cannot be written: {error.strerror}"
+            what = f"Checkpoint of step {step:,} cannot be written: {error.strerror}"
             return CheckpointError(what, where=str(error.filename or path), hint=_REPAIR, saved=saved)
         needed_bytes = snapshot.size_bytes + sum(map(len, self._companions.values()))
         return CheckpointError(
-            f"no room for the checkpoint of step {step:,}: {room_text(needed_bytes, path, error)}",
+            f"No room for the checkpoint of step {step:,}: {room_text(needed_bytes, path, error)}",
             where=str(path),
             hint=f"free some space (vorox checkpoints remove {self._run_directory.name} STEP) or keep fewer "
             "(checkpoint.keep_last), then run the same command again",
@@ -395,5 +395,5 @@ class CheckpointWriter:
 def _nonfinite_in_a_row(checkpoint: Path) -> int:
     try:
         return read_state(checkpoint).nonfinite_in_a_row
-    except (CheckpointError, ValueError, KeyError):  # whoever resumes from it finds out
+    except (CheckpointError, ValueError, KeyError):  # a resume from it reports the error
         return 1

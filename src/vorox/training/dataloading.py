@@ -1,7 +1,7 @@
-"""The batches of a run: the stream of training batches and the validation set.
+"""Open the batches of a run: training, validation, and a preview without a run.
 
-In: a configuration, its corpus and the run's plan. Out: iterators over batches. ``train`` and ``replay`` both open
-their batches here, so what is replayed is what was trained.
+In: a configuration, its corpus and the run's plan. Out: iterators over batches. Training and replay open their batches
+with the same function, so a replay reads the rows that were trained on.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def training_batches(
     report: PlanReporter | None = None,
     decides: bool = True,
 ) -> BatchStream:
-    """The batches of a run from ``cursor`` on; over growing caches, for ``total_steps`` if that is given.
+    """Open the training batches of a run from ``cursor`` on.
 
     Args:
         config: The run.
         corpus: Its caches.
         plan: Its plan.
         shard: The part of every batch that this process reads.
-        cursor: Where to begin.
-        total_steps: Length of the run, beyond which nothing is taken up; ``None`` reads what is planned, and no more.
-        stop: Asked while a step waits for rows.
+        cursor: Where to start.
+        total_steps: Length of the run, up to which a growing cache extends the plan; ``None`` reads the plan as it is.
+        stop: Polled while a step waits for rows.
         report: Receives a message for every change that the plan takes up.
-        decides: Whether this process decides what is taken up; the others of a run follow the plan that it writes.
+        decides: Whether this rank extends the plan; the others follow the plan that it writes.
     """
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
     grower = None
@@ -77,7 +77,10 @@ def training_batches(
 
 @contextlib.contextmanager
 def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_steps: int) -> Generator[BatchStream]:
-    """Open the batches of the first ``num_steps`` steps, whatever number of epochs the sources allow."""
+    """Open the batches of the first ``num_steps`` steps, in the real data order, under a temporary plan.
+
+    The plan ignores ``max_epochs``. ``vorox parity`` and ``--minutes`` use it before a run exists.
+    """
     start = plan_start(config, corpus)
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
@@ -91,7 +94,7 @@ def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_ste
 
 
 def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[Batch]] | None:
-    """Opens the fixed validation batches from the first; ``None`` if nothing is held out."""
+    """Return a function that opens the fixed validation batches from the first; ``None`` without a validation set."""
     if not corpus.validation:
         return None
     num_rows = num_validation_rows(config, corpus)
@@ -104,6 +107,6 @@ def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[B
 
 
 def num_validation_rows(config: RunConfig, corpus: Corpus) -> int:
-    """Rows of the validation set."""
+    """Return the number of rows of the validation set."""
     all_rows = sum(reader.num_rows for reader in corpus.validation)
     return all_rows if config.eval.num_sequences is None else min(config.eval.num_sequences, all_rows)

@@ -1,8 +1,7 @@
-"""How much disk the checkpoints of a run take, known before its first step.
+"""Disk space for the checkpoints of a run, computed before its first step.
 
-In: the model, the configuration, the length of the run, and what its directory holds by now. Out: the size of a
-checkpoint, how many lie on the disk at once (what retention keeps, and the one that is being written), and whether what
-they need more is free.
+In: the model, the configuration, the length of the run and the checkpoints it has. Out: the size of a checkpoint, the
+largest number on disk at any time (those that retention keeps, and the one being written), and whether there is space.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from vorox.training.checkpoint_store import step_directories
 
 _DESCRIPTION_BYTES = 16 << 10
 _BYTES_PER_ARRAY = 256
-"""What surrounds the arrays: manifest and state; names and shapes of each."""
+"""Overhead: manifest and state per checkpoint; name and shape per array."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpace:
-    """What the checkpoints of a run take.
+    """The disk space that the checkpoints of a run need.
 
     Attributes:
-        checkpoint_bytes: One of them: weights and optimizer state.
-        most: That lie on the disk at once.
-        present: That lie there already.
+        checkpoint_bytes: Size of one: weights and optimizer state.
+        most: Largest number on disk at any time.
+        present: Number already on disk.
     """
 
     checkpoint_bytes: int
@@ -38,26 +37,26 @@ class CheckpointSpace:
 
     @property
     def total_bytes(self) -> int:
-        """All that lie on the disk at once."""
+        """Size of the largest number on disk at any time."""
         return self.most * self.checkpoint_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be free now."""
+        """Space that must be free now."""
         return max(0, self.most - self.present) * self.checkpoint_bytes
 
 
 def checkpoint_space(
     config: RunConfig, spec: ModelSpec, total_steps: int, *, done_steps: int = 0, present: int = 0
 ) -> CheckpointSpace:
-    """What the checkpoints of a run take.
+    """Compute the disk space that the checkpoints of a run need.
 
     Args:
-        config: What is saved when, and what is kept.
+        config: The configuration; it has the save schedule and retention.
         spec: The model.
         total_steps: Length of the run.
-        done_steps: Steps finished.
-        present: Checkpoints that lie there already.
+        done_steps: Finished steps.
+        present: Checkpoints already on disk.
     """
     memory = planned_memory(spec, config)
     size_bytes = memory.parameter_bytes + memory.optimizer_bytes
@@ -75,23 +74,23 @@ def checkpoint_space(
 
 
 def check_disk_space(directory: Path, config: RunConfig, spec: ModelSpec, total_steps: int, done_steps: int) -> None:
-    """Refuse a run whose checkpoints have no room where it lies.
+    """Check that the file system of a run has space for its checkpoints.
 
     Raises:
-        DoesNotFitError: Less is free than they need.
+        DoesNotFitError: It has not.
     """
     present = len(step_directories(directory))
-    room = checkpoint_space(config, spec, total_steps, done_steps=done_steps, present=present)
+    space = checkpoint_space(config, spec, total_steps, done_steps=done_steps, present=present)
     free = free_bytes(directory)
-    if free < room.needed_bytes:
-        raise too_little_space(room, free, directory)
+    if free < space.needed_bytes:
+        raise too_little_space(space, free, directory)
 
 
-def too_little_space(room: CheckpointSpace, free: int, directory: Path) -> DoesNotFitError:
-    """What to say when less is free than the checkpoints of a run need."""
+def too_little_space(space: CheckpointSpace, free: int, directory: Path) -> DoesNotFitError:
+    """Return the error for too little disk space."""
     return DoesNotFitError(
-        f"no room for the checkpoints: up to {room.most:,} at once of {room.checkpoint_bytes:,} bytes each need "
-        f"{room.needed_bytes:,} bytes more, {free:,} are free",
+        f"Not enough disk space for checkpoints: up to {space.most:,} of {space.checkpoint_bytes:,} bytes each need "
+        f"{space.needed_bytes:,} bytes more, {free:,} are free",
         where=str(directory),
         hint="free some space, keep fewer (checkpoint.keep_last, checkpoint.keep_best, checkpoint.keep_every_steps), "
         "or set run.directory to another disk",
@@ -99,6 +98,6 @@ def too_little_space(room: CheckpointSpace, free: int, directory: Path) -> DoesN
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write to the file system that a path lies or will lie on."""
+    """Return the free space of the file system of an existing or future path, in bytes."""
     path = path.absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free

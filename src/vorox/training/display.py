@@ -1,8 +1,8 @@
-"""What the loop shows to a person, and the shape of whatever shows it.
+"""The interface between the loop and a progress display.
 
-The loop fills one ``StepView`` per logged step and calls a ``Display``; it knows nothing of terminals. The command
-line has two (``cli/progress.py``): a live block on a terminal, plain lines elsewhere. Both show the same fields. A
-value that is not known is ``None``, never zero.
+The loop fills a ``StepView`` per logged step and calls a ``Display``; it does not depend on terminals. The command line
+has two displays (``cli/progress.py``): a live block on a terminal, plain lines elsewhere. An unknown value is ``None``,
+never zero.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Level = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One logged step as a person sees it.
+    """The numbers of one logged step.
 
     Attributes:
-        step: Steps finished.
-        total_steps: Steps of the whole run.
+        step: Finished steps.
+        total_steps: Length of the run in steps.
         loss: Training loss, nats per token.
         num_tokens: Positions processed so far.
         total_tokens: Positions of the whole run.
-        learning_rate: Of this step.
-        grad_norm: Of this step, before clipping.
-        epoch: Passes over the data so far, a fraction.
-        tokens_per_second: Positions per second of training since the last logged step, saves and validation excluded.
+        learning_rate: Learning rate of this step.
+        grad_norm: Gradient norm of this step, before clipping.
+        epoch: Passes over the data so far, fractional.
+        tokens_per_second: Positions per second of training since the last logged step, without saves and validation.
         mfu_fraction: Share of the device's data-sheet peak.
         matmul_peak_fraction: Share of the measured matmul rate.
         eta_seconds: Time left, once it is stable.
-        time_fractions: Where the time since the last logged step went (compute, data, save, eval), summing to 1.
-        memory_bytes: Memory in use by what it is (host, device).
-        planned_memory_bytes: What the plan says the device will need.
-        queue_depth: Batches that are ready.
-        queue_capacity: Batches that are kept ready at most.
+        time_fractions: Shares of the time since the last logged step (compute, data, save, eval), summing to 1.
+        memory_bytes: Memory in use by kind (host, device).
+        planned_memory_bytes: Estimated device memory.
+        queue_depth: Prefetched batches.
+        queue_capacity: Largest number of prefetched batches.
         seconds_since_save: Age of the newest checkpoint of this process.
     """
 
@@ -60,31 +60,31 @@ class StepView:
 
 
 class Display(Protocol):
-    """Shows a run to a person. Its methods never raise and never wait."""
+    """Shows the progress of a run. Its methods never raise and never block."""
 
     def step(self, view: StepView) -> None:
-        """A logged step."""
+        """Show a logged step."""
         ...
 
     def message(self, text: str, level: Level = "info") -> None:
-        """One event, as a sentence."""
+        """Show the text of an event."""
         ...
 
     def sample(self, prompt: str, completion: str) -> None:
-        """A completion of one of the fixed prompts."""
+        """Show a completion of one of the fixed prompts."""
         ...
 
     def waiting(self, text: str | None) -> None:
-        """What data is waited for, since when and why; ``None`` when it flows again. From any thread."""
+        """Show which data the run waits for, since when and why; ``None`` when it continues. From any thread."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was, with the last state on it. Repeatable."""
+        """Restore the terminal and leave the last state on it. May be called again."""
         ...
 
 
 class NoDisplay:
-    """Shows nothing: other processes than the first, and tests."""
+    """Shows nothing: for ranks other than the main one, and tests."""
 
     def step(self, view: StepView) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Validation: one fixed set of rows in one fixed order, summed exactly, and when a run does it.
+"""Validation: the loss over one fixed set of rows in a fixed order, summed exactly; and its schedule.
 
 In: an engine and the validation batches. Out: an ``Evaluation`` (nats per token, bits per byte of text, accuracy).
 Every result is recorded durably in ``evaluations.jsonl`` before anything else happens, so a run that was killed
-between a checkpoint and its validation does it after resuming, and does none twice. Training is not disturbed in any
+between a checkpoint and its validation validates after the resume, and never twice. Training is unaffected, bit for
 bit.
 """
 
@@ -28,18 +28,17 @@ from vorox.training.stop import Stop
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one pass over the validation rows found.
+    """The result of one pass over the validation rows.
 
     Attributes:
         loss: Mean cross entropy in nats over all target tokens.
         perplexity: ``exp(loss)``.
-        bits_per_byte: Cross entropy in bits over the UTF-8 bytes that the target tokens stand for: comparable between
-            tokenizers and with compressors. ``None`` where the targets stand for no text, and where ids do not
-            determine the bytes of the text, so that the number would not be exact.
+        bits_per_byte: Cross entropy in bits per UTF-8 byte of the target tokens: comparable between tokenizers and
+            with compressors. ``None`` if the targets have no text, or ids do not determine its bytes exactly.
         accuracy: Share of targets that had the highest logit.
         num_target_tokens: Tokens in the sums.
-        num_target_bytes: Bytes of text that they stand for; 0 where that is not known.
-        custom: What the functions of ``eval.functions`` returned, by metric.
+        num_target_bytes: Bytes of their text; 0 if unknown.
+        custom: Results of the functions in ``eval.functions``, by metric.
     """
 
     loss: float
@@ -52,15 +51,15 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.NDArray[np.int32] | None) -> Evaluation:
-    """Sum the loss of some batches.
+    """Compute loss and accuracy over batches; the engine is not changed.
 
     Args:
-        engine: In whatever state; it is not changed.
+        engine: The engine.
         batches: The validation rows.
-        token_byte_lengths: UTF-8 bytes that each token id stands for; ``None`` where the tokenizer loses text.
+        token_byte_lengths: UTF-8 bytes of each token id, shape [vocabulary]; ``None`` if the tokenizer is lossy.
 
     Raises:
-        DataError: The batches hold no target.
+        DataError: The batches have no target.
     """
     losses: list[float] = []
     num_tokens = num_bytes = num_correct = 0
@@ -74,9 +73,9 @@ def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.N
             num_bytes += int(token_byte_lengths[targets].sum(dtype=np.int64))
     if num_tokens == 0:
         raise DataError(
-            "the validation set has no token to predict",
+            "Validation set has no token to predict",
             where="data.validation",
-            hint="hold out more text, or set data.validation.held_out_fraction=0 to go without",
+            hint="hold out more text, or set data.validation.held_out_fraction=0 to train without validation",
         )
     loss_sum = math.fsum(losses)
     loss = loss_sum / num_tokens
@@ -91,20 +90,20 @@ def evaluate(engine: Engine, batches: Iterable[Batch], token_byte_lengths: npt.N
 
 
 class Evaluations:
-    """The validations of a running process: which are due, which are done.
+    """The validations of a running process: due and finished ones.
 
     Args:
-        run_directory: Where ``evaluations.jsonl`` is.
+        run_directory: The run; ``evaluations.jsonl`` is in it.
         config: When to validate.
         total_steps: Length of the run.
-        progress: State that the process starts from.
-        batches: Opens the validation rows from the first; ``None`` if nothing is held out.
+        progress: The state that the process starts from.
+        batches: Opens the validation batches from the first; ``None`` without a validation set.
         token_byte_lengths: See ``evaluate``.
-        writes: Off in all processes of a run but one.
-        custom: Calls the functions of ``eval.functions`` on the model after so many steps.
+        writes: Whether this rank records the results.
+        custom: Calls the functions in ``eval.functions`` after a step.
 
     Attributes:
-        losses: Validation loss by step, for all steps that are part of the run's history.
+        losses: Validation loss by step.
 
     Raises:
         DataError: A recorded validation is damaged.
@@ -131,7 +130,7 @@ class Evaluations:
         self.losses: dict[int, float] = {step: float(record["loss"]) for step, record in known if step <= progress.step}
 
     def due(self, progress: Progress) -> bool:
-        """Whether this step is to be validated and was not yet."""
+        """Whether this step is due for validation and not validated yet."""
         if self._batches is None or progress.step == 0 or progress.step in self.losses:
             return False
         every = self._config.every_steps
@@ -139,8 +138,8 @@ class Evaluations:
         return at_end or (every is not None and progress.step % every == 0)
 
     def run(self, engine: Engine, progress: Progress, stop: Stop) -> Evaluation | None:
-        """Validate this step and record the result; ``None`` if the run was asked to stop on the way."""
-        assert self._batches is not None, "nothing is held out, so nothing is ever due"
+        """Validate this step and record the result; ``None`` if a stop was requested meanwhile."""
+        assert self._batches is not None, "without a validation set, no validation is due"
         try:
             found = evaluate(engine, _until_stopped(self._batches(), stop), self._token_byte_lengths)
         except _Stopped:
@@ -155,7 +154,7 @@ class Evaluations:
         return found
 
     def best(self, progress: Progress) -> Progress:
-        """The progress with the lowest validation loss of the run so far."""
+        """Return the progress with the lowest validation loss of the run so far."""
         known: Sequence[float] = [loss for loss in self.losses.values() if math.isfinite(loss)]
         if progress.best_eval_loss is not None:
             known = [*known, progress.best_eval_loss]
@@ -163,7 +162,7 @@ class Evaluations:
 
 
 def _read_evaluations(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the recorded validations; their losses decide which checkpoints are kept, so none is left out in silence.
+    """Read the recorded validations; none is skipped, because their losses decide which checkpoints are kept.
 
     Raises:
         DataError: A line is damaged.
@@ -172,14 +171,13 @@ def _read_evaluations(path: Path) -> dict[int, dict[str, Any]]:
         return read_history(path)
     except DataError as error:
         raise DataError(
-            "a recorded validation is damaged, and checkpoint.keep_best keeps checkpoints by it", where=error.where,
-            hint="restore the line from a copy, or delete it: the checkpoint of its step then no longer counts as one "
-            "of the best",
+            "A recorded validation is damaged, and checkpoint.keep_best depends on it", where=error.where,
+            hint="restore the line from a copy, or delete it: the checkpoint of its step is then not among the best",
         ) from error  # fmt: skip
 
 
 class _Stopped(Exception):
-    """Leaves a validation that nobody waits for any more."""
+    """Ends a validation after a stop request."""
 
 
 def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
@@ -190,5 +188,5 @@ def _until_stopped(batches: Iterable[Batch], stop: Stop) -> Iterator[Batch]:
 
 
 def _finite(record: dict[str, float | int | None]) -> dict[str, float | int | str | None]:
-    """JSON has no infinity; a model that diverged has one."""
+    """Encode non-finite numbers as strings, because JSON has none."""
     return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}

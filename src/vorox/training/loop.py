@@ -45,7 +45,7 @@ def train(session: Session, progress: Progress) -> Progress:
             progress = _validate(session, progress)
     progress = session.settle(progress)
     if stop.requested and (progress.step < schedule.total_steps or session.evaluations.due(progress)):
-        raise session.save_and_preempt(progress, hint="run the same command again to go on")
+        raise session.save_and_preempt(progress, hint="run the same command again to continue")
     session.wait_for_save()
     return progress
 

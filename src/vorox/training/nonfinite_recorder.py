@@ -1,8 +1,8 @@
-"""Records of steps that were not finite: rows, documents and the first place, in ``nonfinite/`` of the run.
+"""Record non-finite steps in ``nonfinite/``: their rows, documents, and the first non-finite tensor.
 
-In: a settled step whose loss or gradient was not finite. Out: ``nonfinite/step-00000010.json``. The batch is repeated
-without an update to find the place, and its rows are looked up in the plan; both happen only then, so finite steps pay
-nothing. The first step of every series is recorded, and the one that ends the run.
+In: a settled step whose loss or gradient is not finite. Out: ``nonfinite/step-00000010.json``. The batch is recomputed
+without an update to locate the tensor, and its rows are looked up in the plan; finite steps cost nothing. The first
+step of every series is recorded, and the one that ends the run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class NonfiniteRecorder:
 
     Args:
         run_directory: The run.
-        engine: Repeats the batch. ``None`` in a run of several processes, whose parts of a batch differ.
-        log: Told where a record is.
-        writes: Off in all processes of a run but one.
+        engine: Recomputes the batch; ``None`` with several ranks, each of which has only a part of it.
+        log: Receives the path of each record.
+        writes: Whether this rank writes records.
     """
 
     def __init__(self, run_directory: Path, engine: Engine | None, log: RunLog, *, writes: bool = True) -> None:
@@ -71,22 +71,22 @@ class NonfiniteRecorder:
             atomic.make_directory(path.parent)
             atomic.write_file(path, atomic.pretty_json(finite_json(record)))
         except OSError as error:
-            text = f"Step {number:,} was not finite, and its record cannot be written: {error.strerror}"
+            text = f"Step {number:,} not finite; its record cannot be written: {error.strerror}"
             self._log.event("nonfinite_record", text, level="warning", step=number)
             return ""
-        what = f"first in {origin}" if origin is not None else f"where is unknown: {unknown}"
-        text = f"Step {number:,} was not finite, {what}; recorded in {path.parent.name}/{path.name}"
+        what = f"first in {origin}" if origin is not None else f"origin unknown: {unknown}"
+        text = f"Step {number:,} not finite, {what}; recorded in {path.parent.name}/{path.name}"
         self._log.event("nonfinite_record", text, level="warning", step=number, path=str(path))
         return str(path)
 
     def _locate(self, step: InFlightStep) -> tuple[NonfiniteOrigin | None, str]:
         if self._engine is None or step.batch is None:
-            return None, "the batch is spread over several processes"
+            return None, "the batch is distributed over several ranks"
         try:
             found = self._engine.locate_nonfinite(step.batch)
-        except Exception as error:  # the record matters less than the run
-            return None, f"the batch cannot be repeated: {error}"
-        return found, "" if found is not None else "repeated with the parameters of the step after it, all is finite"
+        except Exception as error:  # a failed diagnosis must not end the run
+            return None, f"the batch cannot be recomputed: {error}"
+        return found, "" if found is not None else "all finite when recomputed with the parameters after the next step"
 
     def _rows(self, number: int) -> dict[str, Any]:
         try:

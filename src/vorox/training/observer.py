@@ -1,7 +1,8 @@
-"""What a run reports: metrics, progress and events. Reads everything, decides nothing.
+"""Report a run: metrics, throughput, progress and events. Reads everything, decides nothing.
 
-In: settled steps, saves and validations, in the order in which they happen. Out: a line of metrics and a view for the
-display per logged step, and events for what is rare. With every observation switched off, the run has the same bits.
+In: settled steps, saves and validations, in order. Out: a line of metrics and a display update per logged step, and
+events. Without any of it, the run has the same bits. Throughput is compared with the data-sheet peak of the device and
+with a measured matmul rate, which is measured again a few times before a reading above it is reported as impossible.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from vorox.training.startup import TrainingSetup
 from vorox.training.workload import Workload
 
 _MAX_MEASURED_POSITIONS = 1 << 15
-"""Longer products run at the same rate and would hold up the first step."""
+"""Larger products run at the same rate and would delay the first step."""
 _LONG_STEP_SECONDS = 30
-"""A step that cannot be faster is announced, because nothing is shown before the first one is done."""
+"""Longer steps are announced, because nothing is shown before the first one is finished."""
 _MAX_REMEASURED = 3
 
 
 class Observer:
-    """Reports what one process of a run does.
+    """Reports one process of a run.
 
     Args:
-        setup: What the run is made of.
+        setup: Configuration, corpus, engine and length of the run.
         tracker: Records metrics.
         display: Shows steps and samples.
         speed: Measures throughput.
@@ -60,22 +61,22 @@ class Observer:
         self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
 
     def started(self, progress: Progress, row_tokens: int, waited_seconds: float) -> None:
-        """Count a step that was started: now, and not when it is settled, one step later but for saves."""
+        """Count a started step. Settling would be the wrong moment: a save settles a step early."""
         self._speed.count(progress.num_tokens, row_tokens, waited_seconds)
 
     def settled(self, settled: SettledStep) -> None:
-        """Report what is rare about a settled step: the first loss, and numbers that are not finite."""
+        """Report the first loss, and steps that are not finite."""
         values = settled.values
         self._tracker.observe({**values.extra, "nonfinite_steps": float(not values.finite)})
         if settled.number == 1:
             entropy = math.log(self._vocab_size)
-            text = f"Loss of step 1: {values.loss:.3f}; a model that knows nothing has ln(vocabulary) = {entropy:.3f}"
+            text = f"Step 1 loss {values.loss:.3f} (ln vocab = {entropy:.3f})"
             self._log.event("first_step", text, loss=values.loss, ln_vocabulary=entropy)
         if not values.finite:
             self._log.event("nonfinite_step", settled.skipped, level="warning", step=settled.number)
 
     def is_logged(self, step: int) -> bool:
-        """Whether the metrics of a step are recorded: the first, the last, and every so many between."""
+        """Whether the metrics of a step are recorded: the first, the last, and every ``log.every_steps``."""
         return step in {1, self._horizon.total_steps} or step % self._every_steps == 0
 
     def log(self, settled: SettledStep, status: Mapping[str, float]) -> None:
@@ -129,7 +130,7 @@ class Observer:
 
     @contextlib.contextmanager
     def saving(self) -> Generator[None]:
-        """Count the time inside as saving; what was measured so far is durable first."""
+        """Count the time inside as saving; flush the metrics first."""
         with self.waiting_for_save():
             self._tracker.flush()
             yield
@@ -150,7 +151,7 @@ class Observer:
 
     @contextlib.contextmanager
     def validating(self, progress: Progress) -> Generator[Callable[[Evaluation, Sequence[tuple[str, str]]], None]]:
-        """Count the time inside as validation; yields what reports the result and the completions of the prompts."""
+        """Count the time inside as validation; yield a function that reports the result and the completions."""
 
         def report(found: Evaluation, completions: Sequence[tuple[str, str]]) -> None:
             bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
@@ -178,7 +179,7 @@ class Observer:
             yield report
 
     def finish(self, progress: Progress) -> Reading:
-        """Record what is left; return the speed of the whole process."""
+        """Flush the last metrics; return the throughput of the whole process."""
         self._tracker.log(progress.step, {})
         return self._speed.total()
 
@@ -187,7 +188,7 @@ class SpeedMeter:
     """Measures the throughput of one process.
 
     Args:
-        workload: The model and configuration whose arithmetic is counted, and the engine that is measured.
+        workload: The model whose FLOPs are counted, and the engine whose matmul rate is measured.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -196,17 +197,17 @@ class SpeedMeter:
         self._work = functools.cache(functools.partial(_work, workload.spec, config.data.document_mask))
         self._measures = config.log.matmul_peak and workload.distributed.is_main
         self._remeasured, self._reported_impossible = 0, False
-        self._num_tokens = 0  # after the last step; the first one of a process only starts the clock
+        self._num_tokens = 0  # after the last step; the first step of a process only starts the clock
         throughput = Throughput(self._limits())
         self.pause, self.total, self._throughput = throughput.pause, throughput.total, throughput
 
     def count(self, num_tokens: int, row_tokens: int, waited_seconds: float) -> None:
-        """Count a step that was started.
+        """Count a started step.
 
         Args:
-            num_tokens: Positions that the run has processed after it.
-            row_tokens: Positions of each of its rows.
-            waited_seconds: How long the loop has waited for batches in all.
+            num_tokens: Positions that the run has processed after this step.
+            row_tokens: Positions per row.
+            waited_seconds: Total time that the loop has waited for batches.
         """
         work = self._work(num_tokens - self._num_tokens, row_tokens)
         self._num_tokens = num_tokens
@@ -220,7 +221,7 @@ class SpeedMeter:
         return reading
 
     def _check_limits(self, impossible: str) -> None:
-        """Measure the matmul rate again: it may have been measured in a busy moment. Then report."""
+        """Measure the matmul rate again, because the device may have been busy; then report."""
         if self._measures and self._remeasured < _MAX_REMEASURED:
             self._remeasured += 1
             with self.pause("eval"):
@@ -241,7 +242,7 @@ class SpeedMeter:
             num_tokens = config.train.global_batch_sequences * row_tokens
             seconds = self._work(num_tokens, row_tokens).least_flops / rate
             if seconds > _LONG_STEP_SECONDS:
-                text = f"A step of {pluralize(num_tokens, 'token')} takes at least {seconds:,.0f} s at this rate"
+                text = f"Step of {pluralize(num_tokens, 'token')}: at least {seconds:,.0f} s at this rate"
                 self._workload.log.info(text)
         return Limits(
             peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
@@ -250,20 +251,20 @@ class SpeedMeter:
 
 
 def _work(spec: ModelSpec, document_mask: bool, num_tokens: int, row_tokens: int) -> Work:
-    """Return the arithmetic of a step of ``num_tokens`` positions in rows of ``row_tokens``."""
-    # Where documents are kept apart, most of the attention may be skipped; the matrices never.
+    """Return the FLOPs of a step of ``num_tokens`` positions in rows of ``row_tokens``."""
+    # A document mask lets kernels skip most of the attention, but never the matrix products.
     least = 6.0 * flops.num_matmul_weights(spec) if document_mask else flops.causal_flops_per_token(spec, row_tokens)
     return Work(num_tokens, num_tokens * flops.flops_per_token(spec, row_tokens), num_tokens * least)
 
 
 def _matmul_rate(workload: Workload) -> float:
-    """Measure the FLOP/s of all devices of the run on the matrix products of its model."""
+    """Measure the matmul FLOP/s of all devices of the run, at the shapes of its model."""
     config, spec = workload.config, workload.spec
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
     positions = min(config.train.micro_batch_sequences * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
     measured = measure_matmul_peak(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
-    workload.log.info(f"Matrix products of this model run at {measured.flops_per_second / 1e9:,.0f} GFLOP/s here")
-    # One device was measured. The devices of one process on the CPU share its cores.
+    workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")
+    # One device is measured. CPU devices of one process share its cores.
     on_cpu = workload.engine.environment().get("device_kind") == "cpu"
     return measured.flops_per_second * (workload.distributed.process_count if on_cpu else config.parallel.num_devices)

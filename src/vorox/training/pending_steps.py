@@ -1,8 +1,7 @@
 """Settle steps one step late: append to the replay chain and count non-finite steps.
 
-In: steps as they are started. Out: the same steps, settled, one step later: the numbers of step N are fetched while
-step N+1 runs, so the device never waits for the host. A checkpoint drains first, so that every step of the state
-that it saves is in the chain, durably.
+In: submitted steps. Out: the same steps, settled, one step later: the numbers of step N are fetched while step N+1
+runs, so the device never waits for the host. A save drains first, so the chain holds every step of the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from vorox.training.chain import ReplayChain
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that the device may still compute.
+    """A step that the device may still be computing.
 
     Attributes:
-        progress: The run after this step.
-        batch_digest: Digest of the rows that it trains on.
-        result: Its numbers, once fetched.
-        lr: Its learning rate.
-        weight_decay: Its weight decay.
-        row_tokens: Positions of each of its rows.
-        batch: What this rank trained on.
+        progress: Progress after this step.
+        batch_digest: Digest of its rows over all ranks.
+        result: Its numbers, to be fetched.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        row_tokens: Positions per row.
+        batch: This rank's batch.
     """
 
     progress: Progress
@@ -63,35 +62,35 @@ class SettledStep:
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether it was skipped for another reason than a loss scale of fp16 that can still go down."""
+        """Whether it was skipped for another reason than an fp16 loss scale that can still be lowered."""
         return not self.values.finite and not _is_adapting(self.values)
 
     @property
     def skipped(self) -> str:
-        """What to report of a step that changed nothing."""
-        return f"Step {self.number:,} was skipped: loss {self.values.loss}, gradient norm {self.values.grad_norm}"
+        """The log line of a step without an update."""
+        return f"Skipped step {self.number:,}: loss {self.values.loss}, gradient norm {self.values.grad_norm}"
 
     def error(self, record: str) -> NumericalError:
         """Return the error that ends the run.
 
         Args:
-            record: Where the step is recorded; empty if it is not.
+            record: Path of the step's record; empty if there is none.
         """
         return NumericalError(
-            f"loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
+            f"Loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
             f"(loss {self.values.loss}, gradient norm {self.values.grad_norm})",
             where=f"step {self.number:,}" + (f", recorded in {record}" if record else ""),
-            hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps says how many are skipped",
+            hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps sets how many are skipped",
         )
 
 
 class PendingSteps:
-    """The step in flight, if there is one.
+    """Holds the step in flight and settles it one step later.
 
     Args:
         chain: Records every step.
-        max_nonfinite_steps: Non-finite steps in a row that are skipped before the run stops.
-        nonfinite_in_a_row: Those that the checkpoint ended with.
+        max_nonfinite_steps: Consecutive non-finite steps that are skipped before the run stops.
+        nonfinite_in_a_row: Consecutive non-finite steps at the end of the checkpoint.
     """
 
     def __init__(self, chain: ReplayChain, *, max_nonfinite_steps: int, nonfinite_in_a_row: int) -> None:
@@ -105,7 +104,7 @@ class PendingSteps:
         return self._chain.head
 
     def submit(self, step: InFlightStep) -> SettledStep | None:
-        """Add a step that was started; settle and return the one before it."""
+        """Add a started step; settle and return the previous one."""
         previous, self._in_flight = self._in_flight, step
         return None if previous is None else self._settle(previous)
 
@@ -115,7 +114,7 @@ class PendingSteps:
         return None if pending is None else self._settle(pending)
 
     def make_durable(self) -> None:
-        """Flush every settled step to disk; raises ``OSError`` if the disk is full or gone."""
+        """Flush all settled steps to disk; raises ``OSError`` if the disk is full or failed."""
         self._chain.flush()
 
     def _settle(self, step: InFlightStep) -> SettledStep:
@@ -128,5 +127,5 @@ class PendingSteps:
 
 
 def _is_adapting(values: StepValues) -> bool:
-    """Whether fp16 merely found its loss scale too large: the loss is finite, and the scale can still go down."""
+    """Whether only the fp16 loss scale is too large: the loss is finite, and the scale can still be lowered."""
     return not values.finite and math.isfinite(values.loss) and values.extra.get("loss_scale", 1.0) > 1.0

@@ -244,11 +244,11 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[
     def schedule_of(step: int) -> Schedule:
         known = plan.horizon_at((step - 1) * config.train.global_batch_sequences)
         if known is None:
-            return Schedule.of(config.schedule, config.optimizer, unrecorded())
+            return Schedule.from_config(config.schedule, config.optimizer, unrecorded())
         warmup_steps = unrecorded().warmup_steps if known.warmup_steps is None else known.warmup_steps
         tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
         length = Horizon(known.total_steps, warmup_steps, tokens_per_step)
-        return Schedule.of(config.schedule, config.optimizer, length)
+        return Schedule.from_config(config.schedule, config.optimizer, length)
 
     return schedule_of
 
@@ -297,7 +297,7 @@ def _compare(
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
             values = engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch()
             digest = batch_digest(workload.distributed, engine.data_shard, batch)
-            entry = ChainEntry.of(head, step, digest, values)
+            entry = ChainEntry.following(head, step, digest, values)
             difference = first_difference(recorded[step], entry)
             if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:
                 difference = _state_difference(step, manifests[step]["fingerprint"], engine.fingerprint())

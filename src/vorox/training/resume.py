@@ -1,9 +1,9 @@
-"""Going on where a run stopped: what must be equal, what may differ, and putting the state back.
+"""Resume: which settings may change, and restoring engine, plan, cursor and replay chain.
 
-In: the run directory, today's configuration, engine and plan. Out: the ``RunState`` of the newest valid checkpoint
-with the engine standing exactly there, or nothing if the run has no checkpoint yet. What decides the architecture,
-the data or its order must be as recorded; every other difference is listed and recorded, never passed over. A
-configuration that was changed on the way stays readable: ``configs/step-N.yaml`` is what was in force from step N on.
+In: the run directory, the current configuration and workload. Out: a ``RestoredRun`` with the engine in the state of
+its checkpoint. Settings that decide the architecture, the data or its order must equal the recorded ones; every other
+difference is logged and recorded. Earlier configurations stay readable: ``configs/step-N.yaml`` was in force from
+step N on.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vorox.core.config.yaml_writer import write_scalar
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.log import RunLog
+from vorox.core.pluralize import pluralize
 from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
@@ -52,35 +53,35 @@ from vorox.training.checkpoint_store import (
 from vorox.training.workload import Workload
 
 REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
-"""Sections and keys that decide the architecture, the data or its order."""
+"""Sections and keys that decide the architecture, the data or its order: a resume refuses a change."""
 
 ALLOWED = (
     "model.preset", "model.family", "data.cache.directory", "data.loader", "data.pipeline",
     "data.mode", "data.streaming",
     "data.growth.horizon_steps", "data.growth.on_starve", "data.growth.build",
 )  # fmt: skip
-"""Exceptions to the above that decide none of it."""
+"""Exceptions that decide none of these."""
 
 RECORDED = ("data.stages", "data.sources")
-"""Exceptions to the above that change the mixture, which the plan records from the step on that the run resumes at."""
+"""Exceptions that change the mixture, which the plan records from the resumed step on."""
 
 _MIXTURE_KEYS = ("weight", "max_epochs", "on_exhausted")
-"""What may differ in a source that both configurations have."""
+"""Keys that may change in a source of the same name."""
 
 
 def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
-    """Differences that a resumed run may have.
+    """Return the differences that a resume allows.
 
     Raises:
-        ConfigError: Something differs that would make it another run; all such differences are named.
+        ConfigError: Some differences are not allowed; the message lists them all.
     """
     found = differences(recorded, current)
     refused = [entry for entry in found if _is_refused(entry.key)]
     refused += _refused_of_sources(recorded, current)
     if refused:
         raise ConfigError(
-            f"this run cannot be resumed with another configuration ({len(refused)} "
-            f"difference{'s' if len(refused) > 1 else ''}):\n" + "\n".join(f"  {entry}" for entry in refused),
+            f"Run cannot be resumed with another configuration ({pluralize(len(refused), 'difference')}):\n"
+            + "\n".join(f"  {entry}" for entry in refused),
             where=refused[0].key,
             hint="resume with the recorded configuration, or start a new run with --resume never",
         )
@@ -95,40 +96,40 @@ def settings_for_manifest(config: RunConfig) -> dict[str, Any]:
 def check_unedited(
     run_directory: Path, found: Checkpoint, recorded: RunConfig, current: RunConfig, named_keys: Collection[str]
 ) -> RunConfig:
-    """Compare ``config.yaml`` with the configuration that a checkpoint was made with.
+    """Compare ``config.yaml`` with the configuration in a checkpoint.
 
     Args:
         run_directory: The run.
-        found: The checkpoint to go on from.
-        recorded: What ``config.yaml`` says.
-        current: What this process runs with.
-        named_keys: Settings and sections that were given with the command, which may differ on purpose.
+        found: The checkpoint to resume from.
+        recorded: The configuration in ``config.yaml``.
+        current: The configuration of this process.
+        named_keys: Settings and sections given with the command, which may differ.
 
     Returns:
-        The recorded configuration, as it was before anybody edited the file.
+        The recorded configuration, as it was before any edit of the file.
 
     Raises:
-        ConfigError: The file was edited, and the command would take over what it says by now.
+        ConfigError: The file was edited, and the command would adopt the edited values.
     """
     made_with = _made_with(found.metadata)
-    if made_with is None:  # made by an earlier version, which recorded a digest alone
+    if made_with is None:  # earlier versions recorded only a digest
         return recorded
     newest = max(RunLayout(run_directory).configs_by_step().items(), default=None)
-    if newest is not None and newest[0] >= found.step and not _changed(_hidden(load_config(newest[1])), recorded):
-        return recorded  # changed by a resume that was killed before its first checkpoint
+    if newest is not None and newest[0] >= found.step and not _changed(_redacted(load_config(newest[1])), recorded):
+        return recorded  # changed by a resume that was killed before its first save
     edited = _changed(made_with, recorded)
-    now = flat_values(_hidden(current))
-    taken_over = [
-        entry for entry in edited if now.get(entry.key) == entry.after and not _within(entry.key, tuple(named_keys))
+    now = flat_values(_redacted(current))
+    adopted = [
+        entry for entry in edited if now.get(entry.key) == entry.after and not _has_prefix(entry.key, tuple(named_keys))
     ]
-    if taken_over:
+    if adopted:
         command = f"vorox train --resume {run_directory.name}"
-        hint = f"to go on as before: {command} {_assigned(taken_over, 'before')}"
-        if not any(_is_refused(entry.key) for entry in taken_over):
-            hint += f"; to change it from here on: {command} {_assigned(taken_over, 'after')}"
+        hint = f"to keep the earlier values: {command} {_overrides(adopted, 'before')}"
+        if not any(_is_refused(entry.key) for entry in adopted):
+            hint += f"; to change them from this step on: {command} {_overrides(adopted, 'after')}"
         raise ConfigError(
-            f"config.yaml was edited since the checkpoint of step {found.step:,} was made:\n"
-            + "\n".join(f"  {entry}" for entry in taken_over),
+            f"config.yaml was edited after the checkpoint of step {found.step:,} was written:\n"
+            + "\n".join(f"  {entry}" for entry in adopted),
             where=str(RunLayout(run_directory).config),
             saved="nothing was changed",
             hint=hint,
@@ -137,7 +138,7 @@ def check_unedited(
 
 
 def is_made_with(checkpoint: Checkpoint, config: RunConfig) -> bool:
-    """Whether a checkpoint was made with a configuration, as far as it decides bits."""
+    """Whether a checkpoint was written under a configuration; settings that do not affect bits are ignored."""
     made_with = _made_with(checkpoint.metadata)
     if made_with is None:
         return checkpoint.metadata["config_digest"] == config_digest(config)
@@ -145,7 +146,7 @@ def is_made_with(checkpoint: Checkpoint, config: RunConfig) -> bool:
 
 
 def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
-    """The configuration that a checkpoint was made with, if it says so in a form that this version reads."""
+    """Return the configuration in a checkpoint's manifest; ``None`` if it is absent or not readable by this version."""
     try:
         return config_from_record(metadata["settings"])
     except (KeyError, ValidationError):
@@ -153,17 +154,17 @@ def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
 
 
 def _changed(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """What differs between a configuration of a checkpoint and another one, among the settings that decide bits."""
-    return [entry for entry in differences(before, _hidden(after)) if in_digest(entry.key)]
+    """Return the differences from a checkpoint's configuration among the settings that affect bits."""
+    return [entry for entry in differences(before, _redacted(after)) if in_digest(entry.key)]
 
 
-def _hidden(config: RunConfig) -> RunConfig:
-    """A configuration without its secrets, as checkpoints record it."""
+def _redacted(config: RunConfig) -> RunConfig:
+    """Return a configuration without its secrets, as checkpoints record it."""
     return RunConfig.model_validate(settings_for_manifest(config))
 
 
-def _assigned(entries: Sequence[Difference], side: Literal["before", "after"]) -> str:
-    """Overrides that give settings the values of one side."""
+def _overrides(entries: Sequence[Difference], side: Literal["before", "after"]) -> str:
+    """Return the overrides that set the values of one side."""
     values = {entry.key: getattr(entry, side) for entry in entries}
     return " ".join(
         f"{key}={json.dumps(value) if isinstance(value, list | dict) else write_scalar(value)}"
@@ -172,11 +173,11 @@ def _assigned(entries: Sequence[Difference], side: Literal["before", "after"]) -
 
 
 def _is_refused(key: str) -> bool:
-    return _within(key, REFUSED) and not _within(key, ALLOWED + RECORDED)
+    return _has_prefix(key, REFUSED) and not _has_prefix(key, ALLOWED + RECORDED)
 
 
 def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Difference]:
-    """What differs in sources of one name besides their place in the mixture: it would be other text."""
+    """Return differences that change the text of a source of the same name; its mixture settings may change."""
     before = {source.name: source for source in recorded.data.sources}
     return [
         Difference(f"data.sources.{index}.{key}", old[key], new[key])
@@ -188,26 +189,26 @@ def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Differe
     ]
 
 
-def _within(key: str, prefixes: tuple[str, ...]) -> bool:
+def _has_prefix(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
 def choose(run_directory: Path, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
-    """The checkpoint to go on from: the one that is named, else the newest valid one, if there is any.
+    """Return the verified checkpoint to resume from: the given one, else the newest valid one; ``None`` without any.
 
     Raises:
-        CheckpointError: It is not valid, or there are some and none is.
+        CheckpointError: The given one is invalid, or there are checkpoints but none is valid.
     """
     return latest_valid(run_directory, on_corrupt=quarantine_corrupt(log)) if checkpoint is None else verify(checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredRun:
-    """A run as its checkpoint and records hold it, with the engine in that state.
+    """A run restored from a checkpoint; the engine holds its state.
 
     Attributes:
         state: Progress and length.
-        plan: The data plan, which continues the one that the checkpoint was made under.
+        plan: The data plan; it extends the one in the checkpoint.
         last_recorded_step: The last step in the replay chain, which may be beyond the checkpoint.
     """
 
@@ -229,7 +230,7 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
     if changed:
         workload.log.event(
             "environment_changed",
-            f"bit-exactness is void from step {found.step:,} on, the environment changed: " + "; ".join(changed),
+            f"Not bit-exact from step {found.step:,} on, environment changed: " + "; ".join(changed),
             level="warning",
             changes=changed,
         )
@@ -249,53 +250,53 @@ def _check_chain(run_directory: Path, progress: Progress, log: RunLog) -> int:
     if damage:
         log.event(
             "chain_damaged",
-            f"{chain.path.name} is damaged: {damage}. The run goes on; a replay cannot verify these steps any more "
+            f"{chain.path.name} is damaged: {damage}; training continues, but replay cannot verify these steps "
             "unless the file is restored from a copy",
             level="warning",
         )
     return chain.last_step
 
 
-def abandon_after(run_directory: Path, step: int, log: RunLog) -> None:
-    """Put the checkpoints of later steps aside: the run goes on from this step, and comes by there again."""
+def quarantine_later_checkpoints(run_directory: Path, step: int, log: RunLog) -> None:
+    """Quarantine the checkpoints of later steps, which the resumed run will reach again."""
     for later, path in step_directories(run_directory).items():
         if later > step:
             renamed = quarantine(path, "replaced", f"the run was resumed from step {step}")
-            message = f"{path.name} is of an abandoned attempt and was renamed to {renamed.name}"
-            log.event("checkpoint_replaced", message, level="warning")
+            text = f"Renamed {path.name} of an abandoned attempt to {renamed.name}"
+            log.event("checkpoint_replaced", text, level="warning")
 
 
 def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> None:
-    """Load a verified checkpoint and prove that the engine has exactly its bits.
+    """Load a verified checkpoint and check the engine's fingerprint.
 
     Raises:
-        CheckpointError: It is of another model, or the loaded state is not the one that was saved.
+        CheckpointError: It is of another model, or the loaded state differs from the saved one.
     """
     recorded = checkpoint.metadata["spec"]
     if recorded != spec:
         keys = sorted(key for key in {*recorded, *spec} if recorded.get(key) != spec.get(key))
         raise CheckpointError(
-            "the checkpoint is of another model: "
-            + ", ".join(f"{key} is {recorded.get(key)} there and {spec.get(key)} here" for key in keys),
+            "Checkpoint is of another model: "
+            + ", ".join(f"{key} = {recorded.get(key)}, configured is {spec.get(key)}" for key in keys),
             where=str(checkpoint.path),
         )
     engine.load(checkpoint.path)
     fingerprint = engine.fingerprint()
     if fingerprint != checkpoint.metadata["fingerprint"]:
         raise CheckpointError(
-            f"the state was saved with fingerprint {checkpoint.metadata['fingerprint']} and loads with {fingerprint}",
+            f"Loaded state has fingerprint {fingerprint}, the saved one {checkpoint.metadata['fingerprint']}",
             where=str(checkpoint.path),
-            hint="the files were changed after they were written; use another checkpoint",
+            hint="its files were changed after the save; use another checkpoint",
         )
 
 
 def environment(engine: Engine) -> dict[str, str | int | bool]:
-    """What a manifest records of the engine's surroundings."""
+    """Return what a manifest records of the engine's environment."""
     return dict(sorted(engine.environment().items()))
 
 
 def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What changed, for people; empty if nothing did."""
+    """Return readable descriptions of what changed."""
     before = {key: current_value(f"runtime.{key}", value) for key, value in recorded.items()}
     return [
         f"{key} was {before.get(key, 'absent')}, is {current.get(key, 'absent')}"
@@ -305,22 +306,22 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
 
 
 def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> Plan:
-    """Check that the plan on disk begins with the very events that a checkpoint was made under.
+    """Check that the plan on disk starts with the events that the checkpoint was written under.
 
     Args:
         plan: The plan; ``None`` if there is none.
         path: Its file.
-        cursor: The checkpoint's.
+        cursor: The data cursor of the checkpoint.
 
     Returns:
         The plan.
 
     Raises:
-        CheckpointError: The plan was changed, cut, replaced or removed.
+        CheckpointError: The plan was changed, truncated, replaced or removed.
     """
     if plan is None or (plan.digest_at(cursor.plan_events), plan.start.seed) != (cursor.plan_digest, cursor.seed):
         raise CheckpointError(
-            f"the checkpoint was made under another data plan ({cursor.plan_digest[:16]} "
+            f"Checkpoint was written under another data plan ({cursor.plan_digest[:16]} "
             f"after {cursor.plan_events} events, seed {cursor.seed})",
             where=str(path),
             hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
@@ -329,20 +330,20 @@ def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> Plan:
 
 
 def record_config_change(run_directory: Path, recorded: RunConfig, current: RunConfig, step: int) -> None:
-    """Keep which configuration was in force from which step, if one that decides bits changed.
+    """Record from which step the current configuration is in force, if a setting that affects bits changed.
 
     Args:
         run_directory: The run.
-        recorded: What ``config.yaml`` says.
-        current: What this process runs with.
-        step: State that it starts from.
+        recorded: The configuration in ``config.yaml``.
+        current: The configuration of this process.
+        step: The step that it starts from.
     """
     files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known < step), default=None)
     previous = recorded if before is None else load_config(files[before])
     for known, path in files.items():
         if known >= step:
-            atomic.remove_file(path)  # of work that was lost or abandoned
+            atomic.remove_file(path)  # of steps that were lost or abandoned
     if step == 0 or not any(in_digest(entry.key) for entry in differences(previous, current)):
         return
     layout = RunLayout(run_directory)
@@ -353,7 +354,7 @@ def record_config_change(run_directory: Path, recorded: RunConfig, current: RunC
 
 
 def config_in_force(run_directory: Path, step: int) -> tuple[RunConfig, int | None]:
-    """The configuration that the step after ``step`` was run with, and the state at which the next one took over."""
+    """Return the configuration of the step after ``step``, and the step from which the next one is in force."""
     files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known <= step), default=None)
     path = RunLayout(run_directory).config if before is None else files[before]

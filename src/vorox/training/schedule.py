@@ -1,8 +1,8 @@
-"""How long a run is, and the learning rate and weight decay of every step.
+"""The length of a run, and the learning rate and weight decay of every step.
 
-In: the configuration and how much text there is. Out: a ``Horizon`` (total and warm-up steps) and a ``Schedule``, a
-pure function of the step index. Nothing here has state, so there is nothing to save. The horizon is fixed once and
-recorded in every checkpoint, so that a cache that grows cannot bend the learning rate of a run that resumes.
+In: the configuration and the size of the dataset. Out: a ``Horizon`` (total and warm-up steps) and a ``Schedule``, a
+pure function of the step index; neither has state to save. The horizon is fixed at the start and recorded in every
+checkpoint, so a growing cache does not change the learning rate of a resumed run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
 
 Shape = Callable[[int, int, int], float]
-"""Share of the peak at a step (from 0), of so many steps in all and in the warm-up."""
+"""Maps (step from 0, total steps, warm-up steps) to a share of the peak."""
 
 _MANY_PASSES = 16
-"""Repeated text is worth next to nothing from here on (Muennighoff et al., 2023, arXiv:2305.16264)."""
+"""Further passes over the same text have almost no value (Muennighoff et al., 2023, arXiv:2305.16264)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Horizon:
     Attributes:
         total_steps: Steps of the whole run.
         warmup_steps: Steps over which the learning rate rises; may exceed ``total_steps`` (see ``warning``).
-        tokens_per_step: Positions of a global batch.
-        dataset_tokens: Tokens of one pass over the full dataset, as estimated when this was fixed.
-        dataset_error_fraction: Standard error of that estimate; ``None`` where it was exact or cannot be known.
+        tokens_per_step: Positions per global batch.
+        dataset_tokens: Tokens of one pass over the full dataset, as estimated when the horizon was fixed.
+        dataset_error_fraction: Standard error of that estimate; ``None`` if it is exact or unknown.
     """
 
     total_steps: int
@@ -45,49 +45,49 @@ class Horizon:
 
     @property
     def warning(self) -> str | None:
-        """What a user should know about this length, if anything."""
+        """The warning about a warm-up that is as long as the run; ``None`` if it is shorter."""
         if self.warmup_steps < self.total_steps or self.warmup_steps == 0:
             return None
         return (
-            f"the warm-up takes {pluralize(self.warmup_steps, 'step')} and the run only {self.total_steps:,}: "
-            "the learning rate never comes down and may never reach its peak"
+            f"Warm-up takes {pluralize(self.warmup_steps, 'step')}, the run only {self.total_steps:,}: "
+            "the learning rate never decays and may not reach its peak"
         )
 
     def repetition_warning(self, dataset_tokens: float) -> str | None:
-        """What a user should know about a run that reads its text over and over, if it does."""
+        """Return the warning about too many passes over the same text; ``None`` if there are few."""
         passes = self.total_steps * self.tokens_per_step / max(1.0, dataset_tokens)
         if passes <= _MANY_PASSES:
             return None
         return (
-            f"the run passes over its text {passes:,.0f} times: after some {_MANY_PASSES} a model recites it and "
-            "learns little more; give it more text in data.sources, or a shorter train.num_tokens or train.num_steps"
+            f"Run passes over its text {passes:,.0f} times: after about {_MANY_PASSES} a model memorises it and learns "
+            "little more; add text to data.sources, or lower train.num_tokens or train.num_steps"
         )
 
     def warnings(self, dataset_tokens: float) -> list[str]:
-        """What a user should know about this length and so much text, before anything is cached."""
+        """Return all warnings about this length and dataset size, before anything is cached."""
         found = (self.warning, self.step_warning(dataset_tokens), self.repetition_warning(dataset_tokens))
         return [text for text in found if text is not None]
 
     def step_warning(self, dataset_tokens: float) -> str | None:
-        """What a user should know about steps that are larger than the text, if they are."""
+        """Return the warning about steps larger than the dataset; ``None`` if they are not."""
         if self.tokens_per_step <= dataset_tokens:
             return None
         return (
-            f"a step has {pluralize(self.tokens_per_step, 'token')} and the text only {dataset_tokens:,.0f}: "
+            f"Step has {pluralize(self.tokens_per_step, 'token')}, the whole text only {dataset_tokens:,.0f}: "
             "every step reads all of it; lower data.sequence_length_tokens or train.global_batch_sequences"
         )
 
     def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
-        """What a user should know about a warm-up that is longer than what is cached by now, if only a part is."""
+        """Return the warning about a warm-up longer than the cached part of the dataset; ``None`` if it is not."""
         steps = cached_rows // global_batch_sequences
         if self.dataset_tokens is None or self.warmup_steps <= steps:
             return None
         if cached_rows * self.tokens_per_step >= self.dataset_tokens * global_batch_sequences:
             return None
         return (
-            f"the warm-up of {pluralize(self.warmup_steps, 'step')} was fixed by the full dataset of about "
-            f"{self.dataset_tokens:,} tokens; {pluralize(cached_rows, 'row')} cached, {pluralize(steps, 'step')} of "
-            "the run: the rate would still rise when they have all been read"
+            f"Warm-up of {pluralize(self.warmup_steps, 'step')} is computed from the full dataset of about "
+            f"{self.dataset_tokens:,} tokens; the cache has {pluralize(cached_rows, 'row')} for "
+            f"{pluralize(steps, 'step')}, so the learning rate is still rising when all of them are read"
         )
 
     def to_json(self) -> dict[str, int | float]:
@@ -107,9 +107,9 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
     """Turn the configured lengths into steps, rounding up.
 
     Args:
-        config: The run; exactly one of the three lengths of ``train`` and at most one warm-up are given.
+        config: The run; it sets exactly one of the three lengths in ``train`` and at most one warm-up.
         num_train_rows: Rows of one pass over all sources.
-        full_dataset_tokens: Estimated tokens of one pass over the *full* dataset, whatever part of it is cached by now.
+        full_dataset_tokens: Estimated tokens of one pass over the *full* dataset, not only its cached part.
 
     Raises:
         ConfigError: No length or several, or several warm-ups.
@@ -128,7 +128,7 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
     given = {key: steps for key, steps in lengths.items() if steps is not None}
     if len(given) != 1:
         raise ConfigError(
-            f"a run needs exactly one length, this one has {len(given)}",
+            f"A run needs exactly one length; {len(given)} are set",
             where=", ".join(given or lengths),
             hint="set one of train.num_steps, train.num_tokens, train.num_epochs",
         )
@@ -146,7 +146,7 @@ def _warmup_steps(config: ScheduleConfig, tokens_per_step: int, full_dataset_tok
     }
     given = {key: steps for key, steps in choices.items() if steps is not None}
     if len(given) > 1:
-        raise ConfigError("more than one warm-up is given", where=", ".join(given), hint="keep one of them")
+        raise ConfigError("More than one warm-up is set", where=", ".join(given), hint="keep one of them")
     return next(iter(given.values()), 0)
 
 
@@ -163,11 +163,11 @@ class Schedule:
     weight_decay_function: Shape | None = None
 
     @classmethod
-    def of(cls, config: ScheduleConfig, optimizer: OptimizerConfig, horizon: Horizon) -> Schedule:
+    def from_config(cls, config: ScheduleConfig, optimizer: OptimizerConfig, horizon: Horizon) -> Schedule:
         """Return the schedule of a run.
 
         Raises:
-            ConfigError: A function that the configuration names cannot be imported.
+            ConfigError: A schedule function cannot be imported.
         """
         return cls(
             config, optimizer.lr, optimizer.weight_decay, horizon.total_steps, horizon.warmup_steps,
@@ -175,14 +175,13 @@ class Schedule:
         )  # fmt: skip
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step. Reaches the peak with the last step of the warm-up and the final value with the
-        last step of the run."""
+        """Return the learning rate of a step: the peak at the last warm-up step, the final value at the last step."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         return self.peak_lr * self._fraction(step)
 
     def _fraction(self, step: int) -> float:
-        """Share of the peak after the warm-up."""
+        """Return the share of the peak after the warm-up."""
         config, final = self.config, self.config.min_lr_fraction
         if self.lr_function is not None:
             return self._share_of(self.lr_function, step, "schedule.name")
@@ -196,7 +195,7 @@ class Schedule:
         return shape(_share(step - self.warmup_steps, self.total_steps - self.warmup_steps), final)
 
     def weight_decay(self, step: int) -> float:
-        """Weight decay of a step, over the whole run and without warm-up."""
+        """Return the weight decay of a step; it has no warm-up."""
         name, final = self.config.weight_decay, self.config.final_weight_decay_fraction
         if self.weight_decay_function is not None:
             return self.peak_weight_decay * self._share_of(self.weight_decay_function, step, "schedule.weight_decay")
@@ -206,11 +205,11 @@ class Schedule:
         return self.peak_weight_decay * shape(_share(step, self.total_steps), final)
 
     def _share_of(self, function: Shape, step: int, where: str) -> float:
-        """Return what a function of the user says, refused if it is no share of a peak."""
+        """Call a user function; refuse a result that is not a share of the peak."""
         value = float(function(step, self.total_steps, self.warmup_steps))
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
-                f"the schedule returned {value} for step {step:,} of {self.total_steps:,}", where=where,
+                f"Schedule returned {value} for step {step:,} of {self.total_steps:,}", where=where,
                 hint="return the share of the peak: a finite number from 0 up",
             )  # fmt: skip
         return value
@@ -221,7 +220,7 @@ def _function(name: str, where: str) -> Shape | None:
 
 
 def _share(index: int, count: int) -> float:
-    """0 at the first of ``count`` steps, 1 at the last and after it."""
+    """Return 0 at the first of ``count`` steps and 1 at the last and later ones."""
     return min(1.0, index / (count - 1)) if count > 1 else 0.0
 
 

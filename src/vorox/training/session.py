@@ -48,9 +48,9 @@ from vorox.training.stop import StopRequest
 from vorox.training.workload import Workload
 
 DETERMINISM = {
-    "none": "nothing is promised",
-    "data": "the same batches, not the same bits",
-    "bitwise": "the same bits on this machine",
+    "none": "no guarantee",
+    "data": "same batches, bits may differ",
+    "bitwise": "same bits on this machine",
 }
 
 
@@ -134,8 +134,9 @@ class Session:
         self.save(progress, is_last=True)
         self.wait_for_save()
         signal, because = self.sync.stop.requested, f": {reason}" if reason else ""
-        what = f"stopped after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
-        return Preempted(f"{signal}: {what}" if signal else what, where=where, saved=self.checkpoints.safe(), hint=hint)
+        stopped = f"{signal}: stopped" if signal else "Stopped"
+        what = f"{stopped} after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
+        return Preempted(what, where=where, saved=self.checkpoints.safe(), hint=hint)
 
     @contextlib.contextmanager
     def saving_on_failure(self, progress: Progress) -> Generator[None]:
@@ -162,7 +163,7 @@ class Session:
 
 def _state_lost(progress: Progress) -> CheckpointError:
     return CheckpointError(
-        f"the state after step {progress.step:,} is lost: when one process of several fails, the others cannot save",
+        f"State after step {progress.step:,} is lost: the other ranks cannot save after one has failed",
         where=f"step {progress.step:,}",
         hint="run the same command again to resume from the last checkpoint",
     )
@@ -170,9 +171,9 @@ def _state_lost(progress: Progress) -> CheckpointError:
 
 @contextlib.contextmanager
 def open_log(run: RunContext, display: Display, distributed: DistributedContext) -> Generator[RunLog]:
-    """The log of this attempt, which also takes what libraries say and the error that ends the run.
+    """Open the log of this attempt; it also captures messages of libraries and the error that ends the run.
 
-    While it is open, the display shows what data is waited for.
+    While it is open, the display shows which data the run is waiting for.
     """
     log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, echo=display.message)
     try:
@@ -227,7 +228,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         alone = engine if workload.distributed.process_count == 1 else None
         session = Session(
             setup, engine, batches,
-            Schedule.of(config.schedule, config.optimizer, state.horizon),
+            Schedule.from_config(config.schedule, config.optimizer, state.horizon),
             StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain),
             pending, checkpoints, evaluations, sampler,
             Observer(setup, tracker, display, SpeedMeter(workload)),
@@ -247,7 +248,7 @@ def _report_engine(workload: Workload, total_steps: int) -> None:
     determinism = str(facts["determinism"])
     workload.log.event(
         "engine",
-        f"{workload.spec.num_parameters:,} parameters on {facts.get('device', workload.engine.name)}, "
+        f"Model: {workload.spec.num_parameters:,} parameters on {facts.get('device', workload.engine.name)}, "
         f"{pluralize(total_steps, 'step')}; determinism {determinism}: {DETERMINISM[determinism]}",
         environment=facts,
     )
@@ -273,7 +274,7 @@ def _checkpoint_writer(setup: TrainingSetup, evaluations: Evaluations) -> Checkp
 
 
 def _description(workload: Workload) -> dict[str, Any]:
-    """Return what every manifest records of the run."""
+    """Return the metadata that every checkpoint's manifest records."""
     return {
         "backend": workload.config.backend,
         "spec": workload.spec.to_json(),
@@ -286,11 +287,11 @@ def _description(workload: Workload) -> dict[str, Any]:
 
 
 def validations_without_save(config: RunConfig) -> str:
-    """Say that a run of several processes loses steps if one of its validations fails; empty if none can be lost."""
+    """Warn that a failed validation loses steps, because several ranks save on schedule only; empty if none can."""
     saves, validations = config.checkpoint.every_steps, config.eval.every_steps
     if validations is None or (saves is not None and validations % saves == 0):
         return ""
     return (
-        "A validation that fails loses the steps since the last checkpoint, because a run of several processes saves "
-        "on schedule only; checkpoint.every_steps that divides eval.every_steps saves before every validation"
+        "A failed validation loses the steps since the last checkpoint, because several ranks save on schedule only; "
+        "let checkpoint.every_steps divide eval.every_steps to save before every validation"
     )

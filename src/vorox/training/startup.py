@@ -1,8 +1,8 @@
 """Start-up: initialise a new run, or restore one from its newest valid checkpoint.
 
 In: a run's workload and its open directory. Out: a ``TrainingSetup`` whose engine holds the state that the loop starts
-from. Configuration, environment and plan are compared with what is recorded before anything of the run changes. The
-main rank decides and writes (``initialize_or_resume``); the others follow it (``attach``) and load their own engines.
+from. Configuration, environment and plan are compared with the recorded ones before anything of the run changes. The
+main rank decides and writes (``initialize_or_resume``); the other ranks follow (``attach``) and load their own engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanEvent
 from vorox.training import resume, run_plan
-from vorox.training.chain import abandon_steps, examine_chain
+from vorox.training.chain import examine_chain, void_later_steps
 from vorox.training.checkpoint_store import Checkpoint, RunState, step_directories
 from vorox.training.init_from import init_from_weights
 from vorox.training.mirror import Mirror
@@ -41,14 +41,14 @@ _LENGTH_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """Everything that a run is made of when its loop starts.
+    """Everything that the training loop starts from.
 
     Attributes:
         workload: Configuration, corpus, model and engine; the engine holds ``state``.
         run: The open run directory.
-        mirror: The copy of the run in a store, if it has one.
+        mirror: The copy of the run in a store, if any.
         plan: The data plan.
-        state: Progress and length at which the loop starts.
+        state: Progress and length.
     """
 
     workload: Workload
@@ -61,19 +61,19 @@ class TrainingSetup:
 def initialize_or_resume(
     workload: Workload, run: RunContext, mirror: Mirror, checkpoint: Path | None, named_keys: Collection[str] = ()
 ) -> TrainingSetup:
-    """Put the engine into the state that the run starts from, and bring plan and records up to date; on the main rank.
+    """Initialise or restore the engine, and update plan and records; on the main rank.
 
     Args:
         workload: Configuration, corpus, model and engine.
-        run: The open run; its recorded configuration is replaced once everything agrees.
+        run: The open run; its recorded configuration is replaced once all checks pass.
         mirror: Its copy in a store.
-        checkpoint: Start from this one instead of the newest.
-        named_keys: Settings and sections that were given with the command.
+        checkpoint: Resume from this one instead of the newest.
+        named_keys: Settings and sections given with the command.
 
     Raises:
-        ConfigError: The configuration asks for another run than the recorded one.
+        ConfigError: The configuration differs from the recorded one in a way that a resume does not allow.
         CheckpointError: No checkpoint is valid, or it is of another model or plan.
-        DataError: The caches are no longer what the plan was made for.
+        DataError: The caches differ from those in the plan.
     """
     directory, config, log = run.directory, workload.config, workload.log
     recorded = recorded_config(directory)
@@ -88,8 +88,8 @@ def initialize_or_resume(
     else:
         restored = resume.restore(workload, directory, found)
         state, plan, last_step = restored.state, restored.plan, restored.last_recorded_step
-        if not _has_other_length(directory, config, state.progress.step):
-            length = _as_begun(workload, state.horizon, length)  # fixed then, whatever the caches hold by now
+        if not _is_length_changed(directory, config, state.progress.step):
+            length = _recorded_length(workload, state.horizon, length)  # fixed at the start of the run
         _check_length(directory, length.total_steps, state.progress.step)
     plan, events = run_plan.update_plan(
         plan, run.layout.plan, config, workload.corpus, length,
@@ -104,7 +104,7 @@ def initialize_or_resume(
     if state is None or not _is_finished(state, length):
         _commit(workload, run, plan, events, 0 if state is None else state.progress.step, recorded)
     elif changes:
-        text = f"The run is finished: nothing is trained, and {_listed(changes)} is not recorded"
+        text = f"Run is finished, nothing to train; not recorded: {_listed(changes)}"
         log.event("config_kept", text, level="warning")
     _report_warnings(workload, run, length)
     if state is None:
@@ -116,10 +116,10 @@ def initialize_or_resume(
 
 
 def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup:
-    """Put the engine of another rank into the state that the main rank starts from.
+    """Load the state that the main rank starts from; on every other rank.
 
     Raises:
-        VoroxError: Whatever stopped the main rank.
+        VoroxError: The main rank failed, with the same error.
     """
     path = workload.distributed.broadcast(_CHECKPOINT)
     if path is None:
@@ -136,10 +136,10 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
 def check_resume(
     config: RunConfig, directory: Path, checkpoint: Path | None, named_keys: Collection[str], total_steps: int | None
 ) -> None:
-    """Refuse what ``initialize_or_resume`` would refuse, as far as records tell; nothing is loaded or written.
+    """Check from the records alone whether ``initialize_or_resume`` would refuse; nothing is loaded or written.
 
     Raises:
-        ConfigError: It asks for another run or for fewer steps than are done, or ``config.yaml`` was edited.
+        ConfigError: The change is not allowed, the length is below the finished steps, or ``config.yaml`` was edited.
         CheckpointError: The newest checkpoint has no readable manifest.
     """
     recorded = recorded_config(directory)
@@ -156,26 +156,26 @@ def check_resume(
 def _commit(
     workload: Workload, run: RunContext, plan: Plan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
 ) -> None:
-    """Write down what this attempt changes about the run, once nothing can refuse it any more.
+    """Record what this attempt changes about the run, after all checks.
 
-    What is recorded of later steps goes first, so that no kill leaves it beside a plan that it was not done under.
+    Records of later steps are voided first, so that a kill never leaves them next to a plan that they do not follow.
     """
     config, log = workload.config, workload.log
-    resume.abandon_after(run.directory, step, log)
-    abandon_steps(run.directory, step)
+    resume.quarantine_later_checkpoints(run.directory, step, log)
+    void_later_steps(run.directory, step)
     plan.add(events)
     run_plan.report_events(events, plan_reporter(log))
     resume.record_config_change(run.directory, recorded, config, step)
     changes = differences(recorded, config)
     if changes:
-        text = f"The configuration differs from the recorded one: {_listed(changes)}"
+        text = f"Configuration changed: {_listed(changes)}"
         log.event("config_changed", text, level="warning")
     if recorded_config(run.directory) != config:
         run.record_config()
 
 
 def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> None:
-    """Report what a person should know about the length and the sources before the first step."""
+    """Log warnings about length and sources before the first step."""
     cached = length.cache_warning(num_cached_rows(workload.corpus), workload.config.train.global_batch_sequences)
     for warning in filter(None, (length.warning, cached)):
         workload.log.event("long_warmup", warning, level="warning")
@@ -193,12 +193,12 @@ def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> No
 
 
 def _initialize_weights(workload: Workload, run: RunContext) -> None:
-    """Load the weights that a new run starts from, if its configuration names any."""
+    """Load the weights of ``train.from_weights``, if set."""
     check_tokenizer(workload.config, workload.corpus.tokenizer)
     source = init_from_weights(workload.config, workload.spec, workload.engine)
     if source is not None:
         run.note(**source)
-        workload.log.event("started_from", f"Weights of {source['from_weights']}", **source)
+        workload.log.event("started_from", f"Loaded initial weights from {source['from_weights']}", **source)
 
 
 def _record_attempt(workload: Workload, run: RunContext, length: Horizon) -> None:
@@ -214,63 +214,63 @@ def _listed(changes: Sequence[Difference]) -> str:
     return "; ".join(map(str, changes))
 
 
-def _has_other_length(directory: Path, config: RunConfig, step: int) -> bool:
-    """Whether the configuration says another length than the one that the checkpoint of a step was made with."""
+def _is_length_changed(directory: Path, config: RunConfig, step: int) -> bool:
+    """Whether the configured length has changed since the checkpoint of a step."""
     before, _ = resume.config_in_force(directory, step - 1)
     return any(change.key.startswith(_LENGTH_KEYS) for change in differences(before, config))
 
 
 def _length(workload: Workload) -> Horizon:
-    """The length that the configuration asks for, by what is known of the full dataset now."""
+    """Return the configured length, given the current size of the full dataset or an estimate of it."""
     size = run_plan.dataset_size(workload.config, workload.corpus)
     length = horizon(workload.config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     if size.is_exact:
         return replace(length, dataset_tokens=size.tokens)
     workload.log.event(
-        "dataset_estimate", f"The full dataset has {size}", tokens=size.tokens, rows=size.rows,
+        "dataset_estimate", f"Full dataset: {size}", tokens=size.tokens, rows=size.rows,
         error_fraction=size.error_fraction,
     )  # fmt: skip
     return replace(length, dataset_tokens=size.tokens, dataset_error_fraction=size.error_fraction)
 
 
-def _as_begun(workload: Workload, begun: Horizon, now: Horizon) -> Horizon:
-    """The recorded length of a run; longer if its caches grew and it is to follow them."""
+def _recorded_length(workload: Workload, recorded: Horizon, now: Horizon) -> Horizon:
+    """Return the recorded length; extend it if the caches grew and ``train.follow_growth`` is set."""
     train = workload.config.train
-    if train.num_epochs is None or now.total_steps == begun.total_steps:
-        return begun
+    if train.num_epochs is None or now.total_steps == recorded.total_steps:
+        return recorded
     known = pluralize(now.dataset_tokens, "token") if now.dataset_tokens is not None else "another number of rows"
     text = (
-        f"The caches are known to hold {known} by now: {pluralize(train.num_epochs, 'epoch')} of them: "
-        f"{pluralize(now.total_steps, 'step')}; the run began with {begun.total_steps:,}"
+        f"Dataset grew to {known}: {pluralize(train.num_epochs, 'epoch')} would be "
+        f"{pluralize(now.total_steps, 'step')}; the run started with {recorded.total_steps:,}"
     )
-    follows = train.follow_growth and now.total_steps > begun.total_steps
-    what = "and is extended to them" if follows else "and keeps them (train.follow_growth=true would extend it)"
+    follows = train.follow_growth and now.total_steps > recorded.total_steps
+    what = "and is extended" if follows else "and keeps that length (train.follow_growth=true extends it)"
     workload.log.event("dataset_grew", f"{text} {what}", total_steps=now.total_steps, level="warning")
-    return replace(begun, total_steps=now.total_steps) if follows else begun
+    return replace(recorded, total_steps=now.total_steps) if follows else recorded
 
 
 def _check_length(directory: Path, total_steps: int, step: int) -> None:
-    """Refuse a length that the run has passed already."""
+    """Refuse a length below the number of finished steps."""
     if total_steps < step:
         raise ConfigError(
-            f"the run has done {pluralize(step, 'step')}, and the configuration asks for {total_steps:,}",
+            f"Run has finished {pluralize(step, 'step')}, more than the configured {total_steps:,}",
             where="train.num_steps",
             saved="nothing was changed",
-            hint=f"give at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or go on "
+            hint=f"set at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or resume "
             f"from an earlier checkpoint (vorox checkpoints list {directory.name})",
         )
 
 
 def _is_finished(state: RunState, length: Horizon) -> bool:
-    """Whether the run has done all its steps, and is asked for no others."""
+    """Whether all steps are finished and the length is unchanged."""
     return state.progress.step >= length.total_steps == state.horizon.total_steps
 
 
 def plan_reporter(log: RunLog) -> Callable[[str, str], None]:
-    """Return what reports changes of the plan to the log: new segments as information, all others as warnings."""
+    """Return a function that logs plan changes: new segments as information, all others as warnings."""
     return lambda kind, text: log.event(kind, text, level="info" if kind == "segment" else "warning")
 
 
 def num_cached_rows(corpus: Corpus) -> int:
-    """Rows of all sources that are built."""
+    """Return the number of built rows over all sources."""
     return sum(reader.num_rows for reader in corpus.train)

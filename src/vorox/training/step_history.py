@@ -1,10 +1,9 @@
 """Append-only records by step that survive kill -9: the form of ``chain.jsonl`` and ``evaluations.jsonl``.
 
-A line is a JSON object with a ``step``: the number of finished steps when it was written, so that line 1,000 and
-checkpoint 1,000 speak of the same state. A process that resumes at step S first writes the marker ``{"resume": S}``:
-what stands above it for later steps, and what a power cut made of it, belongs to work that was lost and is void. A
-torn last line is cut off.
-Lines are buffered; ``flush`` makes them durable and goes before the checkpoint that relies on them.
+A line is a JSON object with a ``step``, the number of finished steps, so line 1,000 and checkpoint 1,000 describe the
+same state. A process that resumes at step S first writes the marker ``{"resume": S}``: earlier lines of later steps,
+intact or damaged, are void. A torn last line is dropped. Lines are buffered; ``flush`` makes them durable, before the
+checkpoint that depends on them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _FIRST_WINDOW_BYTES = 1 << 18
 
 
 class StepHistory:
-    """The writing end of one file.
+    """Appends to one file.
 
     Args:
-        path: The file, made by the first flush; ``None`` where another process of the run writes it.
-        resume_step: Finished steps of the state that this process starts from.
+        path: The file, created by the first flush; ``None`` if another rank writes it.
+        resume_step: Finished steps when this process starts.
     """
 
     def __init__(self, path: Path | None, resume_step: int) -> None:
@@ -38,16 +37,16 @@ class StepHistory:
             self._buffer.append(atomic.canonical_json({"resume": resume_step}))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record, ``step`` among its keys."""
+        """Append one record with a ``step``."""
         self._buffer.append(atomic.canonical_json(record))
         if len(self._buffer) >= BUFFERED_LINES:
             self._write()
 
     def flush(self) -> None:
-        """Make everything durable. After a failure nothing is lost: the next flush writes it again.
+        """Make all records durable. A failure loses none: the next flush writes them again.
 
         Raises:
-            OSError: The disk is full or gone.
+            OSError: The disk is full or failed.
         """
         self._write()
         error = None if self._file is None else self._file.flush(sync=True)
@@ -56,19 +55,19 @@ class StepHistory:
 
     def _write(self) -> None:
         if self._buffer and self._file is not None:
-            self._file.append(b"\n".join(self._buffer))  # what cannot be written now waits; ``flush`` will say so
+            self._file.append(b"\n".join(self._buffer))  # unwritten lines stay queued; ``flush`` reports it
         self._buffer.clear()
 
 
 def read_history(path: Path, *, skip_damaged: bool = False) -> dict[int, dict[str, Any]]:
-    """Return the valid record of every step, in step order. Takes time in proportion to the file.
+    """Return the valid record of every step, in step order. Reads the whole file.
 
     Args:
-        path: The file; none is no records.
-        skip_damaged: Leave out damaged lines instead of refusing them.
+        path: The file; a missing file has no records.
+        skip_damaged: Skip damaged lines instead of raising.
 
     Raises:
-        DataError: A line that counts is not a record.
+        DataError: A line that is not void is damaged.
     """
     records: dict[int, dict[str, Any]] = {}
     steps: list[int] = []  # of the records, ascending
@@ -87,17 +86,17 @@ def read_history(path: Path, *, skip_damaged: bool = False) -> dict[int, dict[st
                 bisect.insort(steps, last_step)  # at the end, unless lines are missing
             records[last_step] = value
     if damaged_line:
-        raise DataError("a line is damaged", where=f"{path}:{damaged_line}", hint="restore the file from a copy")
+        raise DataError("A line is damaged", where=f"{path}:{damaged_line}", hint="restore the file from a copy")
     return {step: records[step] for step in steps}
 
 
 def last_record(path: Path, at_or_before: int) -> dict[str, Any] | None:
-    """The valid record of the highest step up to ``at_or_before``, found from the end of the file."""
+    """Return the valid record of the highest step up to ``at_or_before``, reading from the end of the file."""
     limit = at_or_before
     for line in _lines_backwards(path):
         value = _parse(line)
         if value is None:
-            continue  # after the record that is looked for, or it will be missed
+            continue  # damaged
         if "resume" in value:
             limit = min(limit, value["resume"])
         elif value["step"] <= limit:
@@ -116,23 +115,23 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _complete_lines(path: Path) -> list[bytes]:
     raw = path.read_bytes() if path.exists() else b""
-    return raw.split(b"\n")[:-1]  # what follows the last line end is torn
+    return raw.split(b"\n")[:-1]  # a last line without a line end is torn
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """Complete lines from the last to the first, reading ever larger pieces of the end of the file."""
+    """Yield complete lines from last to first, reading growing windows at the end of the file."""
     if not path.exists():
         return
     size_bytes = path.stat().st_size
-    window_bytes, given = _FIRST_WINDOW_BYTES, 0
+    window_bytes, num_yielded = _FIRST_WINDOW_BYTES, 0
     while True:
         with path.open("rb") as file:
             file.seek(max(0, size_bytes - window_bytes))
             lines = file.read(window_bytes).split(b"\n")[:-1]
         whole = window_bytes >= size_bytes
-        known = lines if whole else lines[1:]  # the first line of a piece may lack its beginning
-        for line in reversed(known[: len(known) - given]):
-            given += 1
+        known = lines if whole else lines[1:]  # the first line of a window may be incomplete
+        for line in reversed(known[: len(known) - num_yielded]):
+            num_yielded += 1
             yield line
         if whole:
             return

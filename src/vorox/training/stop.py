@@ -1,8 +1,8 @@
-"""Being asked to stop: what SIGTERM and SIGINT do to a run.
+"""Stop requests: how SIGTERM and SIGINT end a run.
 
-While data and engine are prepared, a signal ends the run at once: everything built so far stays. Inside ``deferred``,
-between the first and the last step, it becomes a flag that the loop looks at after each step; the state is saved and
-the run ends with exit code 75. A second SIGINT ends the process as a kill would; what was being written stays unseen.
+While data and engine are prepared, a signal ends the run immediately; what is built so far stays. Inside ``deferred``,
+between the first and the last step, it sets a flag that the loop checks after each step; the state is saved and the run
+ends with exit code 75. A second SIGINT ends the process like a kill; unfinished writes stay invisible.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class Stop(Protocol):
-    """Whether a run is asked to stop.
+    """Whether a stop was requested.
 
     Attributes:
-        requested: By what; empty if nothing asks for it.
+        requested: What requested it; empty if nothing did.
     """
 
     requested: str
 
 
 class StopRequest:
-    """Catches the signals while it is entered.
+    """Handles SIGTERM and SIGINT inside its context.
 
     Attributes:
-        requested: Name of the signal that asked to stop; empty if none did.
+        requested: Name of the signal that requested a stop; empty if none did.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Generator[None]:
-        """While inside, a signal only sets ``requested``."""
+        """Inside the block, a signal only sets ``requested``."""
         self._deferred = True
         try:
             yield
@@ -55,22 +55,22 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested and number == signal.SIGINT:
-            os.write(2, b"\nInterrupted again: leaving at once, without saving.\n")
+            os.write(2, b"\nInterrupted again: exiting without saving.\n")
             os._exit(INTERRUPTED_EXIT_CODE)
         first, self.requested = not self.requested, self.requested or name
         if first and not self._deferred:
             raise Preempted(
                 f"{name}: stopped while preparing",
-                saved="what was built of the cache, and every checkpoint of before",
-                hint="run the same command again to go on",
+                saved="the built part of the cache, and all earlier checkpoints",
+                hint="run the same command again to continue",
             )
         if first and sys.stderr.isatty():
-            text = f"{name}: finishing the step and saving; Ctrl-C again leaves at once."
-            # In the last line of a live display, which is drawn again: a line more would leave a part of it behind.
+            text = f"{name}: finishing the step and saving; Ctrl-C again exits without saving."
+            # Overwrites the last line of a live display; an extra line would leave part of the old display on screen.
             os.write(2, (f"\r{text}\x1b[K" if sys.stdout.isatty() else f"\n{text}\n").encode())
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only in the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self

@@ -1,7 +1,7 @@
-"""``--minutes``: how many steps fit into a given time.
+"""Time budget (``--minutes``): measure how many steps fit into a given time.
 
-A throwaway engine takes a few real steps; the answer becomes ``train.num_steps`` of the configuration *before* the run
-begins. So the clock decides once, in the open, and the run itself is as replayable as any other.
+In: a configuration, its corpus and a throwaway engine, which runs a few real steps. Out: a number of steps, which
+becomes ``train.num_steps`` before the run starts. The clock decides once, and the run is as replayable as any other.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MIN_TIMED_STEPS = 2
 MAX_TIMED_STEPS = 20
 TIMED_SECONDS = 2.0
 MAX_STEPS = 64
-"""Steps that the throwaway plan covers; warming up stops short of it."""
+"""Steps that the temporary plan covers; the warm-up stays below it."""
 MAX_EVALUATION_BATCHES = 2
 MARGIN_FRACTION = 0.04
-"""Share of the time that is kept back for saves, logging and a machine that gets slower when it gets warm."""
+"""Share of the time reserved for saves, logging and thermal throttling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a run of this configuration costs on this machine.
+    """The measured time of a run's parts on this machine.
 
     Attributes:
-        startup_seconds: What the first step takes beyond its share (compilation, allocation).
-        step_seconds: Median of a training step with its data.
-        evaluation_seconds: One validation.
+        startup_seconds: Extra time of the first step (compilation, allocation).
+        step_seconds: Median time of a training step with its data.
+        evaluation_seconds: Time of one validation.
     """
 
     startup_seconds: float
@@ -45,7 +45,7 @@ class Costs:
     evaluation_seconds: float
 
     def __str__(self) -> str:
-        return f"{self.step_seconds:.3f} s a step, {self.evaluation_seconds:.1f} s a validation"
+        return f"{self.step_seconds:.3f} s per step, {self.evaluation_seconds:.1f} s per validation"
 
 
 def measure(
@@ -57,15 +57,15 @@ def measure(
     lr: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """Take a few steps with an engine that is thrown away afterwards.
+    """Time a few steps of a throwaway engine.
 
     Args:
-        engine: Freshly made; its state is spoiled.
+        engine: A new engine; its state changes.
         batches: Real training batches.
-        evaluation_batches: One or two validation batches; empty if nothing is held out.
-        num_evaluation_batches: How many a whole validation has.
+        evaluation_batches: One or two validation batches; empty without a validation set.
+        num_evaluation_batches: Batches of a whole validation.
         lr: Any learning rate.
-        clock: Seconds that only rise.
+        clock: A monotonic clock, in seconds.
     """
 
     def step() -> float:
@@ -92,7 +92,7 @@ def measure(
 
 
 def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
-    """Costs of a run on real batches, under a plan that is thrown away as well."""
+    """Measure the costs of a run on its first batches, under a temporary plan."""
     validation = validation_set(config, corpus)
     held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
     num_batches = 0
@@ -103,7 +103,7 @@ def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
 
 
 def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:
-    """Steps that can be done in some seconds, with the validations that belong to them; at least 1."""
+    """Return the number of steps, including their validations, that fit into some seconds; at least 1."""
     left_seconds = seconds * (1 - MARGIN_FRACTION) - costs.startup_seconds
     every = config.eval.every_steps
     left_seconds -= costs.evaluation_seconds if config.eval.at_end else 0.0
@@ -112,19 +112,21 @@ def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:
 
 
 def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
-    """The configuration with this length in place of whatever length it had."""
+    """Return the configuration with this length instead of its own."""
     values = config.model_dump(mode="json")
     values["train"] |= {"num_steps": num_steps, "num_tokens": None, "num_epochs": None}
-    values["train"] |= {"epoch_dataset_fraction": 1.0, "follow_growth": False}  # they mean something with epochs only
+    values["train"] |= {"epoch_dataset_fraction": 1.0, "follow_growth": False}  # meaningful with epochs only
     return RunConfig.model_validate(values)
 
 
 def check_minutes(minutes: float) -> float:
-    """Seconds of a budget.
+    """Check a time budget; return it in seconds.
 
     Raises:
-        ConfigError: It is not a positive time.
+        ConfigError: It is not a positive number.
     """
     if not 0 < minutes < 1e6:
-        raise ConfigError(f"{minutes} minutes are no time to train in", where="--minutes", hint="give 0.5, 3, 60, ...")
+        raise ConfigError(
+            f"{minutes} minutes is not a valid training time", where="--minutes", hint="give 0.5, 3, 60, ..."
+        )
     return minutes * 60.0

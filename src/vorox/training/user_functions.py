@@ -1,8 +1,8 @@
-"""Functions of the user that a run calls: those that measure at a validation, and the record of which they were.
+"""User functions of a run: schedules, evaluations, metrics, sinks and taps, and the record of their versions.
 
-A schedule decides bits and an evaluation decides what its numbers mean, and the configuration names both by import path
-only. So checkpoints record their identities; a resumed run reports a function that has changed, and a replay names it.
-Functions of the data are part of the caches' recipes instead.
+The configuration names functions by import path only, so checkpoints record the identity of their code; a resumed run
+logs functions that have changed, and a replay names them. Taps are attached from Python and are in no configuration:
+each attempt records its taps in ``run.json``. Functions of the data are part of the caches' recipes instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TAPS_NOTE = "taps"
 
 
 def identities(config: RunConfig) -> dict[str, str]:
-    """Return the identity of every function of the user that is not part of a cache's recipe, by setting.
+    """Return the identity of every user function outside the caches' recipes, by setting.
 
     Raises:
-        ConfigError: One cannot be imported, or has neither a version nor a source file.
+        ConfigError: A function cannot be imported, or has neither a version nor a source file.
     """
     named = {
         "schedule.name": config.schedule.name,
@@ -54,7 +54,7 @@ def _kind(key: str) -> str:
 
 
 def changed_functions(recorded: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return the functions whose code differs from what a checkpoint's manifest records, for people."""
+    """Describe the functions whose code differs from the one that a checkpoint's manifest records."""
     before = cast("Mapping[str, str]", recorded.get(MANIFEST_KEY, {}))
     now = identities(config) if before else {}
     by_name = {text.rpartition(" ")[0].removesuffix(" version"): text for text in before.values()}
@@ -68,23 +68,23 @@ def changed_functions(recorded: Mapping[str, Any], config: RunConfig) -> list[st
 
 
 def report_changed_functions(run_directory: Path, step: int, config: RunConfig, log: RunLog) -> None:
-    """Log the functions that have changed since the checkpoint that a run goes on from."""
+    """Log the functions that have changed since the checkpoint that a run resumes from."""
     manifest: Mapping[str, Any] = {}
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(RunLayout(run_directory).checkpoint(step))["metadata"]
     changes = changed_functions(manifest, config)
     if changes:
-        text = f"Functions have changed since step {step:,}; numbers from here on are theirs: {'; '.join(changes)}"
+        text = f"Functions changed since step {step:,}, later numbers use the new code: {'; '.join(changes)}"
         log.event("functions_changed", text, level="warning", changes=changes)
 
 
 def open_evaluations(
     engine: Engine, tokenizer: Tokenizer, config: RunConfig, spec: ModelSpec, log: RunLog
 ) -> Callable[[int], Mapping[str, float]] | None:
-    """Return what calls the functions of ``eval.functions`` at a step; ``None`` if there are none.
+    """Return a callable that runs the functions of ``eval.functions`` at a step; ``None`` without any.
 
     Raises:
-        ConfigError: One cannot be imported, or two have the same name.
+        ConfigError: A function cannot be imported, or two have the same name.
     """
     if not config.eval.functions:
         return None
@@ -94,17 +94,17 @@ def open_evaluations(
     return lambda step: functions(LanguageModel(engine, tokenizer, config, spec, step))
 
 
-def attach_to_run(taps: Sequence[Tap], engine: Engine, run: RunContext, log: RunLog) -> None:
-    """Attach taps, note them in the run's record, and report a change since the previous attempt.
+def attach_and_record_taps(taps: Sequence[Tap], engine: Engine, run: RunContext, log: RunLog) -> None:
+    """Attach taps, record them in ``run.json``, and log a change since the previous attempt.
 
     Raises:
-        ConfigError: The engine has no taps, or the model has no such point or layer.
+        ConfigError: The engine does not support taps, or the model lacks the point or layer.
     """
     attach_taps(engine, taps)
-    now = [describe(tap) for tap in taps]
+    now = [describe_tap(tap) for tap in taps]
     before = (recorded_taps(run.directory) or [[]])[-1]
     if run.attempt > 1 and before != now:
-        text = f"Taps have changed since the previous attempt: {_listed(before)} -> {_listed(now)}"
+        text = f"Taps changed since the previous attempt: {_listed(before)} -> {_listed(now)}"
         log.event("taps_changed", text, level="warning", before=before, now=now)
     elif now:
         log.event("taps", f"Taps attached: {_listed(now)}", taps=now)
@@ -112,19 +112,19 @@ def attach_to_run(taps: Sequence[Tap], engine: Engine, run: RunContext, log: Run
 
 
 def recorded_taps(run_directory: Path) -> list[list[str]]:
-    """Return the taps of every attempt that noted any list of them, oldest first."""
+    """Return the taps of every attempt that recorded them, oldest first."""
     notes = [cast("dict[str, list[str]]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
     return [note[_TAPS_NOTE] for note in notes if _TAPS_NOTE in note]
 
 
-def describe(tap: Tap) -> str:
-    """Return where a tap is, its function, and the beginning of its source's SHA-256 where there is a source."""
+def describe_tap(tap: Tap) -> str:
+    """Return the point of a tap, its function, and the first digits of its source's SHA-256, if it has a source."""
     function = tap.function
     name = getattr(function, "__qualname__", type(function).__qualname__)
     text = f"{tap.point} of layer {tap.layer}: {getattr(function, '__module__', '?')}.{name}"
     try:
         source = inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):  # typed into an interpreter, or an object that is called
+    except (OSError, TypeError):  # defined in an interpreter, or a callable object
         return text
     return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 

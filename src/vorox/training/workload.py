@@ -14,7 +14,7 @@ from vorox.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every step is computed from, besides its batch: the same for training and for replay, on every rank."""
+    """What computes the steps of a run, besides the batches: the same for training and replay, on every rank."""
 
     config: RunConfig
     corpus: Corpus
