@@ -114,7 +114,7 @@ def test_a_dry_run_shows_it_and_refuses(
     leave_free(monkeypatch, GIB)
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert "checkpoints 3 x " in shown
+    assert "checkpoints: at most 3 x " in shown
     assert "1 GiB free" in shown or "1.0 GiB free" in shown
     assert "caches about" in shown
     leave_free(monkeypatch, 1000)
