@@ -124,7 +124,7 @@ def put_bytes(data: bytes, uri: str, *, mode: PutMode = "overwrite") -> StoredFi
             atomic operation, so one of two concurrent writers is refused.
 
     Raises:
-        WriteConflict: The store holds another object than ``mode`` allows.
+        WriteConflict: The existing object is not the one that ``mode`` allows.
         ConfigError, DataError: As ``put_file``.
     """
     return writing.put(_writable_store(uri), uri, Content.of_bytes(data), mode)

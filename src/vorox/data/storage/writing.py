@@ -31,7 +31,7 @@ WRITABLE_SCHEMES = ("s3", "gs", "az")
 
 
 class WriteConflict(DataError):
-    """The store holds another object than the one that a conditional write expects."""
+    """The existing object is not the one that a conditional write expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def put(store: WritableStore, uri: str, content: Content, mode: PutMode) -> Stor
         found = background.run(_find_own_upload(store, uri, content, client), uri, budget)
     if found is None:
         raise WriteConflict(
-            "The store holds another object than this write expects", where=uri,
-            hint="another process writes to the same location",
+            "Another writer created or replaced this object", where=uri,
+            hint="stop the other process that writes to this location",
         )  # fmt: skip
     return found
 
