@@ -162,10 +162,10 @@ class CacheOpener:
         """Return the recipe and units of a streamed corpus's validation text: the held-out part of the first bytes."""
         limit_bytes = self.data.streaming.validation_bytes
         while True:
-            units, is_all = first_units(
+            units, is_complete = first_units(
                 source, split, source.holdout, self.data.cache.unit_bytes, limit_bytes=limit_bytes
             )
-            if is_all:
+            if is_complete:
                 return recipe, units
             if _has_records(source, units, split):
                 return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
@@ -199,7 +199,7 @@ class CacheOpener:
     def _target(self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit]) -> BuildTarget:
         name = f"{location.source.config.name} {recipe.split['name']}"
         return BuildTarget(
-            location.directory, self.unit_builder(location.source, recipe), units, watch(self.report, name),
+            location.directory, self.unit_builder(location.source, recipe), units, bytes_reporter(self.report, name),
             lambda done, total: self.report(f"check {name}", done, total, {}),
         )  # fmt: skip
 
@@ -224,7 +224,7 @@ class CacheOpener:
             if self.options.build:
                 self._await(location, growth.first_segment_units if growth.mode == "strict" else 1, name)
             manifest = Manifest.open(location.directory)
-            report = report_of(manifest, recipe)
+            report = existing_cache_report(manifest, recipe)
             units = self._locate(location.source, "train", recipe).units or ()
         reader = self._reader(location, recipe, units, name, complete=False)
         if self.options.build and growth.build and report.units_missing:
@@ -243,21 +243,21 @@ class CacheOpener:
             time.sleep(_POLL_SECONDS)
 
     def _reader(
-        self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
+        self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
     ) -> CacheReader:
-        reader = CacheReader.open(place.directory, recipe, complete=complete)
-        mark_used(place.directory)
+        reader = CacheReader.open(location.directory, recipe, complete=complete)
+        mark_used(location.directory)
         if self.options.build:
-            reader.repair = functools.partial(self._repair, place, recipe, units, name)
+            reader.repair = functools.partial(self._repair, location, recipe, units, name)
         return reader
 
     def _repair(
-        self, place: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
+        self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
     ) -> None:
         if self.options.on_repair is not None:
             self.options.on_repair(f"{name}: {error}; building unit {unit} again")
         try:
-            rebuild_unit(place.directory, self.unit_builder(place.source, recipe), units, unit)
+            rebuild_unit(location.directory, self.unit_builder(location.source, recipe), units, unit)
         except DataError as failure:
             hint = f"{error.hint}; building the unit again failed: {failure.what}"
             raise DataError(error.what, where=error.where, hint=hint) from failure
@@ -279,14 +279,14 @@ class CacheOpener:
             self._split_first(splitter, units, location)
         reader = self.streams.open(location.directory, builder, units)
         mark_used(location.directory)
-        return reader, report_of(reader.manifest, recipe)
+        return reader, existing_cache_report(reader.manifest, recipe)
 
     def _split_first(self, splitter: UnitSplitter, units: UnitList, location: CacheLocation) -> None:
         """Split the text of a stream until a unit with a record is found."""
         if not self.options.build:
             raise not_built(location.source, "train", location.directory)
         known, num_units = 0, self.data.growth.first_segment_units
-        while not units.is_all:
+        while not units.is_complete:
             units.split(num_units)
             if splitter.has_records(units.units[known:]):
                 return
@@ -307,7 +307,7 @@ class CacheOpener:
         )  # fmt: skip
 
 
-def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
+def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
     """Return a callback that reports build progress in bytes of text, which is finer than units."""
     started = time.perf_counter()
     done = text_bytes = 0
@@ -335,7 +335,7 @@ def watch(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]
     return on_progress
 
 
-def report_of(manifest: Manifest, recipe: Recipe) -> BuildReport:
+def existing_cache_report(manifest: Manifest, recipe: Recipe) -> BuildReport:
     """Return the report of a cache for which no unit was built."""
     return build_report(
         manifest, recipe.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0

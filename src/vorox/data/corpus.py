@@ -24,7 +24,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache_location import cache_root
-from vorox.data.cache_opener import CacheOpener, PrepareProgress, report_of
+from vorox.data.cache_opener import CacheOpener, PrepareProgress, existing_cache_report
 from vorox.data.difficulty_buckets import measure_buckets
 from vorox.data.plan import Plan
 from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
@@ -225,7 +225,7 @@ def _with_first_segments(
         streams.close()
         raise
     return tuple(
-        replace(source, train=reader, train_report=report_of(reader.manifest, reader.recipe))
+        replace(source, train=reader, train_report=existing_cache_report(reader.manifest, reader.recipe))
         for source, reader in zip(sources, readers, strict=True)
     )
 

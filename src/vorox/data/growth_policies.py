@@ -73,26 +73,26 @@ class GrowthPolicies:
 
     def _units_of_this_pass(self, state: PlanState, index: int, epoch: int, is_required: bool) -> UnitRanges | None:
         """``mode``: return the units that a pass reads next; empty at the end, ``None`` while they are not built."""
-        taken = [(p.start, p.end) for s in state.segments[index] if s.next_epoch == epoch + 1 for p in s.ranges]
+        used = [(p.start, p.end) for s in state.segments[index] if s.next_epoch == epoch + 1 for p in s.ranges]
         if self._rule.mode == "elastic":
-            return self._built_units(index, taken)
+            return self._built_units(index, used)
         return self._fixed_units(
-            index, taken, is_required, begins_whole=epoch > 0 and self._rule.later_passes == "whole"
+            index, used, is_required, begins_whole=epoch > 0 and self._rule.later_passes == "whole"
         )
 
     def _fixed_units(
-        self, index: int, taken: UnitRanges, is_required: bool, *, begins_whole: bool = False
+        self, index: int, used: UnitRanges, is_required: bool, *, begins_whole: bool = False
     ) -> UnitRanges | None:
         """``strict``: return the next range of units, twice as long as the one before, whether or not it is built.
 
         Args:
             index: The source.
-            taken: The ranges that the pass has read.
+            used: The ranges that the pass has read.
             is_required: Whether a step waits for the rows.
             begins_whole: Whether the pass began with all units then planned; the range then covers later units.
         """
-        first = max((end for _, end in taken), default=0)
-        size = min(self._rule.first_segment_units << min(len(taken), 40), self._rule.max_segment_units)
+        first = max((end for _, end in used), default=0)
+        size = min(self._rule.first_segment_units << min(len(used), 40), self._rule.max_segment_units)
         size = self._rule.max_segment_units if begins_whole else size
         end = first + size
         while True:
@@ -107,14 +107,14 @@ class GrowthPolicies:
                 return []
             end += size  # units without rows join the next range that has rows
 
-    def _built_units(self, index: int, taken: UnitRanges) -> UnitRanges | None:
+    def _built_units(self, index: int, used: UnitRanges) -> UnitRanges | None:
         """``elastic``: return the units that were built since the last call."""
         reader = self.readers[index] = self._reader(index).refreshed()
         num_units = len(reader.unit_row_starts) - 1
         missing = reader.missing_units(0, num_units)
         is_new = np.ones(num_units, np.bool_)
         is_new[missing] = False
-        for start, end in taken:
+        for start, end in used:
             is_new[start:end] = False
         units = _ranges(is_new)
         if any(reader.rows_in(start, end) for start, end in units):

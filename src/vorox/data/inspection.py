@@ -188,7 +188,7 @@ def verify(corpus: Corpus, *, on_progress: VerifyProgress | None = None) -> None
     for cache in corpus.caches:
         name = f"check {cache.source.config.name} {cache.split}"
         attempt(lambda cache=cache, name=name: cache.reader.verify(lambda done, total: report(name, done, total)))
-        attempt(lambda cache=cache: _trace(corpus, cache))
+        attempt(lambda cache=cache: _verify_rows(corpus, cache))
     if len(problems) > 1:
         raise DataError(
             f"{len(problems)} checks failed: " + "; ".join(problem.what for problem in problems),
@@ -222,7 +222,7 @@ def _verify_files(source: Source, report: VerifyProgress) -> None:
         report(f"check {source.config.name} files", done, total)
 
 
-def _trace(corpus: Corpus, cache: CorpusCache) -> None:
+def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
     tokenizer = corpus.tokenizer.without_fast_path()  # independent of how the cache was built
     data, source, reader = corpus.config, cache.source, cache.reader
     transforms = transforms_of(data, source.config, cache.split, source.key)
@@ -249,11 +249,11 @@ def _trace(corpus: Corpus, cache: CorpusCache) -> None:
 
 def xz_bits_per_byte(corpus: Corpus) -> float | None:
     """Return xz's bits per byte on the validation text; ``None`` if nothing is held out."""
-    baseline = xz_of(corpus)
+    baseline = validation_xz_baseline(corpus)
     return None if baseline is None else baseline.bits_per_byte
 
 
-def xz_of(corpus: Corpus) -> CompressorBaseline | None:
+def validation_xz_baseline(corpus: Corpus) -> CompressorBaseline | None:
     """Return the xz baseline of the validation text of all sources; results are stored under the cache root."""
     return xz_baseline(
         corpus.validation_text,

@@ -52,7 +52,7 @@ class TextFinder:
         self._cached_ranges = ExitStack()
 
     def close(self) -> None:
-        """Release what is cached of the files. Repeatable."""
+        """Release the cached bytes of the files. Idempotent."""
         self._cached_ranges.close()
 
     @cached_property

@@ -139,7 +139,7 @@ def test_what_each_transform_did_is_counted():
     for unit in units:
         for name, count in unit.transforms.items():
             row = total.setdefault(name, [0, 0, 0])
-            row[:] = [row[0] + count.taken, row[1] + count.removed, row[2] + count.added]
+            row[:] = [row[0] + count.inputs, row[1] + count.removed, row[2] + count.added]
     twice = "2/transform_functions:twice"
     assert total == {"0/length": [9, 3, 0], "1/exact_duplicates": [6, 0, 0], twice: [6, 0, 6]}
     assert sum(unit.statistics.documents for unit in units) == 12

@@ -147,7 +147,7 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         for transform, count in report.transforms.items():
             added = f", added {count.added:,}" if count.added else ""
             title = transform.partition("/")[2]
-            typer.echo(f"{name}: {title} removed {count.removed:,} of {pluralize(count.taken, 'document')}{added}")
+            typer.echo(f"{name}: {title} removed {count.removed:,} of {pluralize(count.inputs, 'document')}{added}")
         if report.stages is not None and report.stages.bottleneck:
             stages = {stage.name: stage for stage in report.stages.stages}
             slowest = stages[report.stages.bottleneck]

@@ -57,9 +57,9 @@ def dataset_config(
         (section["cache"], "unit_bytes", unit_bytes),
         (values.setdefault("run", {}), "seed", seed),
     ]
-    for place, key, value in given:
+    for target, key, value in given:
         if value is not None:
-            place[key] = value
+            target[key] = value
     if tokenizer is not None:
         values["tokenizer"] = {"kind": "byte"} if tokenizer == "byte" else {"kind": "file", "path": tokenizer}
     if transforms is not None:
@@ -126,7 +126,9 @@ def _set_weights(sources: Sequence[dict[str, Any]], weights: Mapping[str, float 
     names = [source["name"] for source in sources]
     unknown = sorted(weights.keys() ^ set(names))
     if unknown:
-        raise ConfigError(f"weights and sources differ in {', '.join(unknown)}", hint=f"Give weights to all of {names}")
+        raise ConfigError(
+            f"The weights and the sources differ in {', '.join(unknown)}", hint=f"Give weights to all of {names}"
+        )
     for source in sources:
         source["weight"] = weights[source["name"]]
 

@@ -83,7 +83,7 @@ class RemoteIterableDataset:
         if not 0 <= rank < world_size:
             raise ConfigError(f"Rank {rank} is not in [0, {world_size})", where="rank, world_size")
         if prefetch_samples < 0 or (epochs is not None and epochs < 1):
-            raise ConfigError(f"prefetch_samples={prefetch_samples} or epochs={epochs} is too small")
+            raise ConfigError(f"Invalid prefetch_samples={prefetch_samples} or epochs={epochs}: too small")
         self.config = dataset_config(
             data, tokenizer=tokenizer, sequence_length_tokens=sequence_length_tokens, weights=weights,
             transforms=transforms, seed=seed, shuffle=shuffle, shuffle_buffer_rows=shuffle_buffer_rows,

@@ -31,20 +31,20 @@ class SegmentRule:
     first_units: int
     max_units: int
 
-    def ranges(self, num_units: int, *, is_all: bool, ahead: int = 1) -> list[UnitRange]:
+    def ranges(self, num_units: int, *, is_complete: bool, ahead: int = 1) -> list[UnitRange]:
         """Return the segments of a pass.
 
         Args:
             num_units: Number of known units.
-            is_all: Whether these are all units; the last segment then ends with them.
-            ahead: Number of segments to add beyond the known units, unless ``is_all``.
+            is_complete: Whether these are all units; the last segment then ends with them.
+            ahead: Number of segments to add beyond the known units, unless ``is_complete``.
         """
         ranges: list[UnitRange] = []
-        first, size, left = 0, self.first_units, 0 if is_all else ahead
+        first, size, left = 0, self.first_units, 0 if is_complete else ahead
         while first < num_units or left:
             left -= first >= num_units
             last = first + min(size, self.max_units)
-            ranges.append((first, min(last, num_units) if is_all else last))
+            ranges.append((first, min(last, num_units) if is_complete else last))
             first, size = last, 2 * size
         return ranges
 

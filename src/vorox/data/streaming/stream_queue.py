@@ -192,7 +192,7 @@ class StreamQueue(BuildQueue):
         return self.manifest.planned_units not in self._errors and self.schedule.awaits_more(self._known_units)
 
     def _segments(self) -> list[UnitRange]:
-        return self._rule.ranges(self.manifest.planned_units, is_all=self.manifest.units_final, ahead=self._ahead)
+        return self._rule.ranges(self.manifest.planned_units, is_complete=self.manifest.units_final, ahead=self._ahead)
 
     @property
     def _known_units(self) -> int | None:

@@ -53,12 +53,12 @@ class UnitList:
 
     Attributes:
         units: The known units; ``unit_id`` is the index.
-        is_all: Whether these are all units of the source.
+        is_complete: Whether these are all units of the source.
     """
 
     def __init__(self, directory: Path, builder: UnitBuilder, splitter: Splitter) -> None:
         self.units: list[Unit] = []
-        self.is_all = False
+        self.is_complete = False
         self._directory, self._builder, self._splitter = directory, builder.with_directory(directory), splitter
         self._log = UnitLog(directory)
         self._pieces: Iterator[tuple[Unit, bool]] | None = None
@@ -83,10 +83,10 @@ class UnitList:
         self._num_checked = max(first, planned)
         if planned > len(self.units):
             self.units += self._log.units[len(self.units) : planned]
-            self.is_all = manifest.units_final
+            self.is_complete = manifest.units_final
             self._pieces = None  # the next split starts after these
         elif planned and planned == len(self.units):
-            self.is_all = self.is_all or manifest.units_final
+            self.is_complete = self.is_complete or manifest.units_final
 
     def split(self, num_units: int, stop: Callable[[], bool] = _never) -> None:
         """Split until ``num_units`` (or all) are known, or ``stop`` returns true. Nothing is recorded.
@@ -97,12 +97,12 @@ class UnitList:
         if self._pieces is None:
             self._pieces = self._splitter.units_after(self.units)
         try:
-            while len(self.units) < num_units and not self.is_all and not stop():
+            while len(self.units) < num_units and not self.is_complete and not stop():
                 found = next(self._pieces, None)
                 if found is None:
-                    self.is_all = True
+                    self.is_complete = True
                 else:
-                    unit, self.is_all = found
+                    unit, self.is_complete = found
                     self.units.append(unit)
         except BaseException:
             self._pieces = None
@@ -126,7 +126,7 @@ class UnitList:
             self._is_recorded = True
             self.see(manifest)
             fresh = self.units[manifest.planned_units :]
-            if fresh or manifest.units_final != self.is_all:
+            if fresh or manifest.units_final != self.is_complete:
                 self._log.append(manifest.planned_units, fresh)
                 manifest = manifest.append(self._directory, [self._entry(manifest)])
                 self.see(manifest)
@@ -134,7 +134,7 @@ class UnitList:
 
     def _entry(self, manifest: Manifest) -> dict[str, object]:
         estimated_bytes = None
-        if not self.is_all:
+        if not self.is_complete:
             estimated_bytes = manifest.estimated_bytes or self._splitter.estimated_bytes(self.units)
         num_files = len(self._builder.files)
         return planned_entry(len(self.units), self._builder.recipe.digest, num_files, estimated_bytes=estimated_bytes)

@@ -30,20 +30,20 @@ class TransformCount:
     """Document counts of one transform.
 
     Attributes:
-        taken: Input documents.
+        inputs: Input documents.
         removed: Input documents without output.
         added: Output documents beyond one per input.
     """
 
-    taken: int = 0
+    inputs: int = 0
     removed: int = 0
     added: int = 0
 
     def to_json(self) -> list[int]:
-        return [self.taken, self.removed, self.added]
+        return [self.inputs, self.removed, self.added]
 
     def add(self, other: TransformCount) -> None:
-        self.taken += other.taken
+        self.inputs += other.inputs
         self.removed += other.removed
         self.added += other.added
 
