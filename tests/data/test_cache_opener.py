@@ -292,7 +292,7 @@ def test_what_is_damaged_while_it_is_read_is_mended_aloud(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:-3])
     assert rows(reader, 5) == expected
     assert len(told) == 1
-    assert "building unit 2 again" in told[0]
+    assert "rebuilding unit 2" in told[0]
     strict = held(prepare(config, build=False))[0]
     path.unlink()
     with pytest.raises(DataError, match="Cannot open a chunk"):
@@ -309,7 +309,7 @@ def test_what_cannot_be_mended_is_said_with_the_damage(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Cannot open a chunk") as caught:
         rows(reader, 5)
     assert caught.value.where == str(path)
-    assert "building the unit again failed" in caught.value.hint
+    assert "rebuilding the unit failed" in caught.value.hint
 
 
 def test_a_cache_on_a_disk_that_is_read_only_is_opened(tmp_path: Path) -> None:

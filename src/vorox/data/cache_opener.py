@@ -255,11 +255,11 @@ class CacheOpener:
         self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
     ) -> None:
         if self.options.on_repair is not None:
-            self.options.on_repair(f"{name}: {error}; building unit {unit} again")
+            self.options.on_repair(f"{name}: {error}; rebuilding unit {unit}")
         try:
             rebuild_unit(location.directory, self.unit_builder(location.source, recipe), units, unit)
         except DataError as failure:
-            hint = f"{error.hint}; building the unit again failed: {failure.what}"
+            hint = f"{error.hint}; rebuilding the unit failed: {failure.what}"
             raise DataError(error.what, where=error.where, hint=hint) from failure
 
     def _open_stream(self, source: Source, recipe: Recipe) -> tuple[CacheReader, BuildReport]:
