@@ -184,7 +184,7 @@ def test_weights_can_be_replaced(trained: Path) -> None:
 
 
 def test_an_engine_without_taps_says_so(trained: Path) -> None:
-    with pytest.raises(ConfigError, match="no taps"):
+    with pytest.raises(ConfigError, match="does not support taps"):
         vorox.load_model(trained).attach("after_mlp", 0, lambda x: x)
 
 
