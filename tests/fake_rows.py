@@ -79,14 +79,13 @@ class FakeRows:
 
 
 class GrowingRows(FakeRows):
-    """A cache of which some units are built: rows are numbered over those, their content is of (unit, row in unit).
+    """A partly built cache: rows are numbered over the built units; their content depends on (unit, row in unit).
 
     Args:
-        name: Decides the content.
-        unit_rows: Rows of each planned unit; shared, so that more may be planned.
-        built: Units that are built; shared, and seen when ``refreshed`` is called.
-        cut: Units that the source is cut into so far, in a list of one that is shared; each look that awaits more cuts
-            one more. None: all of them.
+        name: Determines the content.
+        unit_rows: Rows of each planned unit; shared, so that more units can be planned.
+        built: Built units; shared, and read by ``refreshed``.
+        cut: Number of known units, in a shared list of one; each ``refreshed`` that awaits more adds one. ``None``: all.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class GrowingRows(FakeRows):
         return GrowingRows(self.name, self._plan, self._built, cut=self._cut, **self._options)
 
     def rows_in(self, unit_start: int, unit_end: int) -> int:
-        assert not len(self.missing_units(unit_start, unit_end)), "nobody asks for units that are not built"
+        assert not len(self.missing_units(unit_start, unit_end)), "only built units may be requested"
         return super().rows_in(unit_start, unit_end)
 
     def content_digest(self, unit_start: int, unit_end: int) -> str:
-        assert not len(self.missing_units(unit_start, unit_end)), "nobody asks for units that are not built"
+        assert not len(self.missing_units(unit_start, unit_end)), "only built units may be requested"
         return super().content_digest(unit_start, unit_end)
 
     def place(self, row: int) -> tuple[int, int]:

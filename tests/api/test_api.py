@@ -1,4 +1,4 @@
-"""The public API: cheap to import, and the same numbers as the command line and the files of a run."""
+"""The public API: cheap to import, with the same numbers as the command line and the files of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that grow, that are read before they are complete, that are built anew and that mend themselves."""
+"""Opening caches: growth, reading before completion, rebuilds and repair of damaged units."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_who_may_not_build_reads_what_is_there_and_waits_for_nothing(tmp_path: P
     assert 0 < len(reader.manifest.units) < 4
 
 
-# Stopping, building anew, mending
+# Stopping, rebuilding, repair
 
 
 def test_a_build_that_is_asked_to_stop_says_what_is_saved(tmp_path: Path) -> None:

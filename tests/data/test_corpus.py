@@ -1,4 +1,4 @@
-"""From a configuration to rows: every byte arrives once, changes are noticed, refusals name place and remedy."""
+"""From a configuration to rows: every byte arrives once, changes are noticed, errors name place and remedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def texts_source(root: Path, **options: Any) -> dict[str, Any]:
 
 @contextmanager
 def unprivileged(folder: Path) -> Iterator[None]:
-    """Root may read and write everything; be somebody else for a moment."""
+    """Drop root's privileges temporarily: root may read and write everything."""
     user = os.geteuid()
     for place in (folder, *folder.parents):
         if place.stat().st_uid == user and place.parent != place and not place.stat().st_mode & 0o001:

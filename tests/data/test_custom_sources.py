@@ -1,4 +1,4 @@
-"""Sources, formats and tokenizers of the user: functions named by import path, from listing to the rows of a run."""
+"""User-defined sources, formats and tokenizers, named by import path, from listing to the rows of a run."""
 
 from __future__ import annotations
 

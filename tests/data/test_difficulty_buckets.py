@@ -1,4 +1,4 @@
-"""Sources by difficulty: parts hold every row of the cache once, by its content alone, while the cache grows too."""
+"""Difficulty buckets: each row of the cache in exactly one bucket, by content alone, also while the cache grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One corpus of every format: built, looked at and verified back to its records."""
+"""A corpus of every format: built, inspected and verified back to its records."""
 
 from __future__ import annotations
 

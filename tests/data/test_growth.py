@@ -75,7 +75,7 @@ def caches(built: dict[str, set[int]] | None = None, cut: dict[str, list[int]] |
 def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **options: Any) -> Plan:
     """Cover position by position; whenever rows are missing, and now and then besides, a random unit gets built.
 
-    In mode strict the sources are cut into units meanwhile: ``cut`` says with how many it begins.
+    In mode strict the sources are split into units meanwhile: ``cut`` is the initial number of units.
     """
     chooser = random.Random(seed)
     built: dict[str, set[int]] = {name: set() for name in UNIT_ROWS}
@@ -123,7 +123,7 @@ def test_strict_segments_double_up_to_the_largest(tmp_path: Path) -> None:
 def test_strict_order_does_not_depend_on_the_builder(
     tmp_path_factory: pytest.TempPathFactory, seed: int, first: int, most: int, horizon: int, cut: int
 ) -> None:
-    """Nor on how far the source is cut into units."""
+    """Nor on how much of the source is split into units."""
     rule = GrowthRule("strict", min(first, most), most)
     directory = tmp_path_factory.mktemp("plans")
     complete = caches()
@@ -365,7 +365,7 @@ def test_a_source_that_is_used_up(tmp_path: Path, policy: str) -> None:
 
 
 def test_a_crash_between_an_event_and_its_step_changes_nothing(tmp_path: Path) -> None:
-    """Whatever prefix of the plan is on disk, and whatever half of a line: going on gives the same order."""
+    """Continuing from any prefix of the plan on disk, even in the middle of a line, gives the same order."""
     rule, complete = GrowthRule("strict", 1, 2), caches()
     straight = run_while_building(tmp_path / "straight", rule, 1, 100)
     expected, lines = places(straight, complete, 100), straight.path.read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""The loader: the batches of the plan, whatever the threads, shards and interruptions; errors in their place."""
+"""The loader: the batches of the plan for any threads, shards and interruptions; errors at the right step."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: li
 def test_the_first_batch_waits_for_no_other_rows_to_be_located(
     plan: Plan, readers: list[FakeRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the cursor stands; those behind it are located together."""
+    """At any cursor; later steps are located together."""
     asked: list[list[int]] = []
     locate = plan.locate
     monkeypatch.setattr(plan, "locate", lambda positions: asked.append(positions.tolist()) or locate(positions))

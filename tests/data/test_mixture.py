@@ -1,4 +1,4 @@
-"""Exact mixing: against a scalar oracle with Python integers, exact counts, bounded deviation, inverse."""
+"""Exact mixing: against a scalar oracle in Python integers; exact counts, bounded deviation, inverse."""
 
 from __future__ import annotations
 

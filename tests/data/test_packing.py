@@ -1,4 +1,4 @@
-"""Packing against plain-Python references: nothing lost, nothing twice, nothing left half empty."""
+"""Packing against plain-Python references: every target exactly once, rows well filled."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_concat_is_the_stream_of_documents_cut_into_windows(lengths, row_tokens)
         for row in rows_of(pack(lengths, row_tokens, "concat"))
     ]
     assert actual == expected
-    # Without the document mask every token of the stream but the very first is predicted once, whoever owns it.
+    # Without the document mask every token of the stream but the very first is predicted once, in any document.
     assert sorted(token for row in actual for token in row[1:]) == stream[1:]
 
 

@@ -1,4 +1,4 @@
-"""The plan: exact coverage, inverse, prefix stability, refusals, damage, every crash of an append, and 10^8 rows."""
+"""The plan: exact coverage, inverse, prefix stability, errors, damage, every crash of an append, 10^8 rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_global_batch_has_the_exact_mixture(tmp_path: Path) -> None:
     plan.extend_to(300, readers)
     by_batch = plan.locate(np.arange(300)).source_index.reshape(30, 10)
     assert (by_batch.sum(axis=1) == 3).all()
-    # The slots are shuffled anew in each batch: source 1 is not always at the same ones.
+    # Each batch shuffles its slots differently: source 1 is not always in the same ones.
     assert len({tuple(batch) for batch in by_batch.tolist()}) > 20
 
 
@@ -350,7 +350,7 @@ def test_another_writer_is_noticed(tmp_path: Path) -> None:
 
 
 def test_every_crash_of_create_and_extend_leaves_a_plan_that_continues(tmp_path: Path) -> None:
-    """Whatever a crash leaves, open_or_create and extend_to give the positions of the run that did not crash."""
+    """After a crash at any write, open_or_create and extend_to give the positions of a run without a crash."""
     start, readers = two_sources()
     for already in (0, 60):
         before, live = tmp_path / f"before{already}", tmp_path / f"live{already}"

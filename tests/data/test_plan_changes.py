@@ -406,7 +406,7 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     grown = FakeRows("code", [6, 6, 5])
     assert cache_growth_events(plan.state, [reader], 16) == []
     cuts = cache_growth_events(plan.state, [grown], 16)
-    assert cuts == [CutEvent("code", 2)]  # position 16 lies in the second pass
+    assert cuts == [CutEvent("code", 2)]  # position 16 is in the second pass
     plan.add(cuts)
     plan.extend_to(60, [grown])
     after = addresses(Plan.open(plan.path), 58 // 4 * 4)
@@ -561,7 +561,7 @@ def _naive_segments(lengths: list[int], row_tokens: int) -> tuple[list[int], int
 
 
 def test_growing_rows_number_what_is_built() -> None:
-    """The double that other tests stand on."""
+    """The test double that other tests rely on."""
     built = {0, 2}
     reader = GrowingRows("code", [2, 3, 4], built)
     assert (reader.num_rows, [reader.place(row) for row in range(6)][2]) == (6, (2, 0))

@@ -1,7 +1,7 @@
-"""Plans of earlier versions: what was written before the events were typed is read the same and written the same.
+"""Plans of earlier versions: files written before the events were typed are read and written identically.
 
-``plans/`` holds a plan of each scenario below as the version before wrote it, and ``plans/rows.json`` the digest of the
-rows that this version located by it.
+``plans/`` contains a plan of each scenario below as an earlier version wrote it, and ``plans/rows.json`` the digest of
+the rows that that version located.
 """
 
 from __future__ import annotations

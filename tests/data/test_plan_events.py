@@ -1,4 +1,4 @@
-"""Plan events: each kind is read as it is written, and nothing is read that would be written otherwise."""
+"""Plan events: reading and writing are inverse, and everything else is refused."""
 
 from __future__ import annotations
 

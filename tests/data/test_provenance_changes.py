@@ -1,4 +1,4 @@
-"""Where and when of runs whose plan changes on the way: growing caches, stages, parts, rows in pieces, streams."""
+"""Provenance of runs whose plan changes: growing caches, stages, buckets, split rows, streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and when, against runs that were really trained and against files that are read here with nothing but json."""
+"""Provenance queries against real training runs, and against files read with nothing but json."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ def test_a_cache_that_is_gone_is_said(run_directory: Path, tmp_path: Path) -> No
 
 
 def test_caches_that_moved_are_found_by_their_names(run_directory: Path, tmp_path: Path, monkeypatch) -> None:
-    """Without the note of the run, or with one that is out of date, below the configured root; a copy of another
-    content is not taken for it."""
+    """They are found below the configured root if the run's note is missing or outdated; a copy with different content
+    is not used."""
     record = json.loads((run_directory / "run.json").read_text())
     copy = tmp_path / "copy"
     shutil.copytree(run_directory, copy)
@@ -342,7 +342,7 @@ def test_a_file_that_changed_is_not_believed(own_files: RunDataIndex, change: st
     found = TextFinder(own_files).find(row, document)
     assert found.origin == "cache"
     assert found.why
-    assert found.text == expected, "what was trained on is shown whatever the file says"
+    assert found.text == expected, "the text trained on is shown, not the current file"
 
 
 # Speed

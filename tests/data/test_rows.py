@@ -1,4 +1,4 @@
-"""Assembly against a reading of the contract, one token after the other."""
+"""Batch assembly against a token-by-token reference of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token shards: written so that llm.c's own reading of them works, refused when anything about them is untrue."""
+"""Token shards: readable by llm.c's own reader, and refused if the header does not match the file."""
 
 from __future__ import annotations
 

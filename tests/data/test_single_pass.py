@@ -1,4 +1,4 @@
-"""What a build reads of a remote source: each byte once for both splits, and nothing at a second start."""
+"""Bytes that a build reads from a remote source: each once for both splits, none at a second start."""
 
 from __future__ import annotations
 

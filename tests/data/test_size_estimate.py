@@ -1,4 +1,4 @@
-"""The size of a dataset from its first units: exact where everything is built, honest about its error elsewhere."""
+"""Size estimates from the first units: exact if all are built, with a correct error otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token shards whose tokenizer nobody has, and shards without a header: nanoGPT's train.bin and val.bin."""
+"""Token shards without a tokenizer, and shards without a header: nanoGPT's train.bin and val.bin."""
 
 from __future__ import annotations
 
@@ -172,6 +172,6 @@ def test_a_run_without_a_tokenizer_continues_ids_and_is_exported(
     assert "AutoTokenizer finds none" in capsys.readouterr().out
     exported = {path.name for path in Path("out").iterdir()}
     assert {"config.json", "model.safetensors"} <= exported
-    assert not any(name.startswith("tokenizer") for name in exported), "nobody has it"
+    assert not any(name.startswith("tokenizer") for name in exported), "the run has no tokenizer"
     described = json.loads(Path("out/config.json").read_text())
     assert (described["vocab_size"], described["eos_token_id"]) == (VOCAB_SIZE, END)

@@ -1,4 +1,4 @@
-"""Figures of counts worked out by hand, and what is worth a warning."""
+"""Token statistics worked out by hand, and the warnings they cause."""
 
 from __future__ import annotations
 

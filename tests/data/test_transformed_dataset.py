@@ -1,4 +1,4 @@
-"""Transforms by configuration: what reaches a run's rows, what is another cache, and what is refused when."""
+"""Configured transforms: their effect on a run's rows, on the cache's identity, and their errors."""
 
 from __future__ import annotations
 

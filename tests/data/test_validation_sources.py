@@ -1,4 +1,4 @@
-"""Text to validate on that is named apart from the text to train on, and validation shards of a folder."""
+"""Validation text from separate sources, and validation shards in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compressor's figure is that of xz on the very validation text."""
+"""The xz baseline compresses exactly the validation text."""
 
 from __future__ import annotations
 

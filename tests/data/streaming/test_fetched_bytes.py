@@ -1,4 +1,4 @@
-"""How often a stream fetches a byte of its source, counted by the server that sends it."""
+"""How often a stream fetches each byte of its source, counted at the server."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def requests_of_an_epoch(folder: Path, name: str, form: str, data: bytes, **chan
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_small_file_is_fetched_once(tmp_path: Path, name: str) -> None:
-    """Whatever the number of its units and row groups: to cut it, to build it, and to build it again."""
+    """For any number of units and row groups: to split, build and rebuild it."""
     form, encode = FORMS[name]
     data = encode(texts(700 * KIBIBYTE))
     reads = requests_of_an_epoch(tmp_path, name, form, data)

@@ -1,4 +1,4 @@
-"""What is read before the first sample, counted by the server: a prefix, however long the corpus is."""
+"""Bytes read before the first sample, counted at the server: a prefix, independent of the corpus size."""
 
 from __future__ import annotations
 

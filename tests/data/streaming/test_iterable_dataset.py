@@ -1,4 +1,4 @@
-"""``RemoteIterableDataset``: every row once an epoch, in one order for any ranks and workers, from any state on."""
+"""``RemoteIterableDataset``: each row once per epoch, in one order for any ranks and workers, from any state."""
 
 from __future__ import annotations
 

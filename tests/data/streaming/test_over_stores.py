@@ -1,4 +1,4 @@
-"""Streams over real stores on loopback: the same samples with and without faults, and nothing lost or doubled."""
+"""Streams over real stores on loopback: the same samples with and without faults, none lost or repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is needed next, told by hand for five segments of two units."""
+"""The prefetch scheduler: needed units, worked out for five segments of two units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: the rows of a cache under a disk budget, exact or loudly impossible, and no thread left behind."""
+"""Streams: the rows of a cache under a disk budget, exact or an error; no thread remains after close."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_failing_network_delays_a_unit_and_drops_none(tmp_path, cached, prefet
 
     errors = []
     with Opened(tmp_path, text, work=work_of(text, reading), prefetch_segments=prefetch_segments) as opened:
-        for units in (3, 3, 8, 8):  # who waits is told; who asks again, as a run that is resumed does, has it retried
+        for units in (3, 3, 8, 8):  # a waiting reader gets the error; a new wait retries
             try:
                 opened.grown_to(units)
             except DataError as error:
@@ -267,7 +267,7 @@ def test_closing_leaves_no_thread_and_ends_those_who_wait(tmp_path):
 
 
 def test_two_streams_of_one_directory_share_the_work(tmp_path, cached):
-    """As two processes of a run do: leases tell them apart, the disk tells them what is there."""
+    """Two processes of a run share a directory: leases separate them, the disk shows what is built."""
     text = corpus()
     with Opened(tmp_path, text) as one, Opened(tmp_path, text) as other:
         for rows in in_strict_order(cached):

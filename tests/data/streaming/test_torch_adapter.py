@@ -1,4 +1,4 @@
-"""The torch view of a stream: one order for any number of workers, and states that go on from anywhere."""
+"""The torch view of a stream: one order for any number of workers, and states that resume anywhere."""
 
 from __future__ import annotations
 

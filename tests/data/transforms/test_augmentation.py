@@ -1,4 +1,4 @@
-"""Augmentation: what comes out is the document, rearranged or thinned out, by draws that the place decides."""
+"""Augmentation: documents rearranged or thinned out, by random numbers that depend on their location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters by their definitions: what is removed, and that what stays is not touched."""
+"""Filters by their definitions: what is removed, and that everything else is unchanged."""
 
 from __future__ import annotations
 
