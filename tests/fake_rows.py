@@ -85,7 +85,7 @@ class GrowingRows(FakeRows):
         name: Determines the content.
         unit_rows: Rows of each planned unit; shared, so that more units can be planned.
         built: Built units; shared, and read by ``refreshed``.
-        cut: Number of known units, in a shared list of one; each ``refreshed`` that awaits more adds one. ``None``: all.
+        cut: Known units, in a shared list of one; each ``refreshed`` that awaits more adds one. ``None``: all
     """
 
     def __init__(

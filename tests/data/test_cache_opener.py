@@ -87,9 +87,9 @@ def test_new_files_come_behind_what_was_there(tmp_path: Path) -> None:
     names = [Path(file.uri).stem for file in before[0].files]
     assert names == ["b", "d", "a", "e", "c"]
     fresh = held(prepare(configuration(tmp_path)))
-    for grown, built in zip(before, fresh, strict=True):
-        assert grown.directory != built.directory
-        assert documents(grown) == documents(built)  # no record of a new file in the wrong half or lost
+    for extended, built in zip(before, fresh, strict=True):
+        assert extended.directory != built.directory
+        assert documents(extended) == documents(built)  # no record of a new file in the wrong half or lost
 
 
 def test_without_growing_new_files_make_another_cache(tmp_path: Path) -> None:

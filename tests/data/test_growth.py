@@ -1,5 +1,5 @@
-"""Plans over caches that grow: the same order at any speed of the builder (strict), exact replay (elastic), no event
-that a step uses before it is durable, and every policy for rows that are not there."""
+"""Plans over growing caches: the same order at any speed of the builder (strict), exact replay (elastic), durable
+events before use, and every policy for missing rows."""
 
 from __future__ import annotations
 

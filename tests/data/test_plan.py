@@ -171,9 +171,9 @@ def test_a_longer_cache_joins_at_the_next_epoch_and_moves_nothing(tmp_path: Path
     plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
     plan.extend_to(20, [reader])
     before = rows_at(plan, range(plan.num_positions))
-    grown = FakeRows("code", [6, 6, 5])
-    plan.check([grown])
-    plan.extend_to(44, [grown])
+    extended = FakeRows("code", [6, 6, 5])
+    plan.check([extended])
+    plan.extend_to(44, [extended])
     after = rows_at(plan, range(plan.num_positions))
     assert after[: len(before)] == before
     assert [sorted(row for _, e, row in after if e == epoch) for epoch in (1, 2)] == [[*range(12)], [*range(17)]]

@@ -1,5 +1,5 @@
-"""Plans that change on the way, against a naive interpreter that draws row after row from lists; what each change says;
-sources that are used up, added, removed; caches that grew; shuffle quality and the deviation of 20 sources."""
+"""Plans that change during a run, against a naive interpreter that samples rows one by one from lists; the message of
+each change; sources exhausted, added and removed; larger caches; shuffle quality and the deviation of 20 sources."""
 
 from __future__ import annotations
 
@@ -403,17 +403,17 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(3, True, 4, (source_of(reader),)), [reader])
     plan.extend_to(60, [reader])  # five passes
     before = addresses(plan, 60)
-    grown = FakeRows("code", [6, 6, 5])
+    extended = FakeRows("code", [6, 6, 5])
     assert cache_growth_events(plan.state, [reader], 16) == []
-    cuts = cache_growth_events(plan.state, [grown], 16)
+    cuts = cache_growth_events(plan.state, [extended], 16)
     assert cuts == [CutEvent("code", 2)]  # position 16 is in the second pass
     plan.add(cuts)
-    plan.extend_to(60, [grown])
+    plan.extend_to(60, [extended])
     after = addresses(Plan.open(plan.path), 58 // 4 * 4)
     assert after[:24] == before[:24]
     third = [(unit, row) for _, epoch, unit, row in after if epoch == 2]
     assert sorted(third) == [(0, row) for row in range(17)]
-    assert cache_growth_events(plan.state, [grown], 16) == []
+    assert cache_growth_events(plan.state, [extended], 16) == []
     assert cache_growth_events(plan.state, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
 
 

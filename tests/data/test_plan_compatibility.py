@@ -109,9 +109,9 @@ def grown_cache(path: Path) -> Plan:
     readers = [FakeRows("code", [6, 6])]
     plan = Plan.create(path, start_of(readers), readers)
     plan.extend_to(100, readers)
-    grown = [FakeRows("code", [6, 6, 5])]
-    plan.add(cache_growth_events(plan.state, grown, 20))
-    plan.extend_to(100, grown)
+    extended = [FakeRows("code", [6, 6, 5])]
+    plan.add(cache_growth_events(plan.state, extended, 20))
+    plan.extend_to(100, extended)
     return plan
 
 

@@ -112,7 +112,7 @@ def test_one_pass_gives_the_files_of_two(tmp_path: Path, options: BuildOptions, 
     text.mkdir()
     write_jsonl(text / "a.jsonl", 1 << 19)
     with (text / "a.jsonl").open("a") as file:
-        file.write("this is no JSON\n")
+        file.write("not JSON\n")
     for name in ("together", "apart"):
         config = configuration(
             tmp_path / name, str(text), "jsonl", 1 << 16, pipeline={"staged": staged},
