@@ -131,7 +131,7 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
     broken.write_bytes(bytes(999) + b"\x01")
     quick = {summary.name: summary for summary in list_checkpoints(run.directory)}
     assert [summary.state for summary in quick.values()] == [
-        "set aside", "unverified", "unverified", "unverified", "unverified", "corrupt",
+        "quarantined", "unverified", "unverified", "unverified", "unverified", "corrupt",
     ]  # fmt: skip
     assert quick["step-00000020"].eval_loss == 6.0
     assert quick["step-00000010"].eval_loss is None
@@ -143,7 +143,7 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
     assert states[10][0] == states[20][0] == "valid"
     assert states[30][0] == "corrupt"
     assert "model.safetensors" in states[30][1]
-    assert states[40] == ("corrupt", "this is the checkpoint of step 10")
+    assert states[40] == ("corrupt", "its manifest is of step 10")
     assert "manifest" in states[50][1]
 
 
@@ -156,12 +156,12 @@ def test_removing_checkpoints(config: RunConfig) -> None:
             remove_checkpoints(run.directory, ["10"])
     removed = remove_checkpoints(run.directory, ["10", "step-00000010", "step-00000005.replaced-1"])
     assert [summary.step for summary in removed] == [5, 10]
-    with pytest.raises(ConfigError, match="there is no checkpoint 30; there are: step-00000020, step-00001000"):
+    with pytest.raises(ConfigError, match="Checkpoint 30 does not exist; available: step-00000020, step-00001000"):
         remove_checkpoints(run.directory, ["30"])
-    with pytest.raises(ConfigError, match="there is no checkpoint"):
+    with pytest.raises(ConfigError, match="does not exist"):
         remove_checkpoints(run.directory, ["../../other"])
     remove_checkpoints(run.directory, ["1,000"])
-    with pytest.raises(CheckpointError, match="no valid checkpoint would be left"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint would remain"):
         remove_checkpoints(run.directory, ["20"])
     assert [summary.step for summary in list_checkpoints(run.directory)] == [20]
     remove_checkpoints(run.directory, ["20"], force=True)
@@ -173,7 +173,7 @@ def test_the_last_valid_checkpoint_is_kept_when_the_others_are_corrupt(config: R
         for step in (10, 20):
             add_checkpoint(run.directory, step)
     (run.directory / "checkpoints" / "step-00000020" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="no valid checkpoint would be left"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint would remain"):
         remove_checkpoints(run.directory, ["10"])
     (run.directory / "checkpoints" / "step-00000020" / atomic.MANIFEST_NAME).unlink()
     assert [summary.step for summary in remove_checkpoints(run.directory, ["20"])] == [20], "a corrupt one may go"

@@ -43,9 +43,9 @@ def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     tracker = open_tracker(tmp_path)
-    with pytest.raises(ConfigError, match="there is no metric los"):
+    with pytest.raises(ConfigError, match="Unknown metric los"):
         tracker.log(1, {"los": 1.0})
-    with pytest.raises(ConfigError, match="there is no metric los"):
+    with pytest.raises(ConfigError, match="Unknown metric los"):
         tracker.observe({"los": 1.0})
 
 
@@ -141,7 +141,7 @@ def test_a_failing_sink_is_reported_once_and_stops_nothing(tmp_path: Path) -> No
     tracker.close()
     assert good.calls == [*[(step, {"loss": 1.0}) for step in range(3)], "flush", "close"]
     assert [event["kind"] for event in read_lines(tmp_path / "events.jsonl")] == ["sink_failed", "sink_failures"]
-    assert shown[0].startswith("broken fails (RuntimeError: password=[redacted]")
+    assert shown[0].startswith("Sink broken failed (RuntimeError: password=[redacted]")
     assert "5 times" in shown[1]
 
 

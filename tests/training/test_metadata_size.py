@@ -49,8 +49,8 @@ def test_a_trillion_tokens_of_provenance_stay_under_a_megabyte(tmp_path: Path, s
     database, state, number = tmp_path / "metadata.sqlite", 0, 0
 
     writer = MetadataWriter(
-        tmp_path, lambda: MetadataCache(database), introduce=projection.introduce, observe=projection.observe,
-        on_event=lambda kind, text, level: pytest.fail(f"{kind}: {text}"), interval_seconds=0.01,
+        tmp_path, lambda: MetadataCache(database), initial_sync=projection.initial_sync, collect=projection.collect,
+        report=lambda kind, text, level: pytest.fail(f"{kind}: {text}"), interval_seconds=0.01,
     )  # fmt: skip
     while state < STEPS:
         number += 1

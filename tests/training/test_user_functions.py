@@ -151,7 +151,7 @@ def test_what_fails_is_reported_once_and_stops_nothing(tmp_path: Path, functions
         (["schedule.name={file}:FUNCTIONS"], "Cannot import"),
         (["log.sinks=['{file}:no_sink']"], "has no name and no write and no flush and no close"),
         (["log.sinks=['{file}:breaks']"], "cannot be opened"),
-        (["log.metrics=['{file}:several', '{file}:several']"], "2 functions called several"),
+        (["log.metrics=['{file}:several', '{file}:several']"], "2 functions named several"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: list[str], what: str, tmp_path: Path, functions: Path) -> None:

@@ -106,7 +106,7 @@ def verify(
     """Verify every byte of the checkpoints against their manifests; exit code 5 if one is corrupt or unreadable."""
     from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
     from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import list_checkpoints, verified
+    from vorox.experiments.artifacts import list_checkpoints, verify_checkpoint
 
     directory = find_run(root, run)
     if restore:
@@ -115,7 +115,7 @@ def verify(
     if not known:
         what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
         raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {directory.name}")
-    found = [verified(entry) for entry in known]
+    found = [verify_checkpoint(entry) for entry in known]
     _print(found, as_json)
     unreadable = [entry for entry in found if entry.state == "unreadable"]
     if unreadable:

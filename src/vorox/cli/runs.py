@@ -78,7 +78,7 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         typer.echo("\ncurve")
         _print_curve(metrics)
     if checkpoints:
-        kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "set aside")
+        kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "quarantined")
         print_wrapped(["", f"checkpoints  {kept}", f"  verify     vorox checkpoints verify {summary.run_id}"])
 
 

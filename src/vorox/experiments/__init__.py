@@ -1,1 +1,1 @@
-"""Floor 1: records of a run: metrics, sinks, artifacts."""
+"""Floor 1: metrics, sinks, run artifacts and the metadata database."""

@@ -1,8 +1,8 @@
-"""What runs leave on disk: listing, inspecting, verifying and removing runs and checkpoints.
+"""Listing, inspecting, verifying and removing runs and checkpoints on disk.
 
-Reads need no lock and disturb no one; a removal first takes the run's lock, so nothing of a living run goes. Only what
-a run writes is ever removed: a directory that holds anything else is refused, of a symbolic link the link goes, and
-what is half removed is never taken for whole (manifest first for checkpoints, a hidden name first for runs).
+Reads need no lock; a removal acquires the run's lock first, so a running run is safe. Only files written by a run are
+removed: a directory with other files is refused, of a symbolic link only the link is removed, and a partial removal
+never looks complete (checkpoints lose their manifest first, runs are first renamed to a hidden name).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
 from vorox.experiments.tracking import last_values
 
 RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
-CheckpointState = Literal["unverified", "valid", "corrupt", "unreadable", "set aside"]
+CheckpointState = Literal["unverified", "valid", "corrupt", "unreadable", "quarantined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class CheckpointSummary:
     """One checkpoint directory.
 
     Attributes:
-        name: Of the directory.
-        path: Where it is.
+        name: Name of the directory.
+        path: The directory.
         step: Steps finished.
-        state: ``set aside`` ones were renamed because they were corrupt or replaced; nobody reads them. ``unreadable``:
-            the disk did not deliver a file, which says nothing about its content.
-        size_bytes: By the manifest, or what lies there if there is none.
+        state: ``quarantined`` checkpoints were renamed because they were corrupt or replaced. ``unreadable``: the disk
+            failed to deliver a file, whose content may be intact.
+        size_bytes: By the manifest, or of the directory if there is none.
         saved_at: When the manifest was written, seconds since the epoch.
-        eval_loss: Validation loss of this very step, if there was a validation.
-        metadata: Of the manifest: fingerprint, chain, evaluation and more; empty if it cannot be read.
-        problem: What is wrong with it.
+        eval_loss: Validation loss of this step, if it was validated.
+        metadata: Metadata of the manifest: fingerprint, chain, evaluation and more; empty if it cannot be read.
+        problem: What is wrong with the checkpoint.
     """
 
     name: str
@@ -57,22 +57,22 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run at a glance.
+    """Summary of a run.
 
     Attributes:
         run_id: Name of the directory.
-        directory: Where it is.
+        directory: The run directory.
         state: ``running`` while a process holds the lock, otherwise how the last attempt ended.
-        holder: Which process holds the lock.
-        step: Steps finished, as far as any file tells.
+        holder: The process that holds the lock.
+        step: Steps finished, according to all files.
         total_steps: Length of the run, if known.
         loss: Newest training loss.
         eval_loss: Newest validation loss.
         checkpoint_step: Step of the newest checkpoint.
-        size_bytes: Of everything in the directory.
-        attempts: How often the run was begun or resumed.
-        created_at: When it was begun first, as an ISO time.
-        changed_at: When a file of it last changed, seconds since the epoch.
+        size_bytes: Size of the directory.
+        attempts: Number of starts and resumes.
+        created_at: Start of the first attempt, as an ISO time.
+        changed_at: Last change of any file, seconds since the epoch.
         failure: Contents of ``failure.json``.
     """
 
@@ -93,18 +93,18 @@ class RunSummary:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """Every run below a root, by name."""
+    """Return all runs below a root, by name."""
     return [inspect_run(directory) for directory in run_directories(root)]
 
 
 def list_failed_runs(root: Path) -> list[RunSummary]:
-    """Runs that ended without a checkpoint of any kind, so that nothing can be done with them, by name."""
+    """Return the runs that ended without any checkpoint, by name."""
     ended = [run for run in list_runs(root) if run.state not in {"running", "finished"}]
     return [run for run in ended if not _checkpoint_directories(run.directory)]
 
 
 def inspect_run(directory: Path) -> RunSummary:
-    """What a run's files say. Works on runs that are damaged, unfinished or running."""
+    """Summarise a run from its files. Works on damaged, unfinished and running runs."""
     attempts = run_attempts(directory)
     layout = RunLayout(directory)
     holder = lock_holder(layout.lock)
@@ -137,7 +137,7 @@ def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
         case "finished" | "stopped" | "preempted" | "interrupted" | "failed" as outcome:
             return outcome
         case "running" | "killed":
-            return "killed"  # the record says running, but nobody holds the lock
+            return "killed"  # recorded as running, but no process holds the lock
         case _:
             return "unknown"
 
@@ -151,7 +151,7 @@ def _last_chain_step(directory: Path) -> int:
 
 
 def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | None:
-    """What the newest attempt that came so far took note of, else what the configuration says."""
+    """Return the length recorded by the newest attempt that has one, else by the configuration."""
     for attempt in reversed(attempts):
         total_steps = (attempt.get("notes") or {}).get("total_steps")
         if type(total_steps) is int:
@@ -166,7 +166,7 @@ def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | N
 
 
 def _measure(directory: Path) -> tuple[int, float]:
-    """Bytes of everything in a directory, and when any of it last changed."""
+    """Return the size of a directory and the last change of any of its files."""
     size_bytes, changed_at = 0, 0.0
     for path in directory.rglob("*"):
         try:
@@ -179,7 +179,7 @@ def _measure(directory: Path) -> tuple[int, float]:
 
 
 def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
-    """(step, why it was set aside or empty, path), by step."""
+    """Return (step, why it was quarantined or empty, path) of every checkpoint, by step."""
     parent = RunLayout(run_directory).checkpoints
     found: list[tuple[int, str, Path]] = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -190,7 +190,7 @@ def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
 
 
 def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[CheckpointSummary]:
-    """Checkpoints of a run by step, those set aside included.
+    """Return the checkpoints of a run by step, including quarantined ones.
 
     Args:
         run_directory: The run.
@@ -200,11 +200,11 @@ def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[Check
     summaries = [
         _summary(step, aside, path, losses.get(step)) for step, aside, path in _checkpoint_directories(run_directory)
     ]
-    return [verified(summary) for summary in summaries] if verify else summaries
+    return [verify_checkpoint(summary) for summary in summaries] if verify else summaries
 
 
 def _eval_losses(run_directory: Path) -> dict[int, float]:
-    """Validation loss by step; what an abandoned attempt found does not count."""
+    """Return the validation loss by step, without steps that were rolled back by a resume."""
     losses: dict[int, float] = {}
     for record in read_lines(RunLayout(run_directory).evaluations):
         step, loss, resume_step = record.get("step"), record.get("loss"), record.get("resume")
@@ -216,7 +216,7 @@ def _eval_losses(run_directory: Path) -> dict[int, float]:
 
 
 def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> CheckpointSummary:
-    state: CheckpointState = "set aside" if aside else "unverified"
+    state: CheckpointState = "quarantined" if aside else "unverified"
     problem = {"corrupt": "was found corrupt", "replaced": "was written again by a later attempt"}.get(aside, "")
     try:
         manifest = staged_directory.read_manifest(path)
@@ -234,16 +234,16 @@ def _judge(error: Exception) -> CheckpointState:
     return "unreadable" if isinstance(error, OSError | UnreadableCheckpointError) else "corrupt"
 
 
-def verified(summary: CheckpointSummary) -> CheckpointSummary:
-    """The summary with ``valid`` or ``corrupt`` as its state, every byte read. Those set aside stay what they are."""
-    if summary.state == "set aside":
+def verify_checkpoint(summary: CheckpointSummary) -> CheckpointSummary:
+    """Read every byte of a checkpoint and return its summary with the resulting state; skip quarantined ones."""
+    if summary.state == "quarantined":
         return summary
     try:
         metadata = staged_directory.verify_directory(summary.path)
     except (CheckpointError, OSError) as error:
         return replace(summary, state=_judge(error), problem=str(error))
     if metadata.get("step") != summary.step:
-        return replace(summary, state="corrupt", problem=f"this is the checkpoint of step {metadata.get('step')}")
+        return replace(summary, state="corrupt", problem=f"its manifest is of step {metadata.get('step')}")
     return replace(summary, state="valid")
 
 
@@ -253,27 +253,27 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
     Args:
         run_directory: The run.
         names: Steps or directory names.
-        force: Also if no valid checkpoint would be left.
+        force: Allow removing the last valid checkpoint.
 
     Returns:
-        What was removed.
+        The removed checkpoints.
 
     Raises:
-        ConfigError: The run is in use, or there is no such checkpoint.
-        CheckpointError: No valid checkpoint would be left.
+        ConfigError: The run is in use, or a checkpoint does not exist.
+        CheckpointError: No valid checkpoint would remain.
     """
     refuse_links(run_directory)
     with lock_run(run_directory):
         known = list_checkpoints(run_directory)
-        leaving = {_find(known, name, run_directory).name for name in names}
-        chosen = [summary for summary in known if summary.name in leaving]
-        staying = [summary for summary in known if summary.name not in leaving and summary.state != "set aside"]
+        chosen_names = {_find(known, name, run_directory).name for name in names}
+        chosen = [summary for summary in known if summary.name in chosen_names]
+        kept = [entry for entry in known if entry.name not in chosen_names and entry.state != "quarantined"]
         readable = any(summary.state == "unverified" for summary in chosen)
-        if readable and not force and not any(verified(summary).state == "valid" for summary in reversed(staying)):
+        if readable and not force and not any(verify_checkpoint(entry).state == "valid" for entry in reversed(kept)):
             raise CheckpointError(
-                "no valid checkpoint would be left",
+                "No valid checkpoint would remain",
                 where=str(RunLayout(run_directory).checkpoints),
-                hint="add --force to lose the state of the run",
+                hint="add --force to remove the last state of the run",
                 saved="nothing was removed",
             )
         for summary in chosen:
@@ -284,34 +284,34 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
 def _find(known: Sequence[CheckpointSummary], name: str, run_directory: Path) -> CheckpointSummary:
     digits = name.replace(",", "").replace("_", "")
     for summary in known:
-        is_step = digits.isdecimal() and int(digits) == summary.step and summary.state != "set aside"
+        is_step = digits.isdecimal() and int(digits) == summary.step and summary.state != "quarantined"
         if summary.name == name or is_step:
             return summary
-    there = ", ".join(summary.name for summary in known) or "none"
-    raise ConfigError(f"there is no checkpoint {name}; there are: {there}", where=str(run_directory))
+    available = ", ".join(summary.name for summary in known) or "none"
+    raise ConfigError(f"Checkpoint {name} does not exist; available: {available}", where=str(run_directory))
 
 
 def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> int:
-    """Remove a run that no process trains; returns the bytes that are free now.
+    """Remove a run that no process trains, and return its size in bytes.
 
     Args:
         directory: The run.
-        first: What goes before it, once nothing speaks against removing it; if this fails the run stays.
+        first: Called before the removal, after all checks; if it fails, the run is kept.
 
     Raises:
-        ConfigError: It is no run, is in use, or holds files that a run does not write.
+        ConfigError: It is not a run, is in use, or contains files that a run does not write.
     """
     if directory.is_symlink():
-        raise ConfigError("this is a link, not a run", where=str(directory), hint="name the directory it points to")
+        raise ConfigError("This is a link, not a run", where=str(directory), hint="name the directory it points to")
     directory = directory.resolve()
     record = _read_json(RunLayout(directory).record) or {}
     if not str(record.get("format", "")).startswith("vorox-run/"):
-        raise ConfigError("this directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
+        raise ConfigError("This directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
     with lock_run(directory):
         foreign = RunLayout(directory).foreign_files()
         if foreign:
             raise ConfigError(
-                f"the directory holds what no run writes: {', '.join(foreign)}",
+                f"The directory contains files that no run writes: {', '.join(foreign)}",
                 where=str(directory),
                 hint="move it elsewhere, then remove the run",
                 saved="nothing was removed",
@@ -319,10 +319,10 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
         if first is not None:
             first()
         size_bytes, _ = _measure(directory)
-        atomic.sweep_temporary(directory.parent)  # what an interrupted removal left
+        atomic.sweep_temporary(directory.parent)  # leftovers of an interrupted removal
         hidden = atomic.temporary_name(directory)
         atomic.rename(directory, hidden)
-        for path in (RunLayout(hidden).record, RunLayout(hidden).config):  # without them it is a run to nobody
+        for path in (RunLayout(hidden).record, RunLayout(hidden).config):  # without them it is not recognised as a run
             atomic.remove_file(path)
         shutil.rmtree(hidden)
     return size_bytes

@@ -1,4 +1,4 @@
-"""Two runs side by side: the last and the best value of every metric that both could have."""
+"""Comparison of two runs: last and best value of every metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON_METRICS = (
     "memory/host_peak_bytes",
     "memory/device_peak_bytes",
 )
-"""What people compare first: quality, then speed, then memory."""
+"""The metrics to compare first: quality, then speed, then memory."""
 
 Point = tuple[int, float]
 """A step and a value."""
@@ -30,12 +30,12 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric of two runs; ``None`` where a run does not have it.
+    """One metric of two runs; ``None`` for a run without it.
 
     Attributes:
         name: Registered name.
         last: Newest value of each run, with its step.
-        best: Best value of each run, with its step, for metrics that have a good direction.
+        best: Best value of each run, with its step, for metrics where lower or higher is better.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ComparedMetric:
 def compare_metrics(
     first: Mapping[int, Mapping[str, float]], second: Mapping[int, Mapping[str, float]]
 ) -> list[ComparedMetric]:
-    """Every metric of either run, by name; single activations are left out, they are thousands."""
+    """Compare all metrics of either run, by name, except the thousands of activation statistics."""
     names = sorted({name for run in (first, second) for values in run.values() for name in values})
     return [
         ComparedMetric(name, (_last(first, name), _last(second, name)), (_best(first, name), _best(second, name)))
@@ -68,7 +68,7 @@ def _best(run: Mapping[int, Mapping[str, float]], name: str) -> Point | None:
     try:
         better = metric(name).better
     except ConfigError:
-        return None  # written by another version; its last value is still worth showing
+        return None  # written by another version; only its last value is shown
     points = [point for point in _points(run, name) if point[1] == point[1]]  # NaN is never best
     if better is None or not points:
         return None

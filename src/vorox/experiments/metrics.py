@@ -1,8 +1,9 @@
-"""The one registry of what we measure: name, unit, reduction and meaning of every number that is written or shown.
+"""Metric registry: name, unit, reduction and description of every metric, and metrics computed by user functions.
 
-In: a name. Out: its definition, or an error that names the nearest one, so that a misspelled metric cannot open a
-second curve. Families cover names with a part that varies (``activation/3/mlp/std``). The reduction says how the values
-of several steps, or of several processes at one step, become one value.
+In: a name. Out: its definition, or an error with the nearest names, so that a misspelled metric cannot start a second
+curve. Families cover names with a variable part (``activation/3/mlp/std``). The reduction combines the values of
+several steps or ranks into one. User functions take part in no decision; one that fails is reported once and never
+stops the training.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Reduction = Literal["mean", "sum", "last", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number that a run can report.
+    """Definition of a metric.
 
     Attributes:
         name: As written to every sink; ``/`` groups.
         unit: Unit of the value; ``1`` for pure numbers.
-        reduction: How several values become one.
-        description: What exactly it is.
-        better: Which way is good, if there is one.
+        reduction: How several values are combined.
+        description: Exact definition.
+        better: Whether lower or higher is better, if either is.
     """
 
     name: str
@@ -49,93 +50,89 @@ class Family:
     metric: Metric
 
 
-_LOSS = "Mean cross entropy in nats over the trained tokens, without auxiliary terms."
-_BITS = (
-    "Bits per byte of the original text: cross entropy in bits over all targets, divided by the bytes they stand for."
-)
+_LOSS = "Mean cross entropy in nats over the target tokens, without auxiliary terms."
+_BITS = "Bits per byte of the original text: cross entropy in bits over all targets, divided by the bytes they encode."
 _METRICS = (
     Metric("loss", "nats/token", "mean", f"{_LOSS} Of one step, over the global batch.", "lower"),
     Metric("perplexity", "1", "mean", "exp(loss) of the step.", "lower"),
     Metric("bits_per_byte", "bits/byte", "mean", _BITS, "lower"),
-    Metric("accuracy", "fraction", "mean", "Share of trained tokens that had the highest logit.", "higher"),
-    Metric("learning_rate", "1", "last", "Learning rate that the step was made with."),
-    Metric("weight_decay", "1", "last", "Decoupled weight decay that the step was made with."),
+    Metric("accuracy", "fraction", "mean", "Share of target tokens with the highest logit.", "higher"),
+    Metric("learning_rate", "1", "last", "Learning rate of the step."),
+    Metric("weight_decay", "1", "last", "Decoupled weight decay of the step."),
     Metric("grad_norm", "1", "mean", "L2 norm of the whole gradient before clipping."),
     Metric("parameter_norm", "1", "last", "L2 norm of all parameters after the step."),
     Metric(
         "z_loss",
         "nats^2/token",
         "mean",
-        "What the z-loss adds to the loss: its weight x the mean squared log of the softmax denominator.",
+        "Contribution of the z-loss to the loss: its weight x the mean squared log of the softmax denominator.",
     ),
-    Metric("loss_scale", "1", "last", "Factor on the loss in fp16, against underflow of gradients."),
-    Metric(
-        "nonfinite_steps", "steps", "sum", "Steps whose loss or gradient was not finite; they changed nothing.", "lower"
-    ),
-    Metric("tokens_total", "tokens", "last", "Positions processed since the start of the run, over all processes."),
-    Metric("epoch", "epochs", "last", "Rows drawn since the start of the run divided by the rows of one pass."),
+    Metric("loss_scale", "1", "last", "Loss scale of fp16, which prevents gradient underflow."),
+    Metric("nonfinite_steps", "steps", "sum", "Steps with a non-finite loss or gradient; they were skipped.", "lower"),
+    Metric("tokens_total", "tokens", "last", "Positions processed since the start of the run, over all ranks."),
+    Metric("epoch", "epochs", "last", "Rows sampled since the start of the run, divided by the rows of one pass."),
     Metric(
         "tokens_per_second",
         "tokens/s",
         "mean",
-        "Positions processed per second of training; waiting for data counts, saving and validation do not.",
+        "Positions processed per second of training, including waiting for data, excluding checkpoints and validation.",
         "higher",
     ),
-    Metric("step_seconds", "s", "mean", "Seconds of training per step; saving and validation do not count.", "lower"),
+    Metric("step_seconds", "s", "mean", "Seconds of training per step, excluding checkpoints and validation.", "lower"),
     Metric("data_wait_seconds", "s", "mean", "Seconds per step in which the loop waited for a batch.", "lower"),
-    Metric(
-        "data_wait_fraction", "fraction", "mean", "Share of the seconds of training spent waiting for data.", "lower"
-    ),
-    Metric("time/compute_fraction", "fraction", "mean", "Share of all time that went into steps.", "higher"),
-    Metric("time/data_fraction", "fraction", "mean", "Share of all time that went into waiting for data.", "lower"),
+    Metric("data_wait_fraction", "fraction", "mean", "Share of training time spent waiting for data.", "lower"),
+    Metric("time/compute_fraction", "fraction", "mean", "Share of wall time spent in steps.", "higher"),
+    Metric("time/data_fraction", "fraction", "mean", "Share of wall time spent waiting for data.", "lower"),
     Metric(
         "time/save_fraction",
         "fraction",
         "mean",
-        "Share of all time that training stood still for checkpoints.",
+        "Share of wall time that training was blocked by checkpoints.",
         "lower",
     ),
-    Metric(
-        "time/eval_fraction", "fraction", "mean", "Share of all time that went into validation and samples.", "lower"
-    ),
+    Metric("time/eval_fraction", "fraction", "mean", "Share of wall time spent on validation and samples.", "lower"),
     Metric(
         "model_flops_per_second",
         "FLOP/s",
         "mean",
-        "FLOPs of the steps (6N + 12LDT per token) / training seconds.",
+        "FLOPs of the steps (6N + 12LDT per token) per second of training.",
         "higher",
     ),
     Metric(
-        "mfu_fraction", "fraction", "mean", "model_flops_per_second / the data-sheet peak of the devices.", "higher"
+        "mfu_fraction",
+        "fraction",
+        "mean",
+        "Model FLOPs utilisation: model_flops_per_second / data-sheet peak of the devices.",
+        "higher",
     ),
-    Metric("ceiling_fraction", "fraction", "mean", "model_flops_per_second / the measured matmul rate.", "higher"),
+    Metric("ceiling_fraction", "fraction", "mean", "model_flops_per_second / measured matmul peak.", "higher"),
     Metric("eval/loss", "nats/token", "last", f"{_LOSS} Over the fixed validation rows.", "lower"),
     Metric("eval/perplexity", "1", "last", "exp(eval/loss).", "lower"),
     Metric("eval/bits_per_byte", "bits/byte", "last", f"{_BITS} Over the fixed validation rows.", "lower"),
-    Metric("eval/accuracy", "fraction", "last", "Share of validation targets that had the highest logit.", "higher"),
+    Metric("eval/accuracy", "fraction", "last", "Share of validation targets with the highest logit.", "higher"),
     Metric("eval/tokens", "tokens", "last", "Target tokens of the validation."),
-    Metric("eval_seconds", "s", "sum", "Seconds that the validation and its samples took.", "lower"),
-    Metric("checkpoint_seconds", "s", "sum", "Seconds that training stood still for a checkpoint.", "lower"),
+    Metric("eval_seconds", "s", "sum", "Duration of validation and its samples.", "lower"),
+    Metric("checkpoint_seconds", "s", "sum", "Time that training was blocked by a checkpoint.", "lower"),
     Metric(
         "checkpoint_write_seconds",
         "s",
         "sum",
-        "Seconds from the moment that a checkpoint holds until it was committed and old ones had gone. Training stands "
-        "still for checkpoint_seconds of them.",
+        "Time from the snapshot of a checkpoint until it is committed and old ones are removed. It blocks training for "
+        "checkpoint_seconds only.",
         "lower",
     ),
-    Metric("seconds_since_save", "s", "last", "Age of the state that the newest committed checkpoint holds."),
-    Metric("mirror/step", "steps", "last", "Step of the newest checkpoint that is whole in the mirror.", "higher"),
+    Metric("seconds_since_save", "s", "last", "Age of the state in the newest committed checkpoint."),
+    Metric("mirror/step", "steps", "last", "Step of the newest complete checkpoint in the mirror.", "higher"),
     Metric("mirror/age_seconds", "s", "last", "Time since the newest checkpoint in the mirror was committed.", "lower"),
-    Metric("mirror/waiting_checkpoints", "1", "last", "Checkpoints that are not in the mirror yet.", "lower"),
-    Metric("queue_depth", "batches", "last", "Batches that were ready when the step began.", "higher"),
+    Metric("mirror/waiting_checkpoints", "1", "last", "Checkpoints that are not yet in the mirror.", "lower"),
+    Metric("queue_depth", "batches", "last", "Prefetched batches when the step started.", "higher"),
     Metric("runtime/compile_seconds", "s", "last", "Time spent compiling steps so far.", "lower"),
     Metric("memory/host_bytes", "bytes", "max", "Resident memory of this process.", "lower"),
-    Metric("memory/host_peak_bytes", "bytes", "max", "Largest resident memory of this process so far.", "lower"),
-    Metric("memory/host_available_bytes", "bytes", "min", "Memory that the machine still has for new work.", "higher"),
-    Metric("memory/device_bytes", "bytes", "max", "Memory that tensors occupy on the device.", "lower"),
-    Metric("memory/device_peak_bytes", "bytes", "max", "Largest memory that tensors occupied on the device.", "lower"),
-    Metric("memory/device_reserved_bytes", "bytes", "max", "Memory that the framework holds on the device.", "lower"),
+    Metric("memory/host_peak_bytes", "bytes", "max", "Peak resident memory of this process.", "lower"),
+    Metric("memory/host_available_bytes", "bytes", "min", "Memory available on the machine.", "higher"),
+    Metric("memory/device_bytes", "bytes", "max", "Device memory allocated by tensors.", "lower"),
+    Metric("memory/device_peak_bytes", "bytes", "max", "Peak device memory allocated by tensors.", "lower"),
+    Metric("memory/device_reserved_bytes", "bytes", "max", "Device memory reserved by the framework.", "lower"),
 )
 
 _STAGE = r"pipeline/[a-z]+"
@@ -144,35 +141,37 @@ _QUEUE = r"pipeline/[a-z]+_to_[a-z]+"
 _FAMILIES = (
     Family(
         re.compile(rf"{_STAGE}/items"),
-        Metric("pipeline/<stage>/items", "items", "last", "What a stage of building a cache gave out so far."),
+        Metric("pipeline/<stage>/items", "items", "last", "Items output by a build stage so far."),
     ),
     Family(
         re.compile(rf"{_STAGE}/bytes"),
-        Metric("pipeline/<stage>/bytes", "bytes", "last", "Bytes that a stage of building a cache gave out so far."),
+        Metric("pipeline/<stage>/bytes", "bytes", "last", "Bytes output by a build stage so far."),
     ),
     Family(
         re.compile(rf"{_STAGE}/busy_seconds"),
-        Metric("pipeline/<stage>/busy_seconds", "s", "last", "Time that the threads of a stage worked so far."),
+        Metric(
+            "pipeline/<stage>/busy_seconds", "s", "last", "Time that the threads of a build stage were busy so far."
+        ),
     ),
     Family(
         re.compile(rf"{_STAGE}/wait_seconds"),
-        Metric("pipeline/<stage>/wait_seconds", "s", "last", "Time that the threads of a stage waited so far."),
+        Metric("pipeline/<stage>/wait_seconds", "s", "last", "Time that the threads of a build stage waited so far."),
     ),
     Family(
         re.compile(rf"{_QUEUE}/depth"),
-        Metric("pipeline/<queue>/depth", "items", "last", "Items that wait between two stages of building a cache."),
+        Metric("pipeline/<queue>/depth", "items", "last", "Items queued between two build stages."),
     ),
     Family(
         re.compile(rf"{_QUEUE}/held_bytes"),
-        Metric("pipeline/<queue>/held_bytes", "bytes", "max", "Bytes that are held between two stages."),
+        Metric("pipeline/<queue>/held_bytes", "bytes", "max", "Bytes queued between two build stages."),
     ),
     Family(
         re.compile(rf"{_QUEUE}/producer_wait_seconds"),
-        Metric("pipeline/<queue>/producer_wait_seconds", "s", "last", "Time that makers waited for room so far."),
+        Metric("pipeline/<queue>/producer_wait_seconds", "s", "last", "Time that producers waited for space so far."),
     ),
     Family(
         re.compile(rf"{_QUEUE}/consumer_wait_seconds"),
-        Metric("pipeline/<queue>/consumer_wait_seconds", "s", "last", "Time that takers waited for items so far."),
+        Metric("pipeline/<queue>/consumer_wait_seconds", "s", "last", "Time that consumers waited for items so far."),
     ),
     Family(
         re.compile(r"activation/\d+/[a-z][a-z0-9_]*/mean"),
@@ -193,11 +192,11 @@ _FAMILIES = (
     *_FAMILIES,
     Family(
         re.compile(rf"custom/{_CUSTOM}"),
-        Metric("custom/<function>", "1", "last", "What a function of log.metrics returned for a step."),
+        Metric("custom/<function>", "1", "last", "Result of a function of log.metrics for a step."),
     ),
     Family(
         re.compile(rf"eval/custom/{_CUSTOM}"),
-        Metric("eval/custom/<function>", "1", "last", "What a function of eval.functions returned at a validation."),
+        Metric("eval/custom/<function>", "1", "last", "Result of a function of eval.functions at a validation."),
     ),
 )
 
@@ -205,16 +204,16 @@ _BY_NAME = {metric.name: metric for metric in _METRICS}
 
 
 def registry() -> tuple[Metric, ...]:
-    """Every definition, families under their pattern, in the order of this file."""
+    """Return all definitions, families under their pattern, in the order of this file."""
     return (*_METRICS, *(family.metric for family in _FAMILIES))
 
 
 @functools.lru_cache(maxsize=4096)
 def metric(name: str) -> Metric:
-    """The definition of a metric.
+    """Return the definition of a metric.
 
     Raises:
-        ConfigError: There is none; the nearest names are given.
+        ConfigError: The metric is unknown; the hint has the nearest names.
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
@@ -223,18 +222,18 @@ def metric(name: str) -> Metric:
             return family.metric
     near = difflib.get_close_matches(name, [known.name for known in registry()], n=3)
     raise ConfigError(
-        f"there is no metric {name}",
+        f"Unknown metric {name}",
         where="experiments/metrics.py",
         hint=f"did you mean {' or '.join(near)}?" if near else "every metric has an entry there",
     )
 
 
 def reduce(name: str, values: Sequence[float]) -> float:
-    """One value for several steps or processes, by the metric's reduction.
+    """Combine the values of several steps or ranks by the metric's reduction.
 
     Args:
         name: A registered name.
-        values: At least one, in the order in which they were measured.
+        values: At least one, in the order of measurement.
     """
     match metric(name).reduction:
         case "mean":
@@ -250,17 +249,17 @@ def reduce(name: str, values: Sequence[float]) -> float:
 
 
 class MetricFunctions:
-    """Functions that a configuration names by import path.
+    """User functions that compute metrics, configured by import path.
 
     Args:
-        paths: As configured.
-        kind: What they are, for messages: ``metric`` or ``evaluation``.
-        key: The setting.
-        prefix: Beginning of the names of their numbers.
-        log: Takes their failures.
+        paths: Import paths.
+        kind: ``metric`` or ``evaluation``, for messages.
+        key: The setting that names them.
+        prefix: Prefix of the metric names.
+        log: Reports their failures.
 
     Raises:
-        ConfigError: One cannot be imported, or two have the same name.
+        ConfigError: A function cannot be imported, or two have the same name.
     """
 
     def __init__(self, paths: Sequence[str], *, kind: str, key: str, prefix: str, log: RunLog) -> None:
@@ -271,18 +270,18 @@ class MetricFunctions:
         for number, (name, path) in enumerate(zip(names, paths, strict=True)):
             if Counter(names)[name] > 1:
                 raise ConfigError(
-                    f"{key} names {Counter(names)[name]} functions called {name}", where=f"{key}.{number}",
-                    hint="give each a name of its own: their numbers are named after them",
+                    f"{key} has {Counter(names)[name]} functions named {name}", where=f"{key}.{number}",
+                    hint="give each function a unique name; metrics are named after them",
                 )  # fmt: skip
             self._functions[name] = load_function(path, kind=kind, where=f"{key}.{number}")
 
     def __call__(self, *arguments: Any) -> dict[str, float]:
-        """Return the numbers of all functions: ``<prefix><function>``, or ``<prefix><function>/<key>`` of a mapping."""
+        """Call all functions; return ``<prefix><function>``, or ``<prefix><function>/<key>`` for a mapping."""
         found: dict[str, float] = {}
         for name, function in self._functions.items():
             try:
                 found.update(self._numbers(self._prefix + name, function(*arguments)))
-            except Exception as error:  # whatever a function of the user does, the training goes on
+            except Exception as error:  # an error in a user function must not stop the training
                 if name not in self._failed:
                     self._failed.add(name)
                     text = f"The {self._kind} {name} failed ({type(error).__name__}: {error}); reported once"

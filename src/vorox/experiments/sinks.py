@@ -1,10 +1,10 @@
-"""Where metrics go: ``metrics.jsonl`` always; TensorBoard event files and sinks of the user if asked for.
+"""Metric sinks: ``metrics.jsonl``, TensorBoard event files, and sinks of the user.
 
-A sink takes the values of one step and may raise anything; ``tracking.Tracker`` sees to it that nothing of that
-reaches the training. Sinks take part in no decision and are read by nobody during the run.
+A sink receives the values of a step and may raise any exception; ``tracking.Tracker`` keeps it from the training. Sinks
+take part in no decision, and the run never reads them.
 
-``metrics.jsonl`` has a line ``{"step", "attempt", "time", "values"}`` per call, and before the first one of a resumed
-attempt a line ``{"attempt", "resume_step"}``: what earlier attempts said of later steps is void.
+``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
+``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from vorox.core.run_layout import RunLayout
 
 
 class Sink(Protocol):
-    """Takes measured values. ``name`` is for messages."""
+    """Receives metric values. ``name`` is for messages."""
 
     @property
     def name(self) -> str: ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of one step. May raise; the values are then lost to this sink unless it keeps them itself."""
+        """Write the values of a step. If it raises, the values are lost to this sink, unless it buffers them."""
         ...
 
     def flush(self) -> None:
-        """Hand over what is buffered."""
+        """Write buffered values."""
         ...
 
     def close(self) -> None:
-        """Flush and let go. Called once."""
+        """Flush and release resources. Called once."""
         ...
 
 
 class JsonLinesSink:
-    """Writes ``metrics.jsonl``. Lines that cannot be written wait and go with later ones."""
+    """Writes ``metrics.jsonl``. Lines that cannot be written are buffered and written with later ones."""
 
     name = RunLayout.metrics.name
 
@@ -89,7 +89,7 @@ class TensorBoardSink:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(RunLayout(run_directory).tensorboard))
         if resume_step:
-            # Tells TensorBoard to forget what an earlier attempt wrote about later steps.
+            # Makes TensorBoard discard what an earlier attempt wrote for later steps.
             session = SessionLog(status=SessionLog.SessionStatus.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=session))
 
@@ -108,14 +108,15 @@ def open_custom_sink(path: str, where: str, run_directory: Path, resume_step: in
     """Open a sink of the user.
 
     Args:
-        path: Import path of a function that returns it, called with the other arguments by name.
+        path: Import path of a function that returns the sink, called with ``run_directory``, ``resume_step`` and
+            ``settings``.
         where: The setting, for messages.
         run_directory: The run.
-        resume_step: Steps finished when this attempt began; values of later steps by earlier attempts are void.
+        resume_step: Steps finished when this attempt started; values of later steps by earlier attempts are void.
         settings: The run's configuration by dotted key, without secrets.
 
     Raises:
-        ConfigError: The function cannot be imported, fails, or returns something that is no sink.
+        ConfigError: The function cannot be imported, fails, or does not return a sink.
     """
     function = load_function(path, kind="sink", where=where)
     try:
@@ -124,13 +125,13 @@ def open_custom_sink(path: str, where: str, run_directory: Path, resume_step: in
         raise
     except Exception as error:
         raise ConfigError(
-            f"the sink {path} cannot be opened: {type(error).__name__}: {error}", where=where,
+            f"Sink {path} cannot be opened: {type(error).__name__}: {error}", where=where,
             hint="it is called as f(run_directory=..., resume_step=..., settings=...)",
         ) from error  # fmt: skip
     missing = [name for name in ("name", "write", "flush", "close") if not hasattr(sink, name)]
     if missing:
         raise ConfigError(
-            f"the sink {path} has no {' and no '.join(missing)}", where=where,
+            f"Sink {path} has no {' and no '.join(missing)}", where=where,
             hint="return an object with name, write(step, values), flush() and close()",
         )  # fmt: skip
     return sink

@@ -1,9 +1,8 @@
-"""The tracker: measured values in, every sink out; and reading them back.
+"""Metric tracking: write metrics to all sinks, and read them back.
 
-``observe`` collects values of steps in between, ``log`` writes one step: what was observed since, reduced as the
-registry says, and the values given. Names must be registered. A sink that fails is reported once and never stops the
-training; the others go on. ``read_metrics`` returns what counts: torn lines are skipped, and where several attempts
-speak of a step, the later one is believed.
+``observe`` collects values between logged steps; ``log`` writes one step: the collected values, reduced by the metric
+registry, and the given ones. Names must be registered. A failing sink is reported once and affects neither the training
+nor other sinks. ``read_metrics`` skips torn lines, and of several attempts at a step the latest counts.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from vorox.experiments.wandb_sink import WandbSink
 
 
 class Tracker:
-    """Fans measured values out to sinks.
+    """Writes metrics to all sinks.
 
     Args:
-        sinks: Where they go; none in processes that do not write.
-        log: Told once about each sink that fails.
-        custom: Metrics of the user, from the step and everything else that is written for it.
+        sinks: The sinks; empty on ranks that do not write.
+        log: Reports each failing sink once.
+        custom: Metrics computed by user functions from the step and its values.
     """
 
     def __init__(self, sinks: Sequence[Sink], log: RunLog, custom: MetricFunctions | None = None) -> None:
@@ -52,20 +51,20 @@ class Tracker:
         log: RunLog | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Tracker:
-        """The tracker of this process of a run.
+        """Open the tracker of a run.
 
         Args:
-            run_directory: Where ``metrics.jsonl`` goes.
-            config: Which sinks.
+            run_directory: The run.
+            config: Which sinks to open.
             attempt: Number of the attempt (``RunContext.attempt``).
-            resume_step: Steps finished when this attempt began; values of later steps by earlier attempts are void.
-            distributed: Only the first process writes.
-            log: Where trouble is reported; the terminal if not given.
+            resume_step: Steps finished when this attempt started; values of later steps by earlier attempts are void.
+            distributed: Only rank 0 writes.
+            log: Reports failures; the terminal by default.
             settings: The run's configuration, for sinks that show it.
 
         Raises:
-            ConfigError: A sink is configured whose package is not installed, or a function of the user cannot be
-                imported or gives no sink.
+            ConfigError: The package of a sink is not installed, or a user function cannot be imported or does not
+                return a sink.
         """
         sinks: list[Sink] = []
         if (distributed or DistributedContext()).is_main:
@@ -81,7 +80,7 @@ class Tracker:
         return cls(sinks, log, custom if sinks else None)
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Keep the values of a step for the next ``log``. May be called from any thread.
+        """Collect values for the next ``log``. Thread-safe.
 
         Raises:
             ConfigError: A name is not registered.
@@ -92,7 +91,7 @@ class Tracker:
                 self._observed.setdefault(name, []).append(float(value))
 
     def log(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Write the values of a step, given ones before observed ones, and return what was written.
+        """Write the values of a step and return them; given values override collected ones.
 
         Args:
             step: Steps finished.
@@ -115,35 +114,37 @@ class Tracker:
         return written
 
     def flush(self) -> None:
-        """Make what was logged durable, before a checkpoint that speaks of the same steps."""
+        """Make logged values durable, before a checkpoint of the same step."""
         for sink in self._sinks:
             self._try(sink, sink.flush)
 
     def close(self) -> None:
-        """Close every sink and say what a failing one has lost."""
+        """Close every sink, and report how often each one failed."""
         for sink in self._sinks:
             self._try(sink, sink.close)
         for name, count in self._failures.items():
             if count > 1:
-                self._log.event("sink_failures", f"{name} failed {count} times in all", level="warning", sink=name)
+                self._log.event(
+                    "sink_failures", f"Sink {name} failed {count} times in total", level="warning", sink=name
+                )
         self._sinks, self._failures = (), {}
 
     def _try(self, sink: Sink, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a sink does wrong, the training goes on
+        except Exception as error:  # an error in a sink must not stop the training
             count = self._failures[sink.name] = self._failures.get(sink.name, 0) + 1
             if count == 1:
-                text = f"{sink.name} fails ({type(error).__name__}: {error}); training goes on, this is said once"
+                text = f"Sink {sink.name} failed ({type(error).__name__}: {error}); training continues; reported once"
                 self._log.event("sink_failed", text, level="warning", sink=sink.name)
 
 
 def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[int, dict[str, float]]:
-    """All values that count, by step and name, steps ascending. A run without metrics has none.
+    """Return the metrics of a run by step and name, steps ascending; without values that a resume rolled back.
 
     Args:
         run_directory: The run.
-        last_bytes: Read only so much of the end of the file.
+        last_bytes: Read only this many bytes from the end of the file.
     """
     steps: dict[int, dict[str, tuple[int, float]]] = {}
     for record in read_lines(RunLayout(run_directory).metrics, last_bytes=last_bytes):
@@ -159,7 +160,7 @@ def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[
 
 
 def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """The newest value of each metric that has one, with its step. Reads no more of the file than it needs."""
+    """Return the newest value of each metric, with its step. Reads only as much of the file as needed."""
     found: dict[str, tuple[int, float]] = {}
     path = RunLayout(run_directory).metrics
     for last_bytes in (1 << 16, 1 << 21, None):

@@ -1,9 +1,9 @@
-"""Weights & Biases: what is measured, also there, without a step ever waiting for it.
+"""Weights & Biases sink, which never blocks a step.
 
-Values go into a queue; one thread starts the client (which takes a second or more), sends, and ends it. Without a key
-(``WANDB_API_KEY`` or a login in ``~/.netrc``) the client records offline into ``<run>/wandb``, to be sent later with
-``wandb sync``. The run there has the id of ours, so a resumed run goes on in the same place. Secrets are the client's
-business; none passes through here.
+Values are queued; a background thread starts the client (which takes a second or more), sends values and closes it.
+Without credentials (``WANDB_API_KEY`` or a login in ``~/.netrc``) the client records offline into ``<run>/wandb``, for
+a later ``wandb sync``. The W&B run has our run id, so a resumed run continues it. Credentials are read by the client
+only.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from vorox.core.installation import install_command
 
 HOST = "api.wandb.ai"
 QUEUE_STEPS = 100_000
-"""Steps that wait at most while the client does not take any; what comes then is dropped and counted."""
+"""Capacity of the queue; further steps are dropped and counted."""
 CLOSE_SECONDS = 30.0
 
 
 class WandbSink:
-    """Sends to one run of a project.
+    """Sends metrics to a W&B run.
 
     Args:
-        run_directory: Where the client keeps its files; its name is the run's id.
-        project: Project of the run.
-        settings: The run's configuration, as it is shown there.
+        run_directory: Directory of the client's files; its name is the W&B run id.
+        project: W&B project.
+        settings: The run's configuration, shown in W&B.
 
     Raises:
         ConfigError: The package is not installed.
@@ -56,20 +56,20 @@ class WandbSink:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the values of a step over; returns at once."""
+        """Enqueue the values of a step; never blocks."""
         self._raise()
         try:
             self._queue.put_nowait((step, dict(values)))
         except queue.Full:
             self._dropped += 1
-            raise RuntimeError(f"the client takes nothing; {self._dropped} steps were dropped") from None
+            raise RuntimeError(f"the client is blocked; {self._dropped} steps were dropped") from None
 
     def flush(self) -> None:
-        """Nothing to do: the thread sends as fast as it can."""
+        """Report an error of the background thread, which sends without being flushed."""
         self._raise()
 
     def close(self) -> None:
-        """Wait a moment for what is queued, then let go; offline nothing is lost that the client has taken."""
+        """Wait for queued values, up to ``CLOSE_SECONDS``."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         self._thread.join(CLOSE_SECONDS)
@@ -99,7 +99,7 @@ class WandbSink:
 
 
 def _mode() -> Any:
-    """``online`` only where somebody gave a key; an explicit WANDB_MODE counts."""
+    """Return ``WANDB_MODE`` if set, else ``online`` if credentials exist, else ``offline``."""
     if os.environ.get("WANDB_MODE"):
         return os.environ["WANDB_MODE"]
     if os.environ.get("WANDB_API_KEY"):

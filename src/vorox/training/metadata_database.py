@@ -118,13 +118,13 @@ def _refresh(
 ) -> None:
     span = None if sample_steps is None else _span(run_data, *sample_steps)
     projection = Projection(run_data.directory, run_data.plan, run_data.readers)
-    projection.introduce(cache)
+    projection.initial_sync(cache)
     if inventory:
         for reader in {whole.directory: whole for whole in map(cache_of, run_data.readers)}.values():
             cache.write(inventory_rows(reader))
     if span is not None:
         rows = sample_rows(projection.run_id, _origins(run_data, *span))
-        cache.materialise(projection.run_id, *span, rows)
+        cache.insert_samples(projection.run_id, *span, rows)
 
 
 def _span(run_data: RunDataIndex, first_step: int, last_step: int) -> tuple[int, int]:

@@ -110,9 +110,9 @@ def open_provenance(
             writer = MetadataWriter(
                 run.directory,
                 lambda: MetadataCache(target),
-                introduce=projection.introduce,
-                observe=projection.observe,
-                on_event=lambda kind, text, level: log.event(kind, text, level=level),
+                initial_sync=projection.initial_sync,
+                collect=projection.collect,
+                report=lambda kind, text, level: log.event(kind, text, level=level),
                 interval_seconds=INTERVAL_SECONDS,
             )
         try:
@@ -137,7 +137,7 @@ class Projection:
         self._num_events = plan.num_events
         self._segments: dict[tuple[object, ...], Row] = {}
 
-    def introduce(self, cache: MetadataCache) -> None:
+    def initial_sync(self, cache: MetadataCache) -> None:
         """Write all that a database must know of the run by now: it may be a new one, or have been wiped."""
         self._num_events = self._plan.num_events
         cache.write(run_rows(self.run_id, self._directory, self._plan, self._readers))
@@ -146,7 +146,7 @@ class Projection:
         cache.replace("segment", self.run_id, self._segments.values())
         cache.write(self._attempts())
 
-    def observe(self) -> Iterator[Row]:
+    def collect(self) -> Iterator[Row]:
         """How the run stands now: its attempts, and the plan's events if there are new ones."""
         yield from self._attempts()
         if self._plan.num_events != self._num_events:

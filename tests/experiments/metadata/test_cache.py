@@ -152,8 +152,8 @@ def test_a_write_counts_whole_or_not_at_all(target: Path | str) -> None:
 def test_materialised_samples_replace_those_of_their_positions_only(target: Path | str) -> None:
     with MetadataCache(target) as cache:
         cache.write([Row("run", RUN), attempt(1, 0, 25, 25, newest=True)])
-        assert cache.materialise("r", 0, 100, (sample(p, 0, uri="old") for p in range(100))) == 100
-        assert cache.materialise("r", 40, 60, [sample(p, part) for p in range(40, 60) for part in range(3)]) == 60
+        assert cache.insert_samples("r", 0, 100, (sample(p, 0, uri="old") for p in range(100))) == 100
+        assert cache.insert_samples("r", 40, 60, [sample(p, part) for p in range(40, 60) for part in range(3)]) == 60
     found = MetadataCache.query(
         target, "SELECT uri, COUNT(*) AS n, MIN(position) AS a FROM samples GROUP BY uri ORDER BY 1"
     )

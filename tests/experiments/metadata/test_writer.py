@@ -83,8 +83,8 @@ class Observed:
 
 def start(directory: Path, database: Any, observed: Observed, **options: Any) -> MetadataWriter:
     return MetadataWriter(
-        directory, database.open, introduce=options.pop("introduce", lambda cache: None),
-        observe=observed.look, on_event=lambda *event: observed.events.append(event),
+        directory, database.open, initial_sync=options.pop("initial_sync", lambda cache: None),
+        collect=observed.look, report=lambda *event: observed.events.append(event),
         **{"interval_seconds": 0.01, **options},
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_rows_arrive_in_batches_and_what_is_observed_only_when_it_changes(tmp_pa
 def test_putting_is_quick_while_the_database_hangs_and_what_does_not_fit_is_spooled(tmp_path: Path) -> None:
     database, observed = Database(), Observed()
     database.gate.clear()
-    writer = start(tmp_path, database, observed, most_pending=10)
+    writer = start(tmp_path, database, observed, max_pending=10)
     writer.put(row(1, 1))
     wait_until(lambda: database.opened == 1)
     for number in range(2, 101):
@@ -260,8 +260,8 @@ def test_whatever_observing_raises_stays_inside(tmp_path: Path) -> None:
         raise RuntimeError("a bug")
 
     writer = MetadataWriter(
-        tmp_path, database.open, introduce=lambda cache: None, observe=broken,
-        on_event=lambda *event: observed.events.append(event), interval_seconds=0.01,
+        tmp_path, database.open, initial_sync=lambda cache: None, collect=broken,
+        report=lambda *event: observed.events.append(event), interval_seconds=0.01,
     )  # fmt: skip
     writer.put(row(1, 1))
     wait_until(lambda: len(observed.events) > 0)

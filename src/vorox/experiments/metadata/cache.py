@@ -78,7 +78,7 @@ class MetadataCache:
             self._database.execute(f"DELETE FROM {TABLES[table].name} WHERE run_id = ?", (run_id,))  # noqa: S608
             self._database.load(TABLES[table], (row.cells() for row in rows))
 
-    def materialise(self, run_id: str, first_position: int, end_position: int, rows: Iterable[Row]) -> int:
+    def insert_samples(self, run_id: str, first_position: int, end_position: int, rows: Iterable[Row]) -> int:
         """Write real rows of ``sample`` for the positions ``[first_position, end_position)``, in one transaction.
 
         By COPY into PostgreSQL. What was there for these positions is replaced. Returns how many rows.

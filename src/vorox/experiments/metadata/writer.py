@@ -21,9 +21,9 @@ from vorox.experiments.metadata.tables import Row
 
 CLOSE_SECONDS = 5.0
 _LONGEST_RETRY_SECONDS = 30.0
-_MOST_PENDING = 10_000
+_MAX_PENDING = 10_000
 
-OnEvent = Callable[[str, str, Literal["info", "warning"]], None]
+ReportEvent = Callable[[str, str, Literal["info", "warning"]], None]
 """Told (kind, sentence, level) when the database goes away or comes back."""
 
 
@@ -33,12 +33,12 @@ class MetadataWriter:
     Args:
         run_directory: Where the spool lies.
         open_cache: Opens the database; may fail, and is asked again.
-        introduce: Called with every database that was opened, after the spool was drained and before anything newer
+        initial_sync: Called with every database that was opened, after the spool was drained and before anything newer
             is written: all that it must know by now. May raise what the database raises.
-        observe: Rows that tell how things stand; asked every round.
-        on_event: Where it is told how the database is.
+        collect: Rows that tell how things stand; asked every round.
+        report: Where it is told how the database is.
         interval_seconds: Time between two rounds.
-        most_pending: Keys that wait in memory at most; what comes on top goes to the spool.
+        max_pending: Keys that wait in memory at most; what comes on top goes to the spool.
     """
 
     def __init__(
@@ -46,26 +46,31 @@ class MetadataWriter:
         run_directory: Path,
         open_cache: Callable[[], MetadataCache],
         *,
-        introduce: Callable[[MetadataCache], None],
-        observe: Callable[[], Iterable[Row]],
-        on_event: OnEvent,
+        initial_sync: Callable[[MetadataCache], None],
+        collect: Callable[[], Iterable[Row]],
+        report: ReportEvent,
         interval_seconds: float = 5.0,
-        most_pending: int = _MOST_PENDING,
+        max_pending: int = _MAX_PENDING,
     ) -> None:
-        self._open_cache, self._introduce, self._observe, self._on_event = open_cache, introduce, observe, on_event
-        self._interval_seconds, self._most_pending = interval_seconds, most_pending
+        self._open_cache, self._initial_sync, self._collect, self._report_event = (
+            open_cache,
+            initial_sync,
+            collect,
+            report,
+        )
+        self._interval_seconds, self._max_pending = interval_seconds, max_pending
         self._spool = Spool(run_directory)
         self._number = self._spool.read().last_number
         self._pending: dict[tuple[Any, ...], tuple[int, Row]] = {}
         self._in_flight: dict[tuple[Any, ...], tuple[int, Row]] = {}
-        self._written: dict[tuple[Any, ...], Row] = {}
+        self._last_collected: dict[tuple[Any, ...], Row] = {}
         self._lock = threading.Lock()
         self._spool_lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
         self._cache: MetadataCache | None = None
         self._failures = 0
-        self._complained = False
+        self._reported_spool_failure = False
         self._retry_at = 0.0
         self._thread = threading.Thread(target=self._work, name="vorox-metadata", daemon=True)
         self._thread.start()
@@ -75,11 +80,11 @@ class MetadataWriter:
         with self._lock:
             self._number += 1
             entry = (self._number, row)
-            fits = row.key in self._pending or len(self._pending) < self._most_pending
+            fits = row.key in self._pending or len(self._pending) < self._max_pending
             if fits:
                 self._pending[row.key] = entry
         if not fits:
-            self._keep([entry], sync=False)
+            self._spool_rows([entry], sync=False)
 
     def wake(self) -> None:
         """Begin a round now."""
@@ -93,9 +98,9 @@ class MetadataWriter:
         self._wake.set()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():  # hangs in the database; what it has taken may be written twice, or never
-            self._look()
+            self._collect_changes()
             self._spool_pending()
-            self._keep(list(self._in_flight.values()), sync=True)
+            self._spool_rows(list(self._in_flight.values()), sync=True)
 
     def _work(self) -> None:
         while True:
@@ -114,10 +119,10 @@ class MetadataWriter:
         try:
             self._write_round()
         except Exception as error:  # whatever is wrong here, the training goes on
-            self._tell("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
+            self._report("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
 
     def _write_round(self) -> None:
-        self._look()
+        self._collect_changes()
         if not self._closing and time.monotonic() < self._retry_at:
             self._spool_pending()
             return
@@ -127,25 +132,25 @@ class MetadataWriter:
         try:
             self._write(taken)
         except Exception as error:
-            self._away(error, taken)
+            self._handle_failure(error, taken)
             return
         self._in_flight = {}
         if self._failures:
-            self._tell("metadata_back", "The metadata database is back; nothing was lost", "info")
+            self._report("metadata_back", "The metadata database is back; nothing was lost", "info")
         self._failures = 0
 
-    def _look(self) -> None:
-        for row in self._observe():
-            if self._written.get(row.key) != row:
+    def _collect_changes(self) -> None:
+        for row in self._collect():
+            if self._last_collected.get(row.key) != row:
                 self.put(row)
-                self._written[row.key] = row
+                self._last_collected[row.key] = row
 
     def _write(self, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
         if self._cache is None:
             cache = self._open_cache()
             try:
                 self._drain(cache)
-                self._introduce(cache)
+                self._initial_sync(cache)
             except BaseException:
                 cache.close()
                 raise
@@ -163,13 +168,13 @@ class MetadataWriter:
             return
         if spooled.damaged_lines:
             text = f"{spooled.damaged_lines} lines of {self._spool.path.name} are damaged and left out"
-            self._tell("metadata_spool_damaged", text, "warning")
+            self._report("metadata_spool_damaged", text, "warning")
         cache.write(spooled.rows)
         with self._spool_lock:
             if self._spool.size_bytes == size_bytes:
                 self._spool.clear()  # else it is drained again with what was added, which changes nothing
 
-    def _away(self, error: Exception, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
+    def _handle_failure(self, error: Exception, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
         cache, self._cache = self._cache, None
         if cache is not None:
             try:
@@ -178,19 +183,19 @@ class MetadataWriter:
                 del closing
         self._failures += 1
         self._retry_at = time.monotonic() + min(_LONGEST_RETRY_SECONDS, self._interval_seconds * self._failures)
-        self._keep(taken.values(), sync=True)
+        self._spool_rows(taken.values(), sync=True)
         self._in_flight = {}
         if self._failures == 1:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             text = f"The metadata database is away ({reason}); what it misses is kept in "
-            self._tell("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
+            self._report("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
 
     def _spool_pending(self) -> None:
         with self._lock:
             taken, self._pending = self._pending, {}
-        self._keep(taken.values(), sync=True)
+        self._spool_rows(taken.values(), sync=True)
 
-    def _keep(self, entries: Collection[tuple[int, Row]], *, sync: bool) -> None:
+    def _spool_rows(self, entries: Collection[tuple[int, Row]], *, sync: bool) -> None:
         """Spool rows; if the disk does not take them, they wait in memory as far as there is room."""
         try:
             with self._spool_lock:
@@ -198,12 +203,12 @@ class MetadataWriter:
         except OSError as error:
             with self._lock:
                 for entry in entries:
-                    if len(self._pending) < self._most_pending:
+                    if len(self._pending) < self._max_pending:
                         self._pending.setdefault(entry[1].key, entry)
-            if not self._complained:
-                self._complained = True
+            if not self._reported_spool_failure:
+                self._reported_spool_failure = True
                 text = f"{self._spool.path.name} cannot be written, what it misses waits in memory: {error.strerror}"
-                self._tell("metadata_spool_failed", text, "warning")
+                self._report("metadata_spool_failed", text, "warning")
 
-    def _tell(self, kind: str, text: str, level: Literal["info", "warning"]) -> None:
-        self._on_event(kind, redact(text), level)
+    def _report(self, kind: str, text: str, level: Literal["info", "warning"]) -> None:
+        self._report_event(kind, redact(text), level)
