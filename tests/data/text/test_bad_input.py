@@ -1,4 +1,4 @@
-"""What people really have in their folders: refused or put aside, each with its place and what to do about it."""
+"""Bad input from real folders is rejected or quarantined, with its position and a remedy."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_schemas_that_differ_between_files(tmp_path: Path) -> None:
     [
         (b"1,x,2\n", "the record has 3 fields, the header has 2"),
         (b"1\n", "the record has 1 fields, the header has 2"),
-        (b'1,"a"b\n', "text follows behind the closing quote at byte 4"),
+        (b'1,"a"b\n', "text follows the closing quote at byte 4"),
         (b"1,\xff\n", "invalid UTF-8 at byte 0 of column 'text'"),
         (b"1,\xed\xa0\x80\n", "invalid UTF-8 at byte 0 of column 'text'"),
     ],
@@ -495,7 +495,7 @@ def test_a_bomb_is_refused_in_bounded_memory(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_large_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """One row group with 400 MB of text and as much that nobody asked for."""
+    """One row group with 400 MB of text and as much in columns that are not requested."""
     generator_rows = [f"{n:08d}" * 500 for n in range(1_000)]
     schema = pa.schema([("text", pa.string()), ("other", pa.string())])
     with pq.ParquetWriter(tmp_path / "a.parquet", schema, compression="zstd", use_dictionary=False) as writer:

@@ -1,4 +1,4 @@
-"""damaged_files: keep_readable. What lies whole before the damage is kept, the rest is put aside with its place."""
+"""damaged_files: keep_readable keeps the complete records before the damage and quarantines the rest."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_the_dataset_is_the_same_whatever_the_workers(
     keep = {"damaged_files": "keep_readable"}
     one = digests("one", BuildOptions(), **keep)
     told = [message for message in caplog.messages if "is damaged" in message]
-    assert len(told) == 4, "said aloud for each file and split"
+    assert len(told) == 4, "reported for each file and split"
     assert digests("inverse", BuildOptions(mode="inverse"), **keep) == one
     assert digests("workers", BuildOptions(workers=2), **keep) == one
     listed = sorted(tmp_path.glob("one/**/quarantine/*.jsonl"))

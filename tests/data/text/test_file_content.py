@@ -1,4 +1,4 @@
-"""Compressed content: any range in any order, read on where it was left, bounded whatever it comes to."""
+"""Compressed content: ranges in any order, decoder reuse, and bounded expansion."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_units_in_order_are_decompressed_once(
     begun = counted(monkeypatch)
     starts = range(0, len(data), 250_000)
     with contextlib.closing(SequentialReads()) as reads:
-        found = list(reads.during(ranges_of(file, starts, 250_000)))
+        found = list(reads.iterate(ranges_of(file, starts, 250_000)))
     assert found == [data[start : start + 250_000] for start in starts]
     assert begun == [file.uri]
     assert len(list(ranges_of(file, starts, 250_000))) == len(begun) - 1, "without it, each from the start of the file"
@@ -118,19 +118,19 @@ def test_going_back_a_little_goes_on_and_going_back_far_begins_again(
     begun = counted(monkeypatch)
     starts = [300_000, 260_000, 400_000, 100_000]
     with contextlib.closing(SequentialReads()) as reads:
-        assert list(reads.during(ranges_of(file, starts, 9_000))) == [data[at : at + 9_000] for at in starts]
+        assert list(reads.iterate(ranges_of(file, starts, 9_000))) == [data[at : at + 9_000] for at in starts]
         assert begun == [file.uri, file.uri]
-        assert next(reads.during(ranges_of(other, [0], 10))) == data[:10]
+        assert next(reads.iterate(ranges_of(other, [0], 10))) == data[:10]
         assert begun[2:] == [other.uri]
 
 
 def test_a_file_that_changes_while_it_is_kept_open_is_refused(tmp_path: Path) -> None:
     file = stored(tmp_path / "a.gz", compressed("gz", words(9_000_000), 1))
     with contextlib.closing(SequentialReads()) as reads:
-        assert len(next(reads.during(ranges_of(file, [0], 1000)))) == 1000
+        assert len(next(reads.iterate(ranges_of(file, [0], 1000)))) == 1000
         (tmp_path / "a.gz").write_bytes(compressed("gz", words(9_000_000, seed=2), 1))
         with pytest.raises(DataError, match="changed"):
-            list(reads.during(ranges_of(file, [8_000_000], 1000)))
+            list(reads.iterate(ranges_of(file, [8_000_000], 1000)))
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:

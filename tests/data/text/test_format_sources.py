@@ -1,4 +1,4 @@
-"""Sources of every format: splits, limits, excerpts and recipes behave as those of plain text do."""
+"""Sources of every format: splits, limits, training samples and recipes behave as for plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records keep their bytes, their lines and their order; what is broken is reported, never lost."""
+"""Records keep their bytes, line numbers and order; broken records are reported, never lost."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _SPOILT = st.tuples(_LINES, st.integers(0, 80), st.binary(max_size=3)).map(lambd
 @settings(max_examples=1500, deadline=None)
 @given(_LINES | _SPOILT | st.binary(max_size=20))
 def test_a_line_is_read_as_the_standard_library_reads_it(line: bytes) -> None:
-    """Whatever parses the line first, the module ``json`` decides what is a record and what its text is."""
+    """The ``json`` module decides what is a record and what its text is, whichever parser runs first."""
     try:
         record = json.loads(line.decode("utf-8"))
         expected = record["text"] if isinstance(record, dict) else None

@@ -1,4 +1,4 @@
-"""Train and validation are disjoint, complete, and decided by place alone."""
+"""Train and validation are disjoint, complete, and decided by position alone."""
 
 from __future__ import annotations
 

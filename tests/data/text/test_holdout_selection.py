@@ -1,4 +1,4 @@
-"""What is held out: one default that fits every source, and explicit rules that are refused where they cannot."""
+"""Holdout selection: a default that fits every source, and explicit rules that are rejected if a split is empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of the hub by name, against a server that speaks its language: the card decides, else the names do."""
+"""Hub datasets by name, against a fake hub: the dataset card selects files, otherwise their names do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named sources resolve to listed files, against a hub laid out as today's is, and a gated one says what to do."""
+"""Named sources resolve to files on a hub with today's layout; a gated one raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_stack_is_gated_and_says_what_to_do(preset: str, hub: HubServer, mon
         "the-stack-smol": {"data/python/data.json": b'{"content": "python"}\n', "data/c/data.json": b"{}"},
     }
     hub.commit(f"bigcode/{preset}", files[preset])
-    hub.token = "a-token-of-somebody-who-accepted"
+    hub.token = "a-token-with-access"
     monkeypatch.setenv("HF_TOKEN", "")
     with pytest.raises(DataError) as refused:
         list_source(named(preset))

@@ -1,4 +1,4 @@
-"""Any cut of any format, compressed or not, gives the records that other libraries read from the whole file."""
+"""Blocks of every format, compressed or not, yield the records that other libraries read from the whole file."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_csv(
     tmp_path: Path, texts: list[str], block_bytes: int, ending: str, delimiter: str, quoting: int, line_end: str
 ) -> None:
     if any("\r" in text for text in texts):
-        quoting = csv.QUOTE_ALL  # Python's writer leaves it bare, where it cannot be told from a line end
+        quoting = csv.QUOTE_ALL  # unquoted, it is indistinguishable from a line end
     content = written_csv([(str(n), text) for n, text in enumerate(texts)], delimiter, quoting, line_end)
     file = stored(tmp_path, f"a.csv{ending}", ENDINGS[ending](content))
     source = config("csv", delimiter=delimiter, metadata_fields=["id"])

@@ -1,4 +1,4 @@
-"""Every format from a store that fails now and then: the records are those of the same files on this machine."""
+"""Every format from a store with intermittent failures yields the records of the same local files."""
 
 from __future__ import annotations
 

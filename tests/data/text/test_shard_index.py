@@ -1,4 +1,4 @@
-"""Folders of mosaicml-streaming and of ``datasets.save_to_disk`` as sources: read whole, refused where damaged."""
+"""Folders of mosaicml-streaming and ``datasets.save_to_disk`` as sources: read completely, rejected if corrupt."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_files_that_no_index_names_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "d" / "cache-0123456789abcdef.arrow").write_bytes(arrow_stream({"text": ["not this"]}))
     assert texts(list_source(config)) == TEXTS
     config = write(tmp_path / "m", "mds")
-    (tmp_path / "m" / "shard.00099.mds").write_bytes(b"left over")
+    (tmp_path / "m" / "shard.00099.mds").write_bytes(b"stale")
     assert texts(list_source(config)) == TEXTS
 
 

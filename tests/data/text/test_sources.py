@@ -1,4 +1,4 @@
-"""Files, units and records are functions of the content; the splits share nothing and lose nothing."""
+"""Files, units and records depend on the content alone; the splits are disjoint and complete."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class TestListing:
 
 
 class TestSplits:
-    """Whatever the split and the size of units: disjoint, complete, in order, and independent of the units."""
+    """For every split and unit size: disjoint, complete, in order, and independent of the units."""
 
     @pytest.mark.parametrize("split", ["file", "document", "tail"])
     @pytest.mark.parametrize("form", ["txt", "jsonl"])

@@ -1,4 +1,4 @@
-"""Units that are cut as they are needed: those of the whole source, from wherever one goes on, each record once."""
+"""Lazy splitting yields the units of the whole source from any starting point, with each record once."""
 
 from __future__ import annotations
 

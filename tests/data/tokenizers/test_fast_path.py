@@ -1,4 +1,4 @@
-"""The fast path gives the library's ids on any text, and is left at the first difference."""
+"""The fast path yields the library's ids on any text, and is disabled at the first difference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 
 def library_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The oracle: the library, given the file, all at once."""
+    """The oracle: the library on the whole file."""
     library = LibraryTokenizer.from_str(tokenizer.files()["tokenizer.json"].decode())
     library.encode_special_tokens = True
     return library.encode(text, add_special_tokens=False).ids

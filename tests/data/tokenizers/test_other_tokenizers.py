@@ -1,4 +1,4 @@
-"""Tokenizers of tiktoken and of Hugging Face models: their ids are those of the package that they come from."""
+"""Tokenizers of tiktoken and of Hugging Face models yield the ids of their own packages."""
 
 from __future__ import annotations
 

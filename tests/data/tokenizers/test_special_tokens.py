@@ -1,4 +1,4 @@
-"""Special tokens of one's own: behind all others, never found in text, and the ids of text stay what they were."""
+"""User-defined special tokens are appended, never matched in text, and do not change the ids of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids are those of transformers, the same on any number of threads, and stand for exactly the text."""
+"""Ids equal those of transformers on any number of threads and encode exactly the text."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_tables_stand_in_for_the_library_only_where_they_are_equal(
 
 class TestLongDocuments:
     def test_a_long_document_has_the_ids_of_the_whole(self, tokenizers: dict[str, Tokenizer]) -> None:
-        """Long texts are encoded in pieces; the library, given all at once, is the oracle."""
+        """Long texts are encoded in segments; the library on the whole text is the oracle."""
         listed = list_source(SourceConfig(name="s", format="python_stdlib", max_bytes=3 << 20))
         text = "".join(local_path(file.uri).read_text() for file in listed.stored)[: 2 << 20]
         library = LibraryTokenizer.from_str(tokenizers["bpe"].files()["tokenizer.json"].decode())

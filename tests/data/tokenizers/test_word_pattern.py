@@ -1,4 +1,4 @@
-"""Text is cut where the library cuts it: every construct that is accepted, at every code point, in any combination."""
+"""Text is split where the library splits it, for every accepted construct and code point in any combination."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vorox.data.tokenizers.word_pattern import WordPattern, digits_pattern, word
 
 _ASSIGNED = (range(0xD800), range(0xE000, 0x323B0), range(0xE0000, 0xE0200), range(0xFFFFD, 0x100002))
 EVERY_CODE_POINT = "".join(chr(point) for points in _ASSIGNED for point in points)
-"""Every one that is assigned; what is left out are private and unassigned ones, each a neighbour of one that is in."""
+"""Every assigned code point, and one private or unassigned neighbour of each excluded range."""
 FOLDED = dict.fromkeys(map(ord, "\u017f\u212a\u0130\u0131"))
-"""For ``str.translate``: without the letters that equal others where case does not matter, which are refused."""
+"""For ``str.translate``: removes letters that case folding equates with others, which are refused."""
 
 
 def library_words(pattern: str, text: str) -> list[str]:

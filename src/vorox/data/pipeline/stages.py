@@ -216,7 +216,7 @@ class UnitStages:
             for item in units:
                 unit = item.unit if isinstance(item, FetchedUnit) else item
                 try:
-                    records = reads.during(iter(self.read_unit(unit)))
+                    records = reads.iterate(iter(self.read_unit(unit)))
                     if isinstance(item, FetchedUnit):
                         records = read_prefetched(records, item.ranges)
                     yield from self._batches(unit, records)

@@ -105,9 +105,9 @@ class _DecodedFile:
                 del self._recent[:-_LOOK_BACK_BYTES]
                 self._base, start = self.position - _LOOK_BACK_BYTES, _LOOK_BACK_BYTES
             self._recent += self._next_block()
-        piece = self._recent[start : start + size]
-        self.position += len(piece)
-        return piece
+        data = self._recent[start : start + size]
+        self.position += len(data)
+        return data
 
     def can_seek_to(self, position: int) -> bool:
         """Whether ``seek_to`` supports a position: any ahead, and a few MiB back."""
@@ -179,7 +179,7 @@ class SequentialReads:
     def __init__(self) -> None:
         self._kept: _DecodedFile | None = None
 
-    def during(self, items: Iterator[T]) -> Iterator[T]:
+    def iterate(self, items: Iterator[T]) -> Iterator[T]:
         """Iterate over items whose computation reads ranges through this object."""
         return run_in_context(items, _reads, self)
 
@@ -206,7 +206,7 @@ _reads: contextvars.ContextVar[SequentialReads | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def _opened(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[_DecodedFile]:
+def _open_decoded(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[_DecodedFile]:
     """Open a file at a position; afterwards, keep its decoder if a ``SequentialReads`` is active."""
     reads = _reads.get()
     content = None if reads is None else reads.take(file, limits, start_byte)
@@ -237,9 +237,9 @@ class _Range(io.RawIOBase):
         size = len(buffer)
         if self._end_byte is not None:
             size = min(size, self._end_byte - self._content.position)
-        piece = self._content.read(size) if size > 0 else b""
-        memoryview(buffer)[: len(piece)] = piece
-        return len(piece)
+        data = self._content.read(size) if size > 0 else b""
+        memoryview(buffer)[: len(data)] = data
+        return len(data)
 
 
 @contextlib.contextmanager
@@ -259,7 +259,7 @@ def open_content(
         return
     damage = detect_damage(file, limits) if end_byte is None else None
     end_byte = damage.end_byte if damage is not None else end_byte
-    with _opened(file, kind, start_byte, limits) as content:
+    with _open_decoded(file, kind, start_byte, limits) as content:
         yield cast("BinaryIO", io.BufferedReader(_Range(content, end_byte), _BUFFER_BYTES))
 
 
@@ -271,8 +271,8 @@ def open_content_seekable(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> 
             yield reader
         return
     with tempfile.TemporaryFile() as unpacked, open_content(file, 0, None, limits) as content:
-        while piece := content.read(_BUFFER_BYTES):
-            unpacked.write(piece)
+        while data := content.read(_BUFFER_BYTES):
+            unpacked.write(data)
         unpacked.seek(0)
         yield cast("BinaryIO", unpacked)
 

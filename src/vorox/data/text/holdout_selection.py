@@ -76,9 +76,7 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
     if has_many_records(source.config):
         yield _rule(validation, "document")
     yield _rule(validation, "tail")
-    if has_many_records(
-        source.config
-    ):  # few records, and none at whose end the file may be cut: rows of a Parquet file
+    if has_many_records(source.config):  # too few for the fraction, and no tail: rows of a Parquet file
         for factor in _SHARE_FACTORS:
             share = min(_MAX_SHARE, validation.held_out_fraction * factor)
             yield _rule(validation, "document").model_copy(update={"held_out_fraction": share})
@@ -92,7 +90,7 @@ def _has_named_files(source: Source) -> bool:
     """Whether the names of some shards mark them as validation data, and those of others do not."""
     return (
         source.config.format in SPLIT_NAMED_FORMATS
-        and len({is_validation_name(place) for place in source.relative_paths}) == 2
+        and len({is_validation_name(path) for path in source.relative_paths}) == 2
     )
 
 

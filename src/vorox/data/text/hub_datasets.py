@@ -73,7 +73,7 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
     split = source.hf_split or "train"
     configurations = _configurations(_card(root))
     if configurations:
-        chosen = _choose(root, configurations, source.hf_config)
+        chosen = _choose_configuration(root, configurations, source.hf_config)
         paths = _split_paths(chosen, split)
         if paths is None:
             present = sorted(str(name) for name in _splits(chosen))
@@ -126,7 +126,9 @@ def _configurations(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if isinstance(entry.get("config_name"), str)]
 
 
-def _choose(root: str, configurations: Sequence[Mapping[str, Any]], wanted: str | None) -> Mapping[str, Any]:
+def _choose_configuration(
+    root: str, configurations: Sequence[Mapping[str, Any]], wanted: str | None
+) -> Mapping[str, Any]:
     by_name = {str(entry["config_name"]): entry for entry in configurations}
     if wanted is None:
         marked = [entry for entry in configurations if entry.get("default") is True]

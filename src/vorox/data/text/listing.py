@@ -120,14 +120,14 @@ def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
         for location in locations:
             for file in _list_files(config, location, endings, key):
                 found.setdefault(file.uri, _found_file(file, root))
-    files = _by_split_folders(config, [found[uri] for uri in sorted(found)])
+    files = _relative_to_common_folder(config, [found[uri] for uri in sorted(found)])
     kept = frozenset(select_splits(config, [file.relative_path for file in files]))
     others = sorted({file.relative_path.partition("/")[0] for file in files if file.relative_path not in kept})
     what = f"source {config.name!r} has a split train; these splits are left out: {', '.join(others)}"
     return [file for file in files if file.relative_path in kept], [Note("splits", what)] if others else []
 
 
-def _by_split_folders(config: SourceConfig, files: list[FoundFile]) -> list[FoundFile]:
+def _relative_to_common_folder(config: SourceConfig, files: list[FoundFile]) -> list[FoundFile]:
     """Make paths relative to the common folder where only that shows the split, as in ``train/`` and ``val/``."""
     folder = files[0].stored.uri.rpartition("/")[0] if files else ""
     while folder and not all(file.stored.uri.startswith(f"{folder}/") for file in files):

@@ -55,7 +55,7 @@ def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, 
     chosen: dict[str, StoredFile] = {}
     for index in indexes:
         for alternatives in _entries(config.format, index):
-            file = _named_file(index, alternatives, data)
+            file = _resolve_entry(index, alternatives, data)
             chosen.setdefault(file.uri, file)
     folders = {_split(index.uri)[0] for index in indexes}
     without = [file for file in data.values() if file.uri not in chosen and _split(file.uri)[0] not in folders]
@@ -121,7 +121,7 @@ def _is_inside(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and not set(name) & {"\\", ":", "\0"}
 
 
-def _named_file(index: StoredFile, alternatives: Sequence[_Entry], data: Mapping[str, StoredFile]) -> StoredFile:
+def _resolve_entry(index: StoredFile, alternatives: Sequence[_Entry], data: Mapping[str, StoredFile]) -> StoredFile:
     """Return the first of the alternative files that exists.
 
     Raises:

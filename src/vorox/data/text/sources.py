@@ -151,7 +151,7 @@ def list_source(
     if remember:
         versions.save()
     if not chosen:
-        raise _empty(config, key, found, candidates)
+        raise _empty_source_error(config, key, found, candidates)
     if config.format != "python_stdlib":
         empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
         notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
@@ -258,11 +258,13 @@ def _check(config: SourceConfig, key: str) -> None:
     if config.format != "python_stdlib" and not config.paths:
         raise ConfigError(
             f"Format {config.format} needs at least one path", where=f"{key}.paths",
-            hint="give files, folders or globs",
+            hint="set it to files, folders or globs",
         )  # fmt: skip
 
 
-def _empty(config: SourceConfig, key: str, found: list[FoundFile], candidates: list[FoundFile]) -> DataError:
+def _empty_source_error(
+    config: SourceConfig, key: str, found: list[FoundFile], candidates: list[FoundFile]
+) -> DataError:
     if config.max_bytes is not None and candidates:
         first = candidates[0].stored
         what = f"Source {config.name!r} has no record that ends within max_bytes = {config.max_bytes:,}"
@@ -292,7 +294,7 @@ def read_units(
     """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
     with contextlib.closing(SequentialReads()) as reads:
         for unit in units:
-            yield from reads.during(read_unit(source, unit, split, validation))
+            yield from reads.iterate(read_unit(source, unit, split, validation))
 
 
 def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:

@@ -50,7 +50,7 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
             hint="set it to a directory with a tokenizer.json, or to OWNER/NAME",
         )  # fmt: skip
     file = directory / TOKENIZER_NAME
-    text = file.read_text(encoding="utf-8") if file.is_file() else _converted(directory, config.path)
+    text = file.read_text(encoding="utf-8") if file.is_file() else _convert(directory, config.path)
     return Tokenizer(text, config.end_of_text or _end_of_text(directory), where=config.path)
 
 
@@ -97,7 +97,7 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
             hint=f"{install_command('hf')}; no directory has this name",
         ) from error  # fmt: skip
     endpoint = os.environ.get("HF_ENDPOINT")
-    place = f"{name}{f' at {revision}' if revision else ''}"
+    location = f"{name}{f' at {revision}' if revision else ''}"
     try:
         if revision is None or not _COMMIT.fullmatch(revision):
             commit = str(hub.HfApi(endpoint=endpoint).model_info(name, revision=revision).sha)
@@ -106,14 +106,15 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
         folder = hub.snapshot_download(name, revision=commit, allow_patterns=list(patterns), endpoint=endpoint)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise DataError(
-            f"The repository or revision does not exist on the hub, or access is denied: {_line(error)}", where=place,
+            f"The repository or revision does not exist on the hub, or access is denied: {_line(error)}",
+            where=location,
             hint=f"check {key} and the revision; a private repository needs HF_TOKEN in the environment",
         ) from error  # fmt: skip
     except (
         Exception
     ) as error:  # the HTTP library, and so the exception type, differs between versions of huggingface_hub
         raise DataError(
-            f"{key} cannot be downloaded from the hub: {_line(error)}", where=place,
+            f"{key} cannot be downloaded from the hub: {_line(error)}", where=location,
             hint="check the network and HF_ENDPOINT; with a commit as tokenizer.revision or @REVISION, a cached "
             "copy is used offline",
         ) from error  # fmt: skip
@@ -124,7 +125,7 @@ def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _converted(directory: Path, name: str) -> str:
+def _convert(directory: Path, name: str) -> str:
     """Convert the files of a tokenizer to tokenizer.json with transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")

@@ -63,7 +63,9 @@ def resolve_tokenizer(
         ConfigError: The settings conflict, or there is too little text to train on.
         DataError: The store lacks the tokenizer and ``build`` is false, or the stored one is corrupt.
     """
-    tokenizer = load_untrained(config) or _trained(config, data, sources, weights, validation, root, build, on_progress)
+    tokenizer = load_untrained(config) or _load_or_train(
+        config, data, sources, weights, validation, root, build, on_progress
+    )
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 
@@ -111,7 +113,7 @@ def load_untrained(config: TokenizerConfig) -> Tokenizer | None:
     return train(config, ()) if config.kind in {"byte", "file"} else None
 
 
-def _trained(
+def _load_or_train(
     config: TokenizerConfig,
     data: DataConfig,
     sources: Sequence[Source],

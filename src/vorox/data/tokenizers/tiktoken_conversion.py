@@ -56,7 +56,7 @@ def load_tiktoken(config: TokenizerConfig) -> Tokenizer:
     assert config.path is not None
     file = Path(config.path).expanduser()
     if file.suffix in {".tiktoken", ".bpe"} or file.exists():
-        found = _read(file, config.pattern or GPT2_PATTERN)
+        found = _read_ranks(file, config.pattern or GPT2_PATTERN)
     elif config.pattern is not None:
         raise ConfigError(
             f"Encoding {config.path!r} has its own pattern", where="tokenizer.pattern",
@@ -92,22 +92,22 @@ def _check_pattern(pattern: str) -> None:
             f"tokenizer.pattern is not a regular expression: {error}",
             where="tokenizer.pattern", hint="copy the pattern from the model's code",
         ) from error  # fmt: skip
-    left = [piece for text in _texts_for(pattern) for piece, _ in removing.pre_tokenize_str(text)]
-    if left:
+    unmatched = [piece for text in _distinguishing_texts(pattern) for piece, _ in removing.pre_tokenize_str(text)]
+    if unmatched:
         raise ConfigError(
-            f"The pattern matches no word in {left[0][:20]!r}; tiktoken would drop that text",
+            f"The pattern matches no word in {unmatched[0][:20]!r}; tiktoken would drop that text",
             where="tokenizer.pattern", hint="add an alternative for the rest, such as |[^\\p{L}]",
         )  # fmt: skip
 
 
-def _texts_for(pattern: str) -> list[str]:
+def _distinguishing_texts(pattern: str) -> list[str]:
     """Return texts that distinguish patterns: every pair of ASCII characters and of characters in the pattern."""
     letters = sorted({*map(chr, range(128)), *pattern})
     pairs = ["".join(first + second for second in letters) for first in letters]
     return [*adversarial_texts(), *pairs, *letters, *("".join(line[::-1]) for line in pairs)]
 
 
-def _read(file: Path, pattern: str) -> _Ranks:
+def _read_ranks(file: Path, pattern: str) -> _Ranks:
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise DataError("The file is too large for the ranks of a tokenizer", where=str(file))
@@ -117,7 +117,7 @@ def _read(file: Path, pattern: str) -> _Ranks:
             f"Cannot read the ranks of the tokenizer: {error.strerror}", where=str(file),
             hint="set tokenizer.path to a .tiktoken file, a vocab.bpe, or an encoding such as gpt2",
         ) from error  # fmt: skip
-    ranks = _merged_ranks(lines, file) if file.suffix == ".bpe" else _listed_ranks(lines, file)
+    ranks = _parse_merges(lines, file) if file.suffix == ".bpe" else _parse_ranks(lines, file)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
         what = f"no rank for byte {missing[0]}" if missing else "two tokens of one rank"
@@ -125,7 +125,7 @@ def _read(file: Path, pattern: str) -> _Ranks:
     return _Ranks(ranks, pattern, {})
 
 
-def _listed_ranks(lines: list[bytes], file: Path) -> dict[bytes, int]:
+def _parse_ranks(lines: list[bytes], file: Path) -> dict[bytes, int]:
     """Parse lines of a base64 token and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
@@ -142,7 +142,7 @@ def _listed_ranks(lines: list[bytes], file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _merged_ranks(lines: list[bytes], file: Path) -> dict[bytes, int]:
+def _parse_merges(lines: list[bytes], file: Path) -> dict[bytes, int]:
     """Parse GPT-2 merges: ranks of the bytes in the order of their printable characters, then one merge per line."""
     alphabet = byte_alphabet()
     ranks = {bytes([byte]): rank for rank, byte in enumerate(alphabet.values())}
@@ -231,17 +231,17 @@ def _next_construct(rest: str) -> str:
 def _tokenizer_json(found: _Ranks, where: str) -> str:
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     ranks = found.ranks
-    written = {token: "".join([letters[byte] for byte in token]) for token in ranks}
+    spellings = {token: "".join([letters[byte] for byte in token]) for token in ranks}
     merges: list[list[str]] = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
-        merges += [[written[a], written[b]] for _, _, a, b in pairs]
+        merges += [[spellings[a], spellings[b]] for _, _, a, b in pairs]
     words = {"type": "Split", "pattern": {"Regex": library_pattern(found.pattern)}, "behavior": "Isolated"}
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     gpt2 = found.pattern == GPT2_PATTERN
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    vocabulary = {spellings[token]: rank for token, rank in ranks.items()}
     ambiguous = [token for token in found.special_tokens if token in vocabulary]
     if ambiguous:
         raise ConfigError(
@@ -287,7 +287,7 @@ def _check_against_tiktoken(tokenizer: Tokenizer, found: _Ranks, where: str) -> 
             where="tokenizer.pattern",
             hint="copy the pattern from tiktoken's code",
         ) from error
-    texts = _texts_for(found.pattern)
+    texts = _distinguishing_texts(found.pattern)
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if ids.tolist() != encoding.encode_ordinary(text):
             raise DataError(

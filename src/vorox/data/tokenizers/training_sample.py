@@ -72,7 +72,7 @@ def training_sample(
     done, total = 0, sum(shares)
     with contextlib.closing(SequentialReads()) as reads:
         for source, group, size, share in zip(sources, spans, sizes, shares, strict=True):
-            for text in reads.during(_spread(source, group, size, share)):
+            for text in reads.iterate(_spread(source, group, size, share)):
                 yield text
                 done += len(text.encode("utf-8"))
                 if on_progress is not None:

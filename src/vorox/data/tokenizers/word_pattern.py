@@ -211,12 +211,12 @@ class WordPattern:
         if replaced is None:
             return None
         words = self._compiled.findall(replaced)
-        places = [0, *accumulate(map(len, words))]
-        if places[-1] != len(text):
+        offsets = [0, *accumulate(map(len, words))]
+        if offsets[-1] != len(text):
             return list(self._split(text, replaced))
         for index, is_original in enumerate(map(str.isascii, words)):
             if not is_original:
-                words[index] = text[places[index] : places[index + 1]]
+                words[index] = text[offsets[index] : offsets[index + 1]]
         return words
 
     def iterate(self, text: str) -> Iterator[str] | None:

@@ -191,7 +191,7 @@ def read_record(
     span = UnitSpan(file_index, byte_offset, byte_offset + byte_length, first_ordinal)
     accept: Accept = _accept_all
     if has_row_groups(source.format):
-        accept = lambda place: place == ordinal  # noqa: E731
+        accept = lambda key: key == ordinal  # noqa: E731
     record = next(iter(read_records(source, file, span, accept)), None)
     if record is None:
         raise DataError(
@@ -201,6 +201,6 @@ def read_record(
     return record
 
 
-def _accept_all(place: int) -> bool:
-    del place
+def _accept_all(key: int) -> bool:
+    del key
     return True

@@ -52,10 +52,10 @@ class _Messages:
 
     def read(self, size: int = -1) -> bytes:
         """Read bytes for Arrow, which reads no further than the current message."""
-        piece = self._content.read(size)
-        self.offset += len(piece)
-        self._is_at_end = self._is_at_end or len(piece) < size
-        return piece
+        data = self._content.read(size)
+        self.offset += len(data)
+        self._is_at_end = self._is_at_end or len(data) < size
+        return data
 
     def next(self) -> Any:
         """Return the next message; ``None`` at the end-of-stream marker.
@@ -72,7 +72,7 @@ class _Messages:
 
 
 @contextlib.contextmanager
-def _opened(file: StoredFile, start: int, end: int | None, limits: Limits) -> Generator[_Messages]:
+def _open_messages(file: StoredFile, start: int, end: int | None, limits: Limits) -> Generator[_Messages]:
     arrow = import_module("pyarrow")  # untyped, and slow to import
     try:
         with open_content(file, start, end, limits) as content:
@@ -101,7 +101,7 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
             hint="convert an Arrow file to Parquet: "
             "pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NEW)",
         )  # fmt: skip
-    with _opened(file, 0, None, limits) as messages:
+    with _open_messages(file, 0, None, limits) as messages:
         first = messages.next()
         if first is None:
             raise EOFError
@@ -127,7 +127,7 @@ def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDAr
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_text_column(file, schema, text_field)
     found: list[RowGroup] = []
-    with _opened(file, 0, None, limits) as messages:
+    with _open_messages(file, 0, None, limits) as messages:
         messages.next()
         start, first_row = messages.offset, 0
         for index, message in enumerate(iter(messages.next, None)):
@@ -178,7 +178,7 @@ def read_records(
     check_text_column(file, schema, source.text_field)
     check_metadata_columns(file, schema.names, source.metadata_fields)
     ordinal = span.first_ordinal
-    with _opened(file, span.start_byte, span.end_byte, limits) as messages:
+    with _open_messages(file, span.start_byte, span.end_byte, limits) as messages:
         start = messages.offset
         while start < span.end_byte:
             batch = ipc.read_record_batch(messages.next(), schema)

@@ -112,7 +112,7 @@ def read_batch(
     accept: Callable[[int], bool],
 ) -> Iterator[Document | BadRecord]:
     """Yield the rows of a batch of a row group for whose ordinal ``accept`` is true."""
-    place = (group.start_byte, group.end_byte - group.start_byte)
+    byte_range = (group.start_byte, group.end_byte - group.start_byte)
     metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
     content, starts, lengths = text_buffers(batch, source.text_field)
     for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True), first_ordinal):
@@ -122,9 +122,9 @@ def read_batch(
         if isinstance(record, str):
             values = {name: column[row - first_ordinal].as_py() for name, column in metadata.items()}
             texts = {name: as_text(value) for name, value in values.items() if value is not None}
-            yield Document(file_index, row, *place, record, texts if metadata else None)
+            yield Document(file_index, row, *byte_range, record, texts if metadata else None)
         else:
-            yield BadRecord(file_index, row, *place, None, f"column {source.text_field!r} {record[0]}")
+            yield BadRecord(file_index, row, *byte_range, None, f"column {source.text_field!r} {record[0]}")
 
 
 def text_buffers(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:

@@ -94,7 +94,7 @@ def split_fields(record: bytes, delimiter: bytes) -> list[bytes]:
             fields.append(body[at + 1 : close].replace(b'""', b'"'))
             at = close + 1
             if at < len(body) and body[at : at + 1] != delimiter:
-                raise UnreadableRecord(f"text follows behind the closing quote at byte {close} of the record")
+                raise UnreadableRecord(f"text follows the closing quote at byte {close} of the record")
         else:
             end = body.find(delimiter, at)
             end = len(body) if end < 0 else end
@@ -217,16 +217,16 @@ def read_records(
         for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
             if not accept(offset) or (record is not None and not record.strip()):
                 continue  # a blank line keeps its ordinal
-            place = (span.file_index, ordinal, offset, length)
+            position = (span.file_index, ordinal, offset, length)
             try:
                 if record is None:
                     raise UnreadableRecord(too_large(length, source.max_record_bytes))
                 texts = _texts(split_fields(record, delimiter), columns, wanted)
             except UnreadableRecord as error:
-                yield BadRecord(*place, None, str(error))
+                yield BadRecord(*position, None, str(error))
                 continue
             metadata = dict(zip(source.metadata_fields, texts[1:], strict=True)) if source.metadata_fields else None
-            yield Document(*place, texts[0], metadata)
+            yield Document(*position, texts[0], metadata)
 
 
 def _texts(fields: Sequence[bytes], columns: Sequence[str], wanted: Sequence[int]) -> list[str]:

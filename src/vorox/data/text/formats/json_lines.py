@@ -59,10 +59,10 @@ def read_records(
 ) -> Iterator[Document | BadRecord]:
     """Yield the records of the lines in a span for whose first byte ``accept`` is true."""
     for ordinal, offset, length, line in _read_lines(source, file, span):
-        place = (span.file_index, ordinal, offset, length)
+        position = (span.file_index, ordinal, offset, length)
         if line is None:
             if accept(offset):
-                yield BadRecord(*place, ordinal + 1, too_large(length, source.max_record_bytes))
+                yield BadRecord(*position, ordinal + 1, too_large(length, source.max_record_bytes))
             continue
         if offset == 0:
             reject_binary(file, line[:SIGNATURE_BYTES])
@@ -72,9 +72,9 @@ def read_records(
         try:
             text, metadata = parse_record(line, source.text_field, source.metadata_fields)
         except UnreadableRecord as error:
-            yield BadRecord(*place, ordinal + 1, str(error))
+            yield BadRecord(*position, ordinal + 1, str(error))
         else:
-            yield Document(*place, text, metadata)
+            yield Document(*position, text, metadata)
 
 
 def _read_lines(

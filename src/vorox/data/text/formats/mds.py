@@ -41,7 +41,7 @@ _DTYPE_OF_CODE = {8: "uint8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int3
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class MdsHeader:
     """The header of a shard.
 
     Attributes:
@@ -56,7 +56,7 @@ class Shard:
 
 
 @functools.lru_cache(maxsize=64)
-def shard(file: StoredFile, limits: Limits) -> Shard:
+def read_header(file: StoredFile, limits: Limits) -> MdsHeader:
     """Read the header of a shard.
 
     Raises:
@@ -67,10 +67,10 @@ def shard(file: StoredFile, limits: Limits) -> Shard:
         num_samples = int.from_bytes(content.read(4), "little")
         head = 4 + 4 * (num_samples + 1)
         if head > size_bytes:
-            raise _damaged(file, f"{num_samples:,} samples cannot be in {size_bytes:,} bytes")
+            raise _corrupt_shard(file, f"{num_samples:,} samples cannot be in {size_bytes:,} bytes")
         offsets = np.frombuffer(content.read(head - 4), "<u4").astype(np.int64)
         if offsets[0] < head or offsets[-1] != size_bytes or not (np.diff(offsets) > 0).all():
-            raise _damaged(file, "the offsets of its samples contradict its length")
+            raise _corrupt_shard(file, "the offsets of its samples contradict its length")
         described = content.read(int(offsets[0]) - head)
     try:
         columns = json.loads(described)
@@ -78,14 +78,14 @@ def shard(file: StoredFile, limits: Limits) -> Shard:
         sizes = tuple(size or None for size in columns["column_sizes"])
         is_known = (columns["format"], columns["version"]) == ("mds", 2) and len(sizes) == len(encodings)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, "the description of its columns cannot be read") from error
+        raise _corrupt_shard(file, "the description of its columns cannot be read") from error
     is_known &= all(isinstance(encoding, str) for encoding in encodings.values())
     if not is_known or not all(size is None or (type(size) is int and size > 0) for size in sizes):
-        raise _damaged(file, "its columns are not described as in version 2 of the format")
-    return Shard(offsets, encodings, sizes)
+        raise _corrupt_shard(file, "its columns are not described as in version 2 of the format")
+    return MdsHeader(offsets, encodings, sizes)
 
 
-def _damaged(file: StoredFile, reason: str) -> DataError:
+def _corrupt_shard(file: StoredFile, reason: str) -> DataError:
     return DataError(
         f"The MDS shard cannot be read: {reason}", where=file.uri, hint="it is corrupt: download or write it again"
     )
@@ -108,12 +108,12 @@ def _check_hashes(file: StoredFile) -> None:
             while chunk := content.read(_CHUNK_BYTES):
                 digest.update(chunk)
         if digest.hexdigest() != expected:
-            raise _damaged(file, f"its {name} is {digest.hexdigest()}, but index.json has {expected}")
+            raise _corrupt_shard(file, f"its {name} is {digest.hexdigest()}, but index.json has {expected}")
 
 
-def _opened(source: SourceConfig, file: StoredFile) -> Shard:
+def _open_shard(source: SourceConfig, file: StoredFile) -> MdsHeader:
     """Return the header of a shard that has the columns of the source."""
-    found = shard(file, Limits.from_source(source))
+    found = read_header(file, Limits.from_source(source))
     name, key = (
         (source.text_field, "text_field") if source.tokens_field is None else (source.tokens_field, "tokens_field")
     )
@@ -143,7 +143,7 @@ def _opened(source: SourceConfig, file: StoredFile) -> Shard:
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Return the bytes of samples before ``end``."""
     limits = Limits.from_source(source)
-    return max(0, (length_bytes(file, limits) if end is None else end) - int(shard(file, limits).offsets[0]))
+    return max(0, (length_bytes(file, limits) if end is None else end) - int(read_header(file, limits).offsets[0]))
 
 
 def split_blocks(
@@ -151,7 +151,7 @@ def split_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield blocks of whole samples."""
     _check_hashes(file)
-    offsets = _opened(source, file).offsets
+    offsets = _open_shard(source, file).offsets
     begin, stop = max(start, int(offsets[0])), int(offsets[-1]) if end is None else end
     ends = offsets[(offsets > begin) & (offsets <= stop)]
     yield from blocks_from_ends([(stop, ends)], begin, block_bytes, first_ordinal)
@@ -159,7 +159,7 @@ def split_blocks(
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the samples that begin in a range."""
-    begins = shard(file, Limits.from_source(source)).offsets[:-1]
+    begins = read_header(file, Limits.from_source(source)).offsets[:-1]
     return int(((begins >= start) & (begins < end)).sum())
 
 
@@ -167,28 +167,28 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Record]:
     """Yield the samples in a span for whose first byte ``accept`` is true."""
-    opened, limits = _opened(source, file), Limits.from_source(source)
-    first, last = np.searchsorted(opened.offsets, (span.start_byte, span.end_byte)).tolist()
-    places = opened.offsets[first : last + 1].tolist()
-    if len(places) < 2:
+    header, limits = _open_shard(source, file), Limits.from_source(source)
+    first, last = np.searchsorted(header.offsets, (span.start_byte, span.end_byte)).tolist()
+    offsets = header.offsets[first : last + 1].tolist()
+    if len(offsets) < 2:
         return
     ordinal = span.first_ordinal
-    with open_content(file, places[0], places[-1], limits) as content:
-        for offset, end in itertools.pairwise(places):
-            place = (span.file_index, ordinal, offset, end - offset)
+    with open_content(file, offsets[0], offsets[-1], limits) as content:
+        for offset, end in itertools.pairwise(offsets):
+            position = (span.file_index, ordinal, offset, end - offset)
             ordinal += 1
             if end - offset > source.max_record_bytes:
                 _skip(content, end - offset)
                 if accept(offset):
-                    yield BadRecord(*place, None, too_large(end - offset, source.max_record_bytes))
+                    yield BadRecord(*position, None, too_large(end - offset, source.max_record_bytes))
                 continue
             sample = content.read(end - offset)
             if not accept(offset):
                 continue
             try:
-                record = _record(source, opened, sample, place)
+                record = _record(source, header, sample, position)
             except UnreadableRecord as error:
-                yield BadRecord(*place, None, str(error))
+                yield BadRecord(*position, None, str(error))
             else:
                 if record is not None:
                     yield record
@@ -199,22 +199,24 @@ def _skip(content: Any, size_bytes: int) -> None:
         size_bytes -= len(content.read(min(size_bytes, _CHUNK_BYTES)))
 
 
-def _record(source: SourceConfig, opened: Shard, sample: bytes, place: tuple[int, int, int, int]) -> Record | None:
+def _record(
+    source: SourceConfig, header: MdsHeader, sample: bytes, position: tuple[int, int, int, int]
+) -> Record | None:
     """Return the document of a sample; ``None`` if it has no tokens, in which case it keeps its ordinal."""
-    values = _split_columns(opened.encodings, opened.sizes, sample)
+    values = _split_columns(header.encodings, header.sizes, sample)
     if source.tokens_field is None:
-        metadata = {name: _as_text(name, opened.encodings[name], values[name]) for name in source.metadata_fields}
-        return Document(*place, _decode_text(source.text_field, values[source.text_field]), metadata or None)
+        metadata = {name: _as_text(name, header.encodings[name], values[name]) for name in source.metadata_fields}
+        return Document(*position, _decode_text(source.text_field, values[source.text_field]), metadata or None)
     name = source.tokens_field
-    tokens = _decode_ids(name, opened.encodings[name], values[name], source.ids_dtype)
+    tokens = _decode_ids(name, header.encodings[name], values[name], source.ids_dtype)
     if len(tokens) and tokens[-1] == end_of_text(source):
         tokens = tokens[:-1]
-    return TokenDocument(*place, tokens) if len(tokens) else None
+    return TokenDocument(*position, tokens) if len(tokens) else None
 
 
 def columns_of(file: StoredFile) -> tuple[Sequence[str], Sequence[str]]:
     """Return the names of the text columns, and of the columns that can hold token ids."""
-    encodings = shard(file, Limits()).encodings
+    encodings = read_header(file, Limits()).encodings
     texts = [name for name, encoding in encodings.items() if encoding == "str"]
     return texts, [name for name, encoding in encodings.items() if _ids_dtype(encoding, None) in {*_ID_DTYPES, ""}]
 
@@ -233,15 +235,15 @@ def _split_columns(encodings: Mapping[str, str], fixed_sizes: Sequence[int | Non
     Raises:
         UnreadableRecord: The sizes of the columns contradict the length of the sample.
     """
-    place = 4 * fixed_sizes.count(None)
-    sizes = iter(np.frombuffer(sample[:place], "<u4").tolist() if len(sample) >= place else ())
+    offset = 4 * fixed_sizes.count(None)
+    sizes = iter(np.frombuffer(sample[:offset], "<u4").tolist() if len(sample) >= offset else ())
     values: dict[str, bytes] = {}
     for name, size in zip(encodings, fixed_sizes, strict=True):
         length = next(sizes, len(sample)) if size is None else size
-        values[name] = sample[place : place + length]
-        place += length
-    if place != len(sample):
-        raise UnreadableRecord(f"its columns have {place:,} bytes, the sample has {len(sample):,}")
+        values[name] = sample[offset : offset + length]
+        offset += length
+    if offset != len(sample):
+        raise UnreadableRecord(f"its columns have {offset:,} bytes, the sample has {len(sample):,}")
     return values
 
 

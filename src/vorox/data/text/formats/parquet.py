@@ -36,7 +36,7 @@ _MIN_SUSPECT_BYTES = 1 << 28
 
 
 @contextlib.contextmanager
-def _opened(file: StoredFile, limits: Limits) -> Generator[Any]:
+def _open_parquet(file: StoredFile, limits: Limits) -> Generator[Any]:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")  # untyped, and slow to import
     with open_content_seekable(file, limits) as reader:
         try:
@@ -62,7 +62,7 @@ def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[Ro
 @functools.lru_cache(maxsize=1 << 10)
 def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
     """Return one ``RowGroup`` per row of an array, which is compact for many large files."""
-    with _opened(file, limits) as opened:
+    with _open_parquet(file, limits) as opened:
         check_text_column(file, opened.schema_arrow, text_field)
         footer = opened.metadata
         column = next(
@@ -135,7 +135,7 @@ def read_records(
     """Yield the rows of the row groups in a span for whose ordinal ``accept`` is true."""
     limits = Limits.from_source(source)
     groups = list(row_groups(file, source.text_field, limits))
-    with _opened(file, limits) as opened:
+    with _open_parquet(file, limits) as opened:
         check_metadata_columns(file, opened.schema_arrow.names, source.metadata_fields)
         for group in groups:
             if span.start_byte <= group.start_byte < span.end_byte:

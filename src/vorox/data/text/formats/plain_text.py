@@ -161,9 +161,9 @@ def _read_document(source: SourceConfig, file: StoredFile, span: UnitSpan) -> Do
         reject_binary(file, body[:SIGNATURE_BYTES])
         if body.startswith(BYTE_ORDER_MARK):
             start, body = len(BYTE_ORDER_MARK), body[len(BYTE_ORDER_MARK) :]
-    place = (span.file_index, span.first_ordinal, start, len(body))
+    position = (span.file_index, span.first_ordinal, start, len(body))
     try:
-        return Document(*place, body.decode("utf-8"))
+        return Document(*position, body.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = 1 + count_lines(file, 0, start, limits) + body.count(b"\n", 0, error.start)
-        return BadRecord(*place, line, f"invalid UTF-8 at byte {start + error.start}: {error.reason}")
+        return BadRecord(*position, line, f"invalid UTF-8 at byte {start + error.start}: {error.reason}")

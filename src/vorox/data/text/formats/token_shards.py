@@ -117,15 +117,15 @@ def read_records(
     )
     records = iter_records(chunks, start, source.max_record_bytes)
     for ordinal, (offset, length, record) in enumerate(records, span.first_ordinal):
-        place = (span.file_index, ordinal, offset, length)
+        position = (span.file_index, ordinal, offset, length)
         if not accept(offset):
             continue
         if record is None:
             reason = f"{too_large(length, source.max_record_bytes)}; is {end_of_text_id} the end of text?"
-            yield BadRecord(*place, None, reason)
+            yield BadRecord(*position, None, reason)
             continue
         tokens = np.frombuffer(record, shard.dtype)
         if tokens[-1] == end_of_text_id:
             tokens = tokens[:-1]
         if len(tokens):
-            yield TokenDocument(*place, tokens)
+            yield TokenDocument(*position, tokens)
