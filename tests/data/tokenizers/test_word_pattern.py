@@ -16,7 +16,7 @@ from vorox.data.tokenizers.word_pattern import WordPattern, digits_pattern, word
 
 _ASSIGNED = (range(0xD800), range(0xE000, 0x323B0), range(0xE0000, 0xE0200), range(0xFFFFD, 0x100002))
 EVERY_CODE_POINT = "".join(chr(point) for points in _ASSIGNED for point in points)
-"""Every assigned code point, and one private or unassigned neighbour of each excluded range."""
+"""Every assigned code point; each omitted range of private or unassigned ones adjoins an included one."""
 FOLDED = dict.fromkeys(map(ord, "\u017f\u212a\u0130\u0131"))
 """For ``str.translate``: removes letters that case folding equates with others, which are refused."""
 
