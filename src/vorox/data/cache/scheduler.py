@@ -190,17 +190,17 @@ class BuildScheduler:
 
     def _claim(self, unit: int, leases: Leases) -> bool:
         """Lease a unit that still has to be built."""
-        if self._is_settled(unit) or not leases.acquire(unit):
+        if self._is_done(unit) or not leases.acquire(unit):
             return False
         self.manifest = self.manifest.refreshed(self.directory)
-        if self._is_settled(unit):
+        if self._is_done(unit):
             leases.release(unit)
             return False
         if self.manifest.has_unit(unit):
             self._rebuilding.add(unit)
         return True
 
-    def _is_settled(self, unit: int) -> bool:
+    def _is_done(self, unit: int) -> bool:
         if not self.residency.is_resident(self.manifest, unit):
             return False
         self.queue.mark_done(unit)
