@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vorox.cli.arguments import sort_words
+from vorox.cli.arguments import parse_arguments
 from vorox.cli.config import app
 from vorox.core.config import config_values, load_config
 from vorox.core.errors import ConfigError
@@ -107,14 +107,16 @@ def test_slips_are_refused(arguments: list[str], what: str, hint: str) -> None:
 
 
 def test_words_are_sorted() -> None:
-    words = sort_words(["--a.b=1", "x.yaml", "c.d=2", "--backend=torch", "preset=y"], options=(), max_positional=1)
+    words = parse_arguments(["--a.b=1", "x.yaml", "c.d=2", "--backend=torch", "preset=y"], options=(), max_positional=1)
     assert words.positional == ("x.yaml",)
     assert words.overrides == ("--a.b=1", "c.d=2", "--backend=torch", "preset=y")
-    words = sort_words(
+    words = parse_arguments(
         ["--config", "x.yaml", "--lr", "1e-3", "--batch-size=8", "--eval.x", "-1", "--data=t.txt", "--data", "u/"],
         options=(), max_positional=1,
     )  # fmt: skip
     assert (words.positional, words.data) == (("x.yaml",), ("t.txt", "u/"))
     assert words.overrides == ("--lr=1e-3", "--batch_size=8", "--eval.x=-1")
-    assert sort_words(["--data={mode: cached}"], options=(), max_positional=0).overrides == ("--data={mode: cached}",)
-    assert sort_words(["configs/a=b.yaml"], options=(), max_positional=1).positional == ("configs/a=b.yaml",)
+    assert parse_arguments(["--data={mode: cached}"], options=(), max_positional=0).overrides == (
+        "--data={mode: cached}",
+    )
+    assert parse_arguments(["configs/a=b.yaml"], options=(), max_positional=1).positional == ("configs/a=b.yaml",)

@@ -15,8 +15,8 @@ import pytest
 
 from dataset_folders import write_mds, write_saved_dataset
 from vorox.cli import main
-from vorox.cli.arguments import sort_words
-from vorox.cli.config import named_configuration
+from vorox.cli.arguments import parse_arguments
+from vorox.cli.config import source_and_overrides
 from vorox.core.config import load_config
 from vorox.core.schema import RunConfig
 
@@ -89,7 +89,7 @@ def _mds() -> str:
 
 
 def configuration(*words: str) -> RunConfig:
-    return load_config(*named_configuration(sort_words(words, options=(), max_positional=1)))
+    return load_config(*source_and_overrides(parse_arguments(words, options=(), max_positional=1)))
 
 
 @pytest.mark.parametrize(

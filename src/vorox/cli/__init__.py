@@ -21,7 +21,7 @@ from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
 from vorox.cli.replay import replay
-from vorox.cli.standard_streams import outliving_streams
+from vorox.cli.standard_streams import resilient_streams
 from vorox.cli.train import train
 from vorox.cli.variables import unknown_variables
 
@@ -63,10 +63,10 @@ app.add_typer(config.app)
 
 @app.command("help")
 def show_help(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", show_default=False)] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", show_default=False)] = None,
 ) -> None:
     """Show the help of a command."""
-    app(args=[*(words or []), "--help"], prog_name="vorox")
+    app(args=[*(command or []), "--help"], prog_name="vorox")
 
 
 _MOST_OPEN_FILES = 65_536
@@ -88,12 +88,12 @@ def _allow_open_files() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     _allow_open_files()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    with outliving_streams(outlives_reader=words[:1] == ["train"]):
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with resilient_streams(survives_reader=argv[:1] == ["train"]):
         for line in unknown_variables(os.environ):
             sys.stderr.write(f"warning: {line}\n")
         try:
-            app(args=words, prog_name="vorox")
+            app(args=argv, prog_name="vorox")
         except SystemExit as end:  # typer ends every command with it
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         except KeyboardInterrupt:
@@ -101,5 +101,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             from vorox.cli.failure import report_failure
 
-            return report_failure(error, words)
+            return report_failure(error, argv)
     return 0

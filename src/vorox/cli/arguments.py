@@ -35,7 +35,7 @@ OVERRIDES_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ParsedArguments:
     """The arguments of a command, by kind.
 
     Attributes:
@@ -49,11 +49,11 @@ class Words:
     data: tuple[str, ...] = ()
 
 
-def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: int) -> Words:
+def parse_arguments(arguments: Sequence[str], *, options: Sequence[str], max_positional: int) -> ParsedArguments:
     """Sort the arguments that typer did not recognise as options of the command.
 
     Args:
-        words: All such arguments, including unknown options.
+        arguments: All such arguments, including unknown options.
         options: The command's options, for suggestions.
         max_positional: Maximum number of positional arguments.
 
@@ -66,7 +66,7 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
     positional: list[str] = []
     overrides: list[str] = []
     data: list[str] = []
-    rest = list(words)
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -86,7 +86,7 @@ def sort_words(words: Sequence[str], *, options: Sequence[str], max_positional: 
     if len(positional) > max_positional:
         extra = positional[max_positional]
         raise ConfigError(f"Unexpected argument {extra!r}", where=extra, hint="write settings as section.key=VALUE")
-    return Words(tuple(positional), tuple(overrides), tuple(data))
+    return ParsedArguments(tuple(positional), tuple(overrides), tuple(data))
 
 
 def _key_of_option(name: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.arguments import OVERRIDES_CONTEXT, Words, sort_words
+from vorox.cli.arguments import OVERRIDES_CONTEXT, ParsedArguments, parse_arguments
 
 if TYPE_CHECKING:
     from vorox.core.config import ConfigSource, ResolvedConfig
@@ -21,20 +21,20 @@ app = typer.Typer(
     name="config", help="Show, explain and compare configurations.", no_args_is_help=True, add_completion=False
 )
 
-WordList = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [a.b=v ...]", show_default=False)]
+ConfigArguments = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [a.b=v ...]", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def show(
-    words: WordList = None,
+    arguments: ConfigArguments = None,
     origins: Annotated[bool, typer.Option("--origins", help="Print the origin of every value.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the resolved configuration of a preset, file or run."""
     from vorox.core.config import config_values, dump_yaml
 
-    resolved = _resolve(words or [], options=("--origins", "--json"))
+    resolved = _resolve(arguments or [], options=("--origins", "--json"))
     if as_json:
         _print_json(config_values(resolved.config))
     else:
@@ -44,13 +44,13 @@ def show(
 @app.command(context_settings=OVERRIDES_CONTEXT)
 def explain(
     key: Annotated[str, typer.Argument(help="For example optimizer.lr, schedule or data.sources.0.weight.")],
-    words: WordList = None,
+    arguments: ConfigArguments = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain a setting: description, type, default, accepted values, and its value in a configuration."""
     from vorox.core.config.explain import explain as explain_key
 
-    resolved = _resolve(words, options=("--json",)) if words else None
+    resolved = _resolve(arguments, options=("--json",)) if arguments else None
     explanation = explain_key(key, resolved)
     if as_json:
         _print_json(explanation.to_json())
@@ -71,15 +71,15 @@ def schema() -> None:
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A preset, file or run.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Another preset, file or run; overrides apply to it.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", show_default=False)] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List all differing settings. * marks those that make it a different run."""
     from vorox.core.config import differences, in_digest
 
-    sorted_words = sort_words(words or [], options=("--json",), max_positional=0)
+    parsed = parse_arguments(arguments or [], options=("--json",), max_positional=0)
     old = _resolve([before], options=())
-    new = _resolve([after, *sorted_words.overrides], options=())
+    new = _resolve([after, *parsed.overrides], options=())
     found = differences(old.config, new.config)
     if as_json:
         _print_json(
@@ -95,20 +95,20 @@ def diff(
         typer.echo("No difference")
 
 
-def _resolve(words: list[str], options: tuple[str, ...]) -> ResolvedConfig:
+def _resolve(arguments: list[str], options: tuple[str, ...]) -> ResolvedConfig:
     from vorox.core.config import resolve_config
 
-    return resolve_config(*named_configuration(sort_words(words, options=options, max_positional=1)))
+    return resolve_config(*source_and_overrides(parse_arguments(arguments, options=options, max_positional=1)))
 
 
-def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
+def source_and_overrides(parsed: ParsedArguments) -> tuple[ConfigSource | None, list[str]]:
     """Return the source and overrides that ``load_config`` takes.
 
     ``--data PATH`` alone yields a configuration fitted to the text; with a configuration, it replaces the sources.
     """
-    source = configuration_source(words.positional[0]) if words.positional else None
-    overrides = list(words.overrides)
-    if not words.data:
+    source = configuration_source(parsed.positional[0]) if parsed.positional else None
+    overrides = list(parsed.overrides)
+    if not parsed.data:
         return source, overrides
     from vorox.core.config.config_for_text import config_for_text
     from vorox.data.text.format_detection import detect_source
@@ -117,7 +117,7 @@ def named_configuration(words: Words) -> tuple[ConfigSource | None, list[str]]:
     given = [
         word.removeprefix("--").removeprefix(prefix) for word in overrides if f"{prefix}" in word.partition("=")[0]
     ]
-    text = detect_source(words.data, {name: value for name, _, value in (word.partition("=") for word in given)})
+    text = detect_source(parsed.data, {name: value for name, _, value in (word.partition("=") for word in given)})
     typer.echo(text.summary, err=True)
     is_base = any(word.removeprefix("--").startswith("preset=") for word in overrides)
     if source is not None or is_base:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.arguments import sort_words
+from vorox.cli.arguments import parse_arguments
 from vorox.cli.output import AsJson, print_json
 from vorox.core.pluralize import pluralize
 
@@ -21,7 +21,7 @@ FIRST, SECOND = "torch", "jax"
 
 
 def parity(
-    words: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
     ],
@@ -35,7 +35,7 @@ def parity(
     are expected to differ.
     """
     from vorox.backends import check_installed
-    from vorox.cli.config import named_configuration
+    from vorox.cli.config import source_and_overrides
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.data.size_estimate import estimate
@@ -43,10 +43,10 @@ def parity(
     from vorox.training.engine_parity import Tolerances, compare
     from vorox.training.schedule import Schedule, horizon
 
-    sorted_words = sort_words(words, options=("--steps", "--json"), max_positional=1)
-    if not sorted_words.positional and not sorted_words.data:
+    parsed = parse_arguments(arguments, options=("--steps", "--json"), max_positional=1)
+    if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="parity", hint="for example `vorox parity quickstart`")
-    source, overrides = named_configuration(sorted_words)
+    source, overrides = source_and_overrides(parsed)
     configs = [load_config(source, [*overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
     for name in (FIRST, SECOND):
         check_installed(name)

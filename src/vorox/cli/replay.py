@@ -41,8 +41,8 @@ def replay(
     if nproc > 1:
         from vorox.cli.launch import launch
 
-        words = ["replay", run, "--from", str(first_step), "--root", str(root), *(["--json"] if as_json else [])]
-        raise typer.Exit(launch(nproc, [*words, *([] if last_step is None else ["--to", str(last_step)])]))
+        command = ["replay", run, "--from", str(first_step), "--root", str(root), *(["--json"] if as_json else [])]
+        raise typer.Exit(launch(nproc, [*command, *([] if last_step is None else ["--to", str(last_step)])]))
     directory = find_run(root, run)
     display = BuildDisplay()
     try:

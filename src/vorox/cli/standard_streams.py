@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from vorox.core.errors import CheckpointError
 
 
-class OutlivingStream:
+class ResilientStream:
     """A stream that hides its write failures from the program.
 
     Args:
@@ -68,11 +68,11 @@ class OutlivingStream:
 
 
 @contextlib.contextmanager
-def outliving_streams(*, outlives_reader: bool) -> Generator[None]:
+def resilient_streams(*, survives_reader: bool) -> Generator[None]:
     """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive write failures.
 
     Args:
-        outlives_reader: Whether the command continues when its output has no reader.
+        survives_reader: Whether the command continues when its output has no reader.
     """
     for number in range(3):  # else the next file to be opened gets the number of a closed one
         try:
@@ -81,8 +81,8 @@ def outliving_streams(*, outlives_reader: bool) -> Generator[None]:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - no path
-        sys.stdout = OutlivingStream(before[0] or nowhere, is_needed=not outlives_reader)  # pyright: ignore
-        sys.stderr = OutlivingStream(before[1] or nowhere, is_needed=False)  # pyright: ignore
+        sys.stdout = ResilientStream(before[0] or nowhere, is_needed=not survives_reader)  # pyright: ignore
+        sys.stderr = ResilientStream(before[1] or nowhere, is_needed=False)  # pyright: ignore
         try:
             yield
         finally:

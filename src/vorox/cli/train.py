@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from vorox.cli.arguments import Words, sort_words
+from vorox.cli.arguments import ParsedArguments, parse_arguments
 from vorox.cli.train_options import (
     DEFAULT_PRESET,
     Configuration,
@@ -35,7 +35,7 @@ _ENDED = frozenset({"finished"})
 
 
 def train(
-    words: Configuration = None,
+    arguments: Configuration = None,
     resume: Resume = "auto",
     from_weights: FromWeights = None,
     name: Name = None,
@@ -50,22 +50,22 @@ def train(
     --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
     `vorox config explain KEY` describes a setting.
     """
-    sorted_words = sort_words(words or [], options=_OPTIONS, max_positional=1)
-    overrides = list(sorted_words.overrides)
+    parsed = parse_arguments(arguments or [], options=_OPTIONS, max_positional=1)
+    overrides = list(parsed.overrides)
     if from_weights is not None:
         overrides.append(f"train.from_weights={_quoted(from_weights)}")
     if dry_run:
         _check_dry_run(resume, nproc)
     limit = None if minutes is None else parse_minutes(minutes)
-    config, resume_from = _choose(replace(sorted_words, overrides=tuple(overrides)), resume, name)
+    config, resume_from = _choose(replace(parsed, overrides=tuple(overrides)), resume, name)
     if dry_run:
         from vorox.cli.dry_run import describe
         from vorox.cli.output import print_wrapped
 
-        named_keys = _named_keys(sorted_words, config)
+        named_keys = _named_keys(parsed, config)
         print_wrapped(describe(config, resume_from, named_keys), plain_columns=119, indent_columns=15)
         return
-    command = ["vorox", "train", *(words or []), "--resume", resume]
+    command = ["vorox", "train", *(arguments or []), "--resume", resume]
     command += [] if from_weights is None else ["--from-weights", from_weights]
     command += [] if name is None else ["--name", name]
     command += [] if limit is None else ["--minutes", f"{limit:g}"]
@@ -75,7 +75,7 @@ def train(
         raise typer.Exit(launch(nproc, command[1:]))
     if limit is not None and resume_from == "auto":
         config, resume_from, limit = _unfinished_run(config, limit)
-    _run(config, resume_from, limit, command, _named_keys(sorted_words, config))
+    _run(config, resume_from, limit, command, _named_keys(parsed, config))
 
 
 def _check_dry_run(resume: str, nproc: int) -> None:
@@ -97,26 +97,28 @@ def _check_dry_run(resume: str, nproc: int) -> None:
         )
 
 
-def _named_keys(words: Words, config: RunConfig) -> list[str]:
+def _named_keys(parsed: ParsedArguments, config: RunConfig) -> list[str]:
     """Return the settings that the command sets, directly or through the configuration that it names."""
     from vorox.core.config import flat_values
     from vorox.core.config.overrides import parse_override
     from vorox.core.config.synonyms import key_of
 
-    if words.positional or words.data:
+    if parsed.positional or parsed.data:
         return list(flat_values(config))
-    return [key_of(".".join(map(str, parse_override(word).path))) for word in words.overrides]
+    return [key_of(".".join(map(str, parse_override(word).path))) for word in parsed.overrides]
 
 
-def _choose(words: Words, resume: str, name: str | None) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
+def _choose(
+    parsed: ParsedArguments, resume: str, name: str | None
+) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
     """Return the configuration, and the run or checkpoint to resume from."""
-    from vorox.cli.config import named_configuration
+    from vorox.cli.config import source_and_overrides
     from vorox.core.config import load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
     from vorox.core.run_layout import run_of_checkpoint
 
-    source, overrides = named_configuration(words)
+    source, overrides = source_and_overrides(parsed)
     settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
     if resume == "auto" or resume == "never":
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, print_notes, progress_display, report_json
+from vorox.cli.data.loading import ConfigArguments, load, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -29,7 +29,7 @@ _OPTIONS = ("--workers", "--executor", "--json")
 
 
 def build(
-    words: Words,
+    arguments: ConfigArguments,
     mode: Annotated[
         Literal["forward", "inverse", "gaps"],
         typer.Option(
@@ -62,11 +62,11 @@ def build(
         verify="full" if repair else None, mode=mode, workers=workers, executor=executor, force_rebuild=force_rebuild,
         wait_for="complete",
     )  # fmt: skip
-    _make(words, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), options, as_json)
+    _make(arguments, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), options, as_json)
 
 
 def fill(
-    words: Words,
+    arguments: ConfigArguments,
     verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes and headers.")] = False,
     workers: Workers = 1,
     executor: Executor = "process",
@@ -78,33 +78,40 @@ def fill(
     options = BuildOptions(
         verify="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
     )
-    _make(words, ("--verify", *_OPTIONS), options, as_json)
+    _make(arguments, ("--verify", *_OPTIONS), options, as_json)
 
 
-def repair(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
+def repair(
+    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
+) -> None:
     """Verify every byte of every chunk, and rebuild lost or damaged units."""
     from vorox.data.cache.build import BuildOptions
 
     _make(
-        words, _OPTIONS, BuildOptions(verify="full", workers=workers, executor=executor, wait_for="complete"), as_json
+        arguments,
+        _OPTIONS,
+        BuildOptions(verify="full", workers=workers, executor=executor, wait_for="complete"),
+        as_json,
     )
 
 
-def grow(words: Words, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False) -> None:
+def grow(
+    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
+) -> None:
     """Add new files to the existing caches (data.cache.grow=true)."""
     from vorox.data.cache.build import BuildOptions
 
     options = BuildOptions(workers=workers, executor=executor, wait_for="complete")
-    _make(words, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))
+    _make(arguments, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))
 
 
 def _make(
-    words: list[str], known: tuple[str, ...], options: BuildOptions, as_json: bool, overrides: Sequence[str] = ()
+    arguments: list[str], known: tuple[str, ...], options: BuildOptions, as_json: bool, overrides: Sequence[str] = ()
 ) -> None:
     from vorox.data.corpus import prepare
     from vorox.training.stop import StopRequest
 
-    config = load([*words, *overrides], known)
+    config = load([*arguments, *overrides], known)
     with StopRequest(), progress_display() as display:
         corpus = prepare(config, on_progress=display, options=options)
         corpus.close()

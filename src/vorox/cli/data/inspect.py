@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, print_notes, progress_display, report_json
+from vorox.cli.data.loading import ConfigArguments, load, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
 
-def verify(words: Words, as_json: AsJson = False) -> None:
+def verify(arguments: ConfigArguments, as_json: AsJson = False) -> None:
     """Verify every byte of source files and caches, and trace a few rows to their documents; exit code 4 on damage."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(words, ("--json",))
+    config = load(arguments, ("--json",))
     with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
         inspection.verify(corpus, on_progress=display.step)
@@ -32,7 +32,7 @@ def verify(words: Words, as_json: AsJson = False) -> None:
 
 
 def stats(
-    words: Words,
+    arguments: ConfigArguments,
     xz: Annotated[
         bool, typer.Option("--xz", help="Also compress the validation text with xz, as a baseline (slow).")
     ] = False,
@@ -42,7 +42,7 @@ def stats(
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(words, ("--xz", "--json"))
+    config = load(arguments, ("--xz", "--json"))
     with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
     print_notes(corpus)
@@ -97,7 +97,7 @@ def stats(
 
 
 def peek(
-    words: Words,
+    arguments: ConfigArguments,
     num_rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows per source.")] = 2,
     split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
     as_json: AsJson = False,
@@ -106,7 +106,7 @@ def peek(
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(words, ("--rows", "--split", "--json"))
+    config = load(arguments, ("--rows", "--split", "--json"))
     with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)
     print_notes(corpus)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vorox.cli.arguments import sort_words
-from vorox.cli.config import named_configuration
+from vorox.cli.arguments import parse_arguments
+from vorox.cli.config import source_and_overrides
 
 if TYPE_CHECKING:
     from vorox.cli.build_display import BuildDisplay
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from vorox.data.cache.report import BuildReport
     from vorox.data.corpus import Corpus
 
-Words = Annotated[
+ConfigArguments = Annotated[
     list[str],
     typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
 ]
 
 
-def load(words: list[str], options: tuple[str, ...]) -> RunConfig:
+def load(arguments: list[str], options: tuple[str, ...]) -> RunConfig:
     from vorox.core.config import load_config
 
-    return load_config(*named_configuration(sort_words(words, options=options, max_positional=1)))
+    return load_config(*source_and_overrides(parse_arguments(arguments, options=options, max_positional=1)))
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import Words, load, progress_display
+from vorox.cli.data.loading import ConfigArguments, load, progress_display
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
 
 def export(
-    words: Words,
+    arguments: ConfigArguments,
     to: Annotated[Literal["bin", "mds", "npy"], typer.Option("--to", help="llm.c shards, MDS, or flat numpy arrays.")],
     output: Annotated[Path, typer.Option("--output", help="New directory.")],
     split: Annotated[
@@ -30,7 +30,7 @@ def export(
     from vorox.data.corpus import prepare
     from vorox.data.transfer.token_export import export_tokens
 
-    config = load(words, ("--to", "--output", "--split", "--shard-tokens", "--json"))
+    config = load(arguments, ("--to", "--output", "--split", "--shard-tokens", "--json"))
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
     with progress_display() as display:
         corpus = prepare(config, on_progress=display, build=False)

@@ -22,7 +22,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def gc(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [a.b=v ...]", help="Configuration that names the cache directory. Default: $VOROX_CACHE."
@@ -44,7 +44,7 @@ def gc(
     """Remove unreferenced files of caches, and with --older-than unused caches."""
     from vorox.data.cache import gc
 
-    root = _cache_root(words or [])
+    root = _cache_root(arguments or [])
     garbage = gc.find_garbage(root)
     caches = gc.find_caches(root, Path(runs))
     longest = _seconds(older_than)
@@ -80,7 +80,7 @@ Cache = Annotated[
     str | None,
     typer.Option("--cache", help="Name of one cache, as listed by `vorox data gc`, instead of those of CONFIG."),
 ]
-PinWords = Annotated[
+PinArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [a.b=v ...]",
@@ -91,7 +91,7 @@ _DEFAULT_PIN = "kept"
 
 
 def pin(
-    words: PinWords = None,
+    arguments: PinArguments = None,
     name: PinName = _DEFAULT_PIN,
     reason: Annotated[str, typer.Option("--reason", help="Reason, shown in the list.")] = "",
     cache: Cache = None,
@@ -99,16 +99,16 @@ def pin(
     """Protect the caches of a configuration from gc until they are unpinned."""
     from vorox.data.cache import retention
 
-    for directory in _chosen(words or [], cache):
+    for directory in _chosen(arguments or [], cache):
         retention.pin(directory, name, reason)
         typer.echo(f"pinned  {directory}  ({name})")
 
 
-def unpin(words: PinWords = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
+def unpin(arguments: PinArguments = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
     """Remove a pin from the caches of a configuration."""
     from vorox.data.cache import retention
 
-    for directory in _chosen(words or [], cache):
+    for directory in _chosen(arguments or [], cache):
         remaining = ", ".join(pin.name for pin in retention.read_pins(directory))
         if retention.unpin(directory, name):
             typer.echo(f"unpinned  {directory}  ({name})")
@@ -116,7 +116,7 @@ def unpin(words: PinWords = None, name: PinName = _DEFAULT_PIN, cache: Cache = N
             typer.echo(f"not pinned as {name}  {directory}  (pins: {remaining or 'none'})")
 
 
-def _chosen(words: list[str], cache: str | None) -> list[Path]:
+def _chosen(arguments: list[str], cache: str | None) -> list[Path]:
     """Return the selected cache directories.
 
     Raises:
@@ -128,7 +128,7 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
     from vorox.data.corpus import prepare
 
     if cache is not None:
-        root = _cache_root(words)
+        root = _cache_root(arguments)
         known = {found.directory.name: found.directory for found in find_caches(root, root)}
         if cache not in known:
             raise ConfigError(
@@ -137,20 +137,20 @@ def _chosen(words: list[str], cache: str | None) -> list[Path]:
                 hint="list the caches with `vorox data gc --dry-run`",
             )
         return [known[cache]]
-    if not words:
+    if not arguments:
         raise ConfigError(
             "No cache is named", where="vorox data pin", hint="name a configuration, or a cache with --cache"
         )
-    with contextlib.closing(prepare(load(words, _OPTIONS), build=False)) as corpus:
+    with contextlib.closing(prepare(load(arguments, _OPTIONS), build=False)) as corpus:
         return [reader.directory for reader in (*corpus.train, *corpus.validation)]
 
 
-def _cache_root(words: list[str]) -> Path:
+def _cache_root(arguments: list[str]) -> Path:
     from vorox.data.cache_location import root_of
 
-    if not words:
+    if not arguments:
         return root_of(None)
-    return root_of(load(words, _OPTIONS).data.cache.directory)
+    return root_of(load(arguments, _OPTIONS).data.cache.directory)
 
 
 def _seconds(text: str | None) -> float | None:
