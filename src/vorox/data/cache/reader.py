@@ -112,7 +112,7 @@ class CacheReader:
 
     @property
     def token_bytes(self) -> int:
-        return self.recipe.token_bytes
+        return self._dtype.itemsize
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
