@@ -265,7 +265,7 @@ DATA = [
         "some lines that are not JSON, allowed",
         "train --data bad.jsonl --steps 1 model.num_layers=1 data.sources.0.bad_record_fraction=0.05",
         0,
-        "10 records",
+        "10 unreadable records",
     ),
     row("token shards without a header", "train --data train.bin", 4, "data.sources.0.ids_dtype=uint16"),
 ]
