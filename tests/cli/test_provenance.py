@@ -172,7 +172,7 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
         (("where", "nobody", "--step", "1"), "Run nobody not found"),
         (("when", "latest", "--source", "txet.jsonl"), "Did you mean"),
         (("when", "latest"), "--source"),
-        (("sql", "latest", "DELETE FROM run"), "only reading"),
+        (("sql", "latest", "DELETE FROM run"), "must be read-only"),
         (("sql", "latest", "SELECT nobody FROM run"), "no such column"),
         (("sql", "latest", "SELECT 1", "--samples", "5"), "is not a range of steps"),
         (("sql", "latest", "SELECT 1", "--samples", "7:5"), "is not a range of steps"),

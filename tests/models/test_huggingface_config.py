@@ -110,7 +110,7 @@ def test_rotary_base_is_found_wherever_it_is_kept() -> None:
         (LLAMA_3_8B_HUB, {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor = 2.0"),
         (LLAMA_3_8B_HUB, {"rope_parameters": {"rope_theta": 10.0}}, "contradict"),
         (LLAMA_3_8B_HUB, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
-        (LLAMA_3_8B_HUB, {"rope_parameters": 3}, "a table"),
+        (LLAMA_3_8B_HUB, {"rope_parameters": 3}, "must be a mapping"),
         (LLAMA_3_8B_HUB, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA_3_8B_HUB, {"sliding_window": 4096}, "sliding_window = 4096"),
         (LLAMA_3_8B_HUB, {"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),

@@ -181,11 +181,11 @@ def test_the_writer_holds_the_caller_to_the_declaration() -> None:
     one = np.zeros(2, np.float32)
     entries = [TensorEntry("a", "F32", (2,)), TensorEntry("b", "F32", (2,))]
     for arrays, message in [
-        ([("a", one)], "b was declared but never arrived"),
-        ([("b", one), ("a", one)], "b arrived where a was declared"),
-        ([("a", one), ("b", one), ("c", one)], "c arrived where the end was declared"),
+        ([("a", one)], "b was declared but not given"),
+        ([("b", one), ("a", one)], "Got tensor b, but a was declared"),
+        ([("a", one), ("b", one), ("c", one)], "Got tensor c, but no further tensor was declared"),
         ([("a", np.zeros(3, np.float32)), ("b", one)], "shape"),
-        ([("a", one.astype(np.int32)), ("b", one)], "type int32"),
+        ([("a", one.astype(np.int32)), ("b", one)], "dtype int32"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             write_weights(io.BytesIO(), entries, arrays)
@@ -204,9 +204,9 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b'{"a":' + json.dumps(GOOD).encode() + b',"a":' + json.dumps(GOOD).encode() + b"}", "'a' appears twice"),
         (b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', "'dtype' appears twice"),
         ({"a": {**GOOD, "shape": [3]}}, "needs 12"),
-        ({"a": {**GOOD, "shape": [-2]}}, "natural number"),
-        ({"a": {**GOOD, "shape": [2.0]}}, "natural number"),
-        ({"a": {**GOOD, "shape": [True, 2]}}, "natural number"),
+        ({"a": {**GOOD, "shape": [-2]}}, "non-negative integer"),
+        ({"a": {**GOOD, "shape": [2.0]}}, "non-negative integer"),
+        ({"a": {**GOOD, "shape": [True, 2]}}, "non-negative integer"),
         ({"a": {**GOOD, "data_offsets": [8, 0]}}, "has -8 bytes"),
         ({"a": {**GOOD, "data_offsets": [4, 12]}}, "starts at 4"),
         ({"a": {**GOOD, "data_offsets": [0]}}, "not described"),
@@ -245,9 +245,9 @@ def test_header_bounds(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             WeightsFile(path)
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="Cannot read"):
         WeightsFile(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="Cannot read"):
         WeightsFile(tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_a_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="ends inside tensor a"):
         file.read("a")
     path.unlink()
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="Cannot read"):
         list(file)
 
 
@@ -323,8 +323,8 @@ def test_entries_are_compared_by_name_shape_and_type(tmp_path: Path) -> None:
     for wrong, message in [
         ([right[0]], "a is not part"),
         ([*right, TensorEntry("c", "F32", ())], "c is missing"),
-        ([right[0], TensorEntry("a", "F32", (3, 2))], r"a is F32 \(2, 3\), needed is F32 \(3, 2\)"),
-        ([right[0], TensorEntry("a", "F16", (2, 3))], "needed is F16"),
+        ([right[0], TensorEntry("a", "F32", (3, 2))], r"a is F32 \(2, 3\); expected F32 \(3, 2\)"),
+        ([right[0], TensorEntry("a", "F16", (2, 3))], "expected F16"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             file.check_entries(wrong)
@@ -348,7 +348,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
         ({"a": "a.safetensors"}, None),
         ({"a": "a.safetensors", "b": "a.safetensors"}, "disagree about tensor b"),
         ({"a": "../a.safetensors"}, "outside"),
-        ({"a": "gone.safetensors"}, "cannot read"),
+        ({"a": "gone.safetensors"}, "Cannot read"),
         (["a"], "not valid"),
     ]:
         index.write_text(json.dumps({"weight_map": weight_map}))

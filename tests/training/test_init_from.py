@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "tokenizer.kind=char",
                         "model.vocab_size=257"))  # fmt: skip
     assert caught.value.where == "tokenizer"
-    with pytest.raises(CheckpointError, match="the optimizer state holds exp_avg, exp_avg_sq and updates"):
+    with pytest.raises(CheckpointError, match="The optimizer state holds exp_avg, exp_avg_sq and updates"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "train.from_optimizer=true", *muon))
     with pytest.raises(ConfigError, match=r"it needs train\.from_weights"):
         config_of(tmp_path, "torch", "train.from_optimizer=true")

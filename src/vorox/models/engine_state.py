@@ -1,13 +1,12 @@
-"""An engine's training state on disk, the same for every engine: no pickle, no framework.
+"""On-disk format of an engine's training state, identical for every engine: no pickle, no framework.
 
-``model.safetensors`` holds the parameters in fp32, under Hugging Face names when transformers knows the architecture,
-else under canonical ones; ``optimizer.safetensors`` each moment of each canonical parameter (``exp_avg.<name>``);
-``engine.json`` the counters and what the arrays belong to. With ``checkpoint.format=orbax`` the folder ``orbax``
-(``models/orbax_arrays.py``) takes the place of the first two; ``engine.json`` says so, and both are read by either
-engine. Because all speak canonical names, a run that one engine saved can be continued by another whose optimizer keeps
-the same moments. Hashing and committing is the caller's.
+``model.safetensors`` holds the parameters in fp32, under Hugging Face names if transformers has the architecture, else
+under canonical names; ``optimizer.safetensors`` the optimizer moments of each canonical parameter (``exp_avg.<name>``);
+``engine.json`` the counters, the model spec and the array format. With ``checkpoint.format=orbax`` the folder ``orbax``
+(``models/orbax_arrays.py``) replaces the first two. Either engine reads both formats, and can resume a run of the other
+if its optimizer has the same moments. The caller hashes and commits the files.
 
-Invariant: what was loaded has the fingerprint of what was saved.
+Invariant: a loaded state has the fingerprint of the saved one.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
-"""Fields of the spec that do not say what the stored numbers mean."""
+"""Fields of the spec that do not affect the meaning of stored weights."""
 
 _PIECE_ELEMENTS = 1 << 20
 
 Arrays = Callable[[], Iterable[NamedArray]]
-"""Gives canonical fp32 arrays in table order, one at a time."""
+"""Returns canonical fp32 arrays in table order, one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine keeps.
+    """The training state of an engine.
 
     Attributes:
         weights: All parameters.
-        moments: Kind of optimizer state to its arrays; a kind need not have all parameters.
-        moment_names: The parameters that each kind has, in table order.
-        counters: The scalars.
+        moments: Optimizer moments by kind; a kind may cover only some parameters.
+        moment_names: The parameters of each kind, in table order.
+        counters: Scalars of the optimizer.
     """
 
     weights: Arrays
@@ -62,11 +61,11 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """See ``core.engine.EngineSnapshot``.
+    """A snapshot of the training state (``core.engine.EngineSnapshot``).
 
     Attributes:
         spec: The model.
-        state: Of one moment; whether it can change is up to who made it.
+        state: The state; its creator decides whether later steps can change it.
     """
 
     spec: ModelSpec
@@ -74,12 +73,12 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its arrays: the least that a disk must have room for."""
+        """Bytes of all arrays: a lower bound of the disk space needed."""
         entries = (*_canonical_entries(self.spec), *_optimizer_entries(self.spec, self.state))
         return sum(entry.size_bytes for entry in entries)
 
     def nonfinite_array(self) -> str:
-        """Name of the first array that holds NaN or infinity; empty if none does."""
+        """Return the name of the first array with NaN or infinity, or an empty string."""
         moments = (
             (f"{kind}.{name}", array) for kind, arrays in sorted(self.state.moments.items()) for name, array in arrays()
         )
@@ -98,17 +97,14 @@ class Snapshot:
         write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")
 
     def write_parts(self, directory: Path) -> None:
-        """Nothing: the main process has all of it."""
+        """Do nothing: rank 0 has the whole state."""
 
     def describe(self, directory: StagedDirectory) -> None:
-        """All of it."""
+        """Write the whole state."""
         self.write(directory)
 
     def fingerprint(self) -> str:
-        """xxh3-128 over name, type, shape and hash of parameters, moments and counters, in name order.
-
-        Arrays are hashed one at a time, in whatever order they come.
-        """
+        """Return an xxh3-128 digest over name, dtype, shape and hash of all arrays and counters, in name order."""
         state = self.state
         lines = [_line(name, array) for name, array in state.weights()]
         lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
@@ -117,7 +113,7 @@ class Snapshot:
 
 
 def first_nonfinite(arrays: Iterable[NamedArray]) -> str:
-    """Name of the first array that holds NaN or infinity; empty if none does. Reads each once, piece by piece."""
+    """Return the name of the first array with NaN or infinity, or an empty string. Reads each array once, in pieces."""
     for name, array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1)
         pieces = range(0, flat.size, _PIECE_ELEMENTS)
@@ -134,20 +130,20 @@ def write_description(
     *,
     arrays: CheckpointFormat,
 ) -> None:
-    """Write ``engine.json``: what the arrays belong to, and how they are stored."""
+    """Write ``engine.json``: model spec, array format and counters."""
     body = {"format": FORMAT, "arrays": arrays, "spec": spec.to_json(), "kinds": kinds, "counters": dict(counters)}
     directory.write(ENGINE_FILE, pretty_json(body))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What ``load`` found, checked against headers; arrays are read as they are iterated.
+    """A stored state whose headers were checked; arrays are read lazily.
 
     Attributes:
         weights: All parameters under canonical names.
         moments: (kind, canonical name, array).
-        counters: The scalars.
-        pieces: Reads parts of arrays, for engines that need no more; ``None`` where the format has only whole ones.
+        counters: Scalars of the optimizer.
+        pieces: Reads slices of arrays; ``None`` if the format has only whole arrays.
     """
 
     weights: Iterable[NamedArray]
@@ -157,22 +153,21 @@ class StoredState:
 
 
 def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
-    """Open what a snapshot wrote.
+    """Open a stored state.
 
     Args:
         directory: A verified checkpoint.
-        spec: The model that it must be of.
-        like: The state that it must have the kinds and counters of.
+        spec: The expected model.
+        like: A state with the expected moments and counters.
 
     Raises:
-        CheckpointError: It belongs to another architecture, optimizer or format. Found before anything is replaced,
-            as far as headers tell.
+        CheckpointError: The state has another architecture, optimizer or format.
     """
     body = _read_body(directory / ENGINE_FILE)
     _check_spec(spec, body["spec"], where=str(directory))
     if body["kinds"] != sorted(like.moments) or set(body["counters"]) != set(like.counters):
         raise CheckpointError(
-            f"the optimizer state holds {', '.join(body['kinds'])} and {', '.join(body['counters'])}; needed are "
+            f"The optimizer state holds {', '.join(body['kinds'])} and {', '.join(body['counters'])}; expected "
             f"{', '.join(sorted(like.moments))} and {', '.join(like.counters)}",
             where=str(directory),
             hint="optimizer.name and precision.dtype must be those of the run",
@@ -189,10 +184,10 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
-    """The parameters alone, under canonical names, whatever optimizer they were trained with.
+    """Read only the parameters, under canonical names; any optimizer is accepted.
 
     Raises:
-        CheckpointError: They belong to another architecture, or the files are not what a snapshot writes.
+        CheckpointError: The parameters have another architecture, or the files are not a valid state.
     """
     body = _read_body(directory / ENGINE_FILE)
     _check_spec(spec, body["spec"], where=str(directory))
@@ -245,15 +240,15 @@ def _read_body(path: Path) -> dict[str, Any]:
         version = body["format"]
         known = all(isinstance(body[key], kind) for key, kind in (("spec", dict), ("kinds", list), ("counters", dict)))
     except OSError as error:
-        raise CheckpointError(f"cannot read the engine's state: {error.strerror}", where=str(path)) from error
+        raise CheckpointError(f"Cannot read the engine's state: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("the engine's state is not valid", where=str(path)) from error
+        raise CheckpointError("The engine's state is not valid", where=str(path)) from error
     if version != FORMAT or not known:
-        raise CheckpointError(f"the engine's state has format {version}, needed is {FORMAT}", where=str(path))
+        raise CheckpointError(f"The engine's state has format {version}; expected {FORMAT}", where=str(path))
     arrays = body.setdefault("arrays", "safetensors")
     if arrays not in get_args(CheckpointFormat):
         raise CheckpointError(
-            f"the arrays are stored as {arrays}; {' and '.join(get_args(CheckpointFormat))} can be read",
+            f"The arrays are stored as {arrays}; this version reads {' and '.join(get_args(CheckpointFormat))}",
             where=str(path),
             hint="export the run with the version that wrote it (vorox export) and start from that (--from-weights)",
         )
@@ -268,4 +263,4 @@ def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> No
         if name not in FREE_TO_CHANGE and stored.get(name) != value
     ]
     if differing:
-        raise CheckpointError(f"the checkpoint is of another model: {', '.join(differing)}", where=where)
+        raise CheckpointError(f"The checkpoint is of another model: {', '.join(differing)}", where=where)

@@ -1,9 +1,8 @@
-"""``config.json``: the description of a transformers model, written from our spec and read into our configuration.
+"""Conversion between the model spec and the ``config.json`` of Hugging Face transformers.
 
-Written so that transformers 5 loads it and older readers that look for ``rope_theta`` find it as well. Read with the
-defaults that transformers itself would fill in, because files leave them out. What would compute something else than
-our engines do (scaled rotary frequencies, sliding windows, quantisation, remote code, ...) is refused with its key and
-value; keys that no model of the family reads are left alone.
+Written for transformers 5, and for older readers that expect ``rope_theta``. Read with the defaults of transformers,
+because files omit them. A setting that our engines do not implement (scaled rotary frequencies, sliding windows,
+quantisation, remote code, ...) is refused with its key and value; keys that no model of the family reads are ignored.
 
 Invariant: ``spec_from_huggingface(huggingface_config(spec, ...))`` describes the same network.
 """
@@ -45,7 +44,7 @@ _KEYS: Mapping[Family, Mapping[str, str]] = {
     "llama": _QWEN3_KEYS | {"mlp_bias": "mlp_bias"},
     "qwen3": _QWEN3_KEYS,
 }
-"""Our keys and theirs, where the values are the same."""
+"""Our keys to theirs, for equal values."""
 
 _GPT2_FIXED = {
     "positions": "learned", "norm": "layer_norm", "norm_bias": True, "attention_bias": True, "mlp_bias": True,
@@ -57,7 +56,7 @@ _FIXED: Mapping[Family, Mapping[str, Any]] = {
     "llama": _LLAMA_FIXED,
     "qwen3": _LLAMA_FIXED | {"qk_norm": True},
 }
-"""What the family itself decides."""
+"""Values fixed by the family."""
 
 _ACTIVATION_KEY = {"gpt2": "activation_function", "llama": "hidden_act", "qwen3": "hidden_act"}
 _ACTIVATION_NAMES = {
@@ -93,7 +92,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False, "attention_bias": False,
     },
 }  # fmt: skip
-"""What transformers fills in for keys that a file leaves out."""
+"""Defaults of transformers for keys that a file omits."""
 
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gpt2": {
@@ -106,7 +105,7 @@ _ONLY_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,), "auto_map": (None, {}), "is_encoder_decoder": (False, None),
     "pruned_heads": (None, {}), "per_layer_config": (None, {}),
 }  # fmt: skip
-"""Keys with a meaning that we do not implement, and the values under which they mean nothing."""
+"""Keys of features that we do not implement, and the values that disable them."""
 
 DEFAULT_ROPE_THETA = 10_000.0
 
@@ -114,12 +113,13 @@ DEFAULT_ROPE_THETA = 10_000.0
 def huggingface_config(
     spec: ModelSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """``config.json`` of a spec that has a transformers family.
+    """Return the ``config.json`` of a spec.
 
     Args:
-        end_of_text_id: The tokenizer's end of text, ``eos_token_id`` there.
-        begin_of_text_id: Its begin of text; none given means the end of text, which separates documents in training.
-        dtype: How the stored weights are to be loaded: float32, bfloat16 or float16.
+        spec: The model.
+        end_of_text_id: The tokenizer's end of text (``eos_token_id``).
+        begin_of_text_id: Its begin of text; by default the end of text, which separates documents in training.
+        dtype: Dtype in which to load the weights: float32, bfloat16 or float16.
 
     Raises:
         ConfigError: transformers has no architecture for the spec.
@@ -141,20 +141,20 @@ def huggingface_config(
     rotary = {
         "rope_theta": spec.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "attention_dropout": 0.0,  # transformers would drop less than we do: nothing is nearer than something else
+        "attention_dropout": 0.0,  # transformers applies dropout in fewer places, so none is the closest setting
     }
     return shared | rotary
 
 
 def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | None = None) -> dict[str, Any]:
-    """``generation_config.json``: where texts begin and end. Padding, which nothing may see, is the end of text."""
+    """Return ``generation_config.json`` with the ids of begin and end of text; padding is the end of text."""
     begin = end_of_text_id if begin_of_text_id is None else begin_of_text_id
     ids = {"bos_token_id": begin, "eos_token_id": end_of_text_id, "pad_token_id": end_of_text_id}
     return {name: value for name, value in ids.items() if value is not None}
 
 
 def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[str, bytes]:
-    """What a checkpoint needs besides weights and tokenizer to be a transformers model; nothing without a family."""
+    """Return the files that make a checkpoint a transformers model; empty if the spec has no family."""
     if huggingface_family(spec) is None:
         return {}
     return {
@@ -164,10 +164,10 @@ def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[st
 
 
 def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
-    """The model section that rebuilds the network of a ``config.json``.
+    """Return the model section equivalent to a ``config.json``.
 
     Raises:
-        ConfigError: Naming the key and value that we do not implement, or that make no sense.
+        ConfigError: A key has an invalid value, or one that we do not implement.
     """
     family: Family | None = next((name for name in _ARCHITECTURES if name == config.get("model_type")), None)
     if family is None:
@@ -207,7 +207,7 @@ def _activation(family: Family, values: Mapping[str, Any]) -> str:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of plain rotary frequencies, wherever the file's generation of transformers keeps it."""
+    """Return the base of plain rotary frequencies, from any of the keys that versions of transformers use."""
     stated: dict[str, Any] = {}
     if config.get("rope_theta") is not None:
         stated["rope_theta"] = config["rope_theta"]
@@ -216,7 +216,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         if table is None:
             continue
         if not isinstance(table, Mapping):
-            _refuse(key, table, "a table is needed")
+            _refuse(key, table, "it must be a mapping")
         for name, value in table.items():
             if name in ("rope_type", "type"):
                 if value != "default":
@@ -238,8 +238,8 @@ def _check_windows(config: Mapping[str, Any], num_layers: Any) -> None:
     elif config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
-            _refuse("use_sliding_window", True, f"windows from layer {first} on are not implemented")
+            _refuse("use_sliding_window", True, f"sliding windows (from layer {first}) are not implemented")
 
 
 def _refuse(key: str, value: Any, why: str) -> NoReturn:
-    raise ConfigError(f"{key} = {value!r} in config.json cannot be honoured: {why}", where="config.json")
+    raise ConfigError(f"{key} = {value!r} in config.json is not supported: {why}", where="config.json")

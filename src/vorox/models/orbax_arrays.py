@@ -1,8 +1,8 @@
-"""Reading the arrays of an Orbax checkpoint with tensorstore alone: no Orbax, no JAX, so that every engine can.
+"""Reader of Orbax checkpoint arrays that needs only tensorstore, not Orbax or JAX, so that every engine can use it.
 
-Orbax keeps a tree of arrays as one key-value store (OCDBT) in a folder; below ``<kind>.<canonical name>/`` lies one
-array as zarr, cut into the parts that the devices held. Any slice is read without the rest. Kinds are ``weights`` and
-the optimizer's moments.
+Orbax stores a tree of arrays as a key-value store (OCDBT) in a folder, with one zarr array per
+``<kind>.<canonical name>/``, chunked by device shards. Slices are read without the rest. Kinds are ``weights`` and the
+optimizer moments.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Index = tuple[slice, ...] | EllipsisType
 
 
 class OrbaxArrays:
-    """The arrays below a folder. Opening lists their names; data is read when it is asked for.
+    """The arrays of a checkpoint. Opening lists their names; data is read lazily.
 
     Args:
         directory: A verified checkpoint.
 
     Raises:
-        CheckpointError: tensorstore is not installed, or what lies there is no such store.
+        CheckpointError: tensorstore is not installed, or the folder is not a valid store.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,14 +42,13 @@ class OrbaxArrays:
             import tensorstore
         except ImportError as error:
             raise CheckpointError(
-                "the arrays of this checkpoint are in the format of Orbax, and tensorstore, which reads it, is not "
-                "installed",
+                "The arrays of this checkpoint are in Orbax format, but tensorstore, which reads it, is not installed",
                 where=str(directory),
-                hint=f"{install_command('orbax')}; without it, only safetensors can be read: export the run where it "
-                "is installed (vorox export) and start from that directory (--from-weights)",
+                hint=f"{install_command('orbax')}; or export the run on a machine that has it (vorox export) and start "
+                "from that directory (--from-weights)",
             ) from error
         self._tensorstore: Any = tensorstore
-        self.path = directory.absolute() / FOLDER  # tensorstore takes no other path
+        self.path = directory.absolute() / FOLDER  # tensorstore needs an absolute path
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.path}/"}}
         self._opened: dict[str, Any] = {}
         try:
@@ -59,29 +58,29 @@ class OrbaxArrays:
         self.names = sorted({key.decode().rpartition("/")[0] for key in keys})
 
     def _broken(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"the arrays cannot be read: {str(error).splitlines()[0]}", where=str(self.path))
+        return CheckpointError(f"The arrays cannot be read: {str(error).splitlines()[0]}", where=str(self.path))
 
     def check_entries(self, expected: Iterable[TensorEntry]) -> None:
-        """Compare names, shapes and types with what the caller needs, which may be a part of what there is.
+        """Check names, shapes and types of the arrays that the caller needs.
 
         Raises:
-            CheckpointError: Naming the first array that is missing or different.
+            CheckpointError: An array is missing or different; the message names the first one.
         """
         for entry in expected:
             if entry.name not in self.names:
-                raise CheckpointError(f"array {entry.name} is missing", where=str(self.path))
+                raise CheckpointError(f"Array {entry.name} is missing", where=str(self.path))
             array = self._open(entry.name)
             if tuple(array.shape) != entry.shape or array.dtype.numpy_dtype != np.float32:
                 raise CheckpointError(
-                    f"array {entry.name} is {array.dtype.name} {tuple(array.shape)}, needed is float32 {entry.shape}",
+                    f"Array {entry.name} is {array.dtype.name} {tuple(array.shape)}; expected float32 {entry.shape}",
                     where=str(self.path),
                 )
 
     def read(self, name: str, index: Index = ...) -> npt.NDArray[np.float32]:
-        """One array, or a slice of it; of its parts, only those that the slice touches are read.
+        """Read an array, or a slice of it; only the chunks of the slice are read.
 
         Raises:
-            CheckpointError: There is no such array, or the files are damaged.
+            CheckpointError: The array does not exist, or the files are damaged.
         """
         try:
             return np.asarray(self._open(name)[index].read().result())
@@ -89,14 +88,14 @@ class OrbaxArrays:
             raise self._broken(error) from error
 
     def weights(self, spec: ModelSpec) -> Iterator[NamedArray]:
-        """The parameters of a model under canonical names, in table order, one at a time."""
+        """Yield the parameters of a model under canonical names, in table order."""
         for parameter in spec.parameters:
             yield parameter.name, self.read(f"{WEIGHTS}.{parameter.name}")
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
             if name not in self.names:
-                raise CheckpointError(f"array {name} is missing", where=str(self.path))
+                raise CheckpointError(f"Array {name} is missing", where=str(self.path))
             spec = {"driver": "zarr", "kvstore": {**self._store, "path": f"{name}/"}}
             try:
                 self._opened[name] = self._tensorstore.open(spec, open=True, read=True).result()
@@ -106,5 +105,5 @@ class OrbaxArrays:
 
 
 def weight_entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-    """What the parameters of a model look like in such a store."""
+    """Return the expected entries of a model's parameters."""
     return tuple(TensorEntry(f"{WEIGHTS}.{row.name}", "F32", row.shape) for row in spec.parameters)

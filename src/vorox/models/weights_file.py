@@ -1,12 +1,11 @@
-"""Safetensors files, written and read one tensor at a time.
+"""Safetensors reader and writer that stream one tensor at a time.
 
-The writer puts the header first and then streams arrays into a committer's file (``core.atomic``), so a model never
-stands in memory twice. The reader parses the header itself, because the official library lets duplicate names pass and
-has no bf16 in numpy; it reads with plain file reads, so a failing disk is an error and not a signal. Whatever it lets
-pass, the official library reads equally (tests hold both to that).
+The writer writes the header and then streams arrays, so a model is never in memory twice. The reader parses the header
+itself, because the official library accepts duplicate names and has no bf16 in NumPy; it uses plain reads, so a failing
+disk is an exception and not a signal. Every file that it accepts reads identically with the official library (tested).
 
-Invariant: tensors cover the data section in file order without gap or overlap, wide types first, so that every
-tensor is aligned; anything else is a ``CheckpointError`` that names the file and the tensor.
+Invariant: tensors cover the data section in file order without gaps or overlaps, and every tensor is aligned; anything
+else is a ``CheckpointError`` that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from vorox.core.errors import CheckpointError
 Array = npt.NDArray[Any]
 
 HEADER_LIMIT_BYTES = 100_000_000
-"""The official library's own limit."""
+"""The limit of the official library."""
 PIECE_BYTES = 1 << 26
 
 _NUMPY: Mapping[str, npt.DTypeLike] = {
@@ -40,14 +39,14 @@ _NAMES: Mapping[str, str] = {np.dtype(kind).str: name for name, kind in _NUMPY.i
 
 
 class ByteSink(Protocol):
-    """Where a file goes: ``core.staged_directory.HashingWriter`` or an open binary file."""
+    """Destination of a file: ``core.staged_directory.HashingWriter`` or an open binary file."""
 
     def write(self, data: memoryview, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: its name, its type as safetensors calls it (F32, BF16, ...) and its shape."""
+    """A tensor of a file: name, safetensors dtype (F32, BF16, ...) and shape."""
 
     name: str
     dtype: str
@@ -59,20 +58,20 @@ class TensorEntry:
 
 
 def entry_of(name: str, array: Array) -> TensorEntry:
-    """The entry that stores an array in its own type."""
+    """Return the entry that stores an array in its own dtype."""
     return TensorEntry(name, _NAMES[array.dtype.newbyteorder("<").str], array.shape)
 
 
 def bfloat16_bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """fp32 to bf16, rounded to nearest even, as bit patterns; NaN stays NaN."""
+    """Convert fp32 to bf16 bit patterns, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(array, dtype=np.float32).reshape(-1).view(np.uint32)
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    quiet = ((bits >> 16) | 0x40).astype(np.uint16)  # a NaN whose payload lies in the lower half must not become inf
+    quiet = ((bits >> 16) | 0x40).astype(np.uint16)  # a NaN with payload only in the lower half must not become inf
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).reshape(array.shape)
 
 
 def bfloat16_values(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bf16 bit patterns to fp32, exactly."""
+    """Convert bf16 bit patterns to fp32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -83,31 +82,31 @@ def write_weights(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file. Float arrays become the declared float type, rounded to nearest even.
+    """Write a safetensors file. Float arrays are converted to the declared dtype, rounded to nearest even.
 
     Args:
         sink: Receives the bytes in order.
         entries: Every tensor, in the order of ``arrays``; wider types first.
-        arrays: The tensors; each may be dropped by its producer as soon as the next one is asked for.
-        metadata: Free text of the header. Default: what transformers expects, ``{"format": "pt"}``.
+        arrays: The tensors; the producer may free each one when the next is requested.
+        metadata: Metadata of the header; by default ``{"format": "pt"}``, as transformers expects.
 
     Raises:
-        CheckpointError: A tensor is missing, unexpected, of another shape or type, or too large for fp16.
+        CheckpointError: A tensor is missing, unexpected, has another shape or dtype, or overflows fp16.
     """
     sink.write(memoryview(_header(entries, {"format": "pt"} if metadata is None else metadata)))
     expected = iter(entries)
     for name, array in arrays:
         entry = next(expected, None)
         if entry is None or entry.name != name:
-            raise CheckpointError(f"tensor {name} arrived where {entry.name if entry else 'the end'} was declared")
+            raise CheckpointError(f"Got tensor {name}, but {entry.name if entry else 'no further tensor'} was declared")
         if array.shape != entry.shape:
-            raise CheckpointError(f"tensor {name} has shape {array.shape}, declared was {entry.shape}")
+            raise CheckpointError(f"Tensor {name} has shape {array.shape}, but {entry.shape} was declared")
         data = _stored(array, entry).reshape(-1).view(np.uint8).data
         for start in range(0, len(data), PIECE_BYTES):
             sink.write(data[start : start + PIECE_BYTES])
     missing = next(expected, None)
     if missing is not None:
-        raise CheckpointError(f"tensor {missing.name} was declared but never arrived")
+        raise CheckpointError(f"Tensor {missing.name} was declared but not given")
 
 
 def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
@@ -115,9 +114,9 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> byte
     offset = 0
     for entry in entries:
         if entry.name in header:
-            raise CheckpointError(f"tensor {entry.name} is declared twice")
+            raise CheckpointError(f"Tensor {entry.name} is declared twice")
         if offset % np.dtype(_NUMPY[entry.dtype]).itemsize:
-            raise CheckpointError(f"tensor {entry.name} would be misaligned: declare wider types first")
+            raise CheckpointError(f"Tensor {entry.name} would be misaligned; declare wider dtypes first")
         end = offset + entry.size_bytes
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
@@ -134,11 +133,11 @@ def _stored(array: Array, entry: TensorEntry) -> Array:
             half = np.ascontiguousarray(array, dtype="<f2")
         if not np.array_equal(np.isinf(half), np.isinf(array)):
             raise CheckpointError(
-                f"tensor {entry.name} has values beyond fp16's 65,504", hint="write fp32 or bf16 instead"
+                f"Tensor {entry.name} has values above the maximum of fp16 (65,504)", hint="write fp32 or bf16 instead"
             )
         return half
     if array.dtype.newbyteorder("<") != np.dtype(_NUMPY[entry.dtype]):
-        raise CheckpointError(f"tensor {entry.name} has type {array.dtype}, declared was {entry.dtype}")
+        raise CheckpointError(f"Tensor {entry.name} has dtype {array.dtype}, but {entry.dtype} was declared")
     return np.ascontiguousarray(array, dtype=_NUMPY[entry.dtype])
 
 
@@ -146,7 +145,7 @@ class WeightsFile:
     """A validated safetensors file. Opening reads and checks the header only.
 
     Raises:
-        CheckpointError: The file is missing, cut short, or its header breaks any rule of the format.
+        CheckpointError: The file is missing, truncated, or its header is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,7 +154,7 @@ class WeightsFile:
             with path.open("rb") as file:
                 self._data_start, header = self._read_header(file)
         except OSError as error:
-            raise CheckpointError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+            raise CheckpointError(f"Cannot read the weights: {error.strerror}", where=str(path)) from error
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if not isinstance(self.metadata, dict) or not all(isinstance(text, str) for text in self.metadata.values()):
             raise self._broken("__metadata__ is not a table of strings")
@@ -163,7 +162,7 @@ class WeightsFile:
         self.entries = self._check_tensors(header)
 
     def _broken(self, what: str) -> CheckpointError:
-        return CheckpointError(f"not a valid safetensors file: {what}", where=str(self.path))
+        return CheckpointError(f"Not a valid safetensors file: {what}", where=str(self.path))
 
     def _read_header(self, file: IO[bytes]) -> tuple[int, dict[str, Any]]:
         self._size_bytes = os.fstat(file.fileno()).st_size
@@ -200,12 +199,14 @@ class WeightsFile:
         expected_start = 0
         for start, end, entry in located:
             if start != expected_start:
-                raise self._broken(f"tensor {entry.name} starts at {start}, the one before ends at {expected_start}")
+                raise self._broken(
+                    f"tensor {entry.name} starts at {start}, but the previous one ends at {expected_start}"
+                )
             self._offsets[entry.name] = self._data_start + start
             expected_start = end
         if self._data_start + expected_start != self._size_bytes:
             raise self._broken(
-                f"the tensors need {self._data_start + expected_start:,} bytes, the file has {self._size_bytes:,}"
+                f"the tensors need {self._data_start + expected_start:,} bytes, but the file has {self._size_bytes:,}"
             )
         return {entry.name: entry for _, _, entry in located}
 
@@ -216,43 +217,43 @@ class WeightsFile:
             case _:
                 raise self._broken(f"tensor {name} is not described by dtype, shape and data_offsets")
         if not all(type(number) is int and 0 <= number < 2**63 for number in [*shape, start, end]):
-            raise self._broken(f"tensor {name} has a size or offset that is not a natural number")
+            raise self._broken(f"tensor {name} has a size or offset that is not a non-negative integer")
         if dtype not in _NUMPY:
-            raise self._broken(f"tensor {name} has type {dtype}; known are {', '.join(_NUMPY)}")
+            raise self._broken(f"tensor {name} has dtype {dtype}; supported are {', '.join(_NUMPY)}")
         entry = TensorEntry(name, dtype, tuple(shape))
         if end - start != entry.size_bytes:
-            raise self._broken(f"tensor {name} has {end - start} bytes, its shape {shape} needs {entry.size_bytes}")
+            raise self._broken(f"tensor {name} has {end - start} bytes, but shape {shape} needs {entry.size_bytes}")
         return start, end, entry
 
     def check_entries(self, expected: Iterable[TensorEntry]) -> None:
-        """Compare names, shapes and types with what the caller needs.
+        """Check names, shapes and dtypes of all tensors.
 
         Raises:
-            CheckpointError: Naming the first tensor that is missing, unknown or different.
+            CheckpointError: A tensor is missing, unknown or different; the message names the first one.
         """
         wanted = {entry.name: entry for entry in expected}
         for name in sorted(wanted.keys() | self.entries.keys()):
             if name not in self.entries:
-                raise CheckpointError(f"tensor {name} is missing", where=str(self.path))
+                raise CheckpointError(f"Tensor {name} is missing", where=str(self.path))
             if name not in wanted:
-                raise CheckpointError(f"tensor {name} is not part of this model", where=str(self.path))
+                raise CheckpointError(f"Tensor {name} is not part of this model", where=str(self.path))
             if wanted[name] != self.entries[name]:
                 raise CheckpointError(
-                    f"tensor {name} is {self.entries[name].dtype} {self.entries[name].shape}, "
-                    f"needed is {wanted[name].dtype} {wanted[name].shape}",
+                    f"Tensor {name} is {self.entries[name].dtype} {self.entries[name].shape}; "
+                    f"expected {wanted[name].dtype} {wanted[name].shape}",
                     where=str(self.path),
                 )
 
     def __iter__(self) -> Iterator[tuple[str, Array]]:
-        """All tensors in file order; fp16 and bf16 arrive as fp32, everything else in its own type."""
+        """Yield all tensors in file order; fp16 and bf16 are converted to fp32, other dtypes are kept."""
         with self._open() as file:
             for name in self.entries:
                 yield name, self._read(file, name)
 
     def read(self, name: str) -> Array:
-        """One tensor by name."""
+        """Read a tensor by name."""
         if name not in self.entries:
-            raise CheckpointError(f"tensor {name} is missing", where=str(self.path))
+            raise CheckpointError(f"Tensor {name} is missing", where=str(self.path))
         with self._open() as file:
             return self._read(file, name)
 
@@ -260,7 +261,7 @@ class WeightsFile:
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
-            raise CheckpointError(f"cannot read the weights: {error.strerror}", where=str(self.path)) from error
+            raise CheckpointError(f"Cannot read the weights: {error.strerror}", where=str(self.path)) from error
 
     def _read(self, file: FileIO, name: str) -> Array:
         entry = self.entries[name]
@@ -272,21 +273,21 @@ class WeightsFile:
             while filled < len(view):
                 count = file.readinto(view[filled : filled + PIECE_BYTES])
                 if not count:
-                    raise CheckpointError(f"the file ends inside tensor {name}", where=str(self.path))
+                    raise CheckpointError(f"The file ends inside tensor {name}", where=str(self.path))
                 filled += count
         except OSError as error:
-            raise CheckpointError(f"cannot read tensor {name}: {error.strerror}", where=str(self.path)) from error
+            raise CheckpointError(f"Cannot read tensor {name}: {error.strerror}", where=str(self.path)) from error
         if entry.dtype == "BF16":
             return bfloat16_values(array)
         if entry.dtype == "F16":
             return array.astype(np.float32)
         if entry.dtype == "BOOL" and bool((array.view(np.uint8) > 1).any()):
-            raise CheckpointError(f"tensor {name} has bytes that are neither true nor false", where=str(self.path))
+            raise CheckpointError(f"Tensor {name} has bytes that are neither true nor false", where=str(self.path))
         return array
 
 
 def open_directory(directory: Path) -> tuple[WeightsFile, ...]:
-    """The weights of a Hugging Face directory: ``model.safetensors``, or the shards that its index names.
+    """Open the weights of a Hugging Face directory: ``model.safetensors``, or the shards of its index.
 
     Raises:
         CheckpointError: There are no safetensors weights, a shard is missing, or index and shards disagree.
@@ -297,17 +298,17 @@ def open_directory(directory: Path) -> tuple[WeightsFile, ...]:
     if not index.exists():
         pickled = sorted(path.name for path in directory.glob("*.bin"))
         hint = "convert the .bin file to safetensors first; pickles are never loaded" if pickled else ""
-        raise CheckpointError("no model.safetensors and no index of shards", where=str(directory), hint=hint)
+        raise CheckpointError("There is no model.safetensors and no index of shards", where=str(directory), hint=hint)
     try:
         shard_of = json.loads(index.read_bytes())["weight_map"]
         names = sorted({str(shard) for shard in shard_of.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("the index of shards is not valid", where=str(index)) from error
+        raise CheckpointError("The index of shards is not valid", where=str(index)) from error
     if any(Path(name).name != name for name in names):
-        raise CheckpointError("the index of shards points outside its directory", where=str(index))
+        raise CheckpointError("The index of shards points outside its directory", where=str(index))
     files = tuple(WeightsFile(directory / name) for name in names)
     found = {(tensor, file.path.name) for file in files for tensor in file.entries}
     if found != set(shard_of.items()):
         tensor, shard = min(found ^ set(shard_of.items()))
-        raise CheckpointError(f"index and shards disagree about tensor {tensor} in {shard}", where=str(index))
+        raise CheckpointError(f"Index and shards disagree about tensor {tensor} in {shard}", where=str(index))
     return files

@@ -133,7 +133,7 @@ class TestRefusals:
         path = save(make(LLAMA), tmp_path / "state")
         engine = make(LLAMA, **settings)
         before = engine.fingerprint()
-        with pytest.raises(CheckpointError, match="the optimizer state holds"):
+        with pytest.raises(CheckpointError, match="The optimizer state holds"):
             engine.load(path)
         assert engine.fingerprint() == before
 
@@ -150,7 +150,7 @@ class TestRefusals:
         path = save(engine, tmp_path / "state")
         state = json.loads((path / "engine.json").read_text())
         (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/0"}))
-        with pytest.raises(CheckpointError, match="has format vorox-engine/0, needed is vorox-engine/1"):
+        with pytest.raises(CheckpointError, match="has format vorox-engine/0; expected vorox-engine/1"):
             engine.load(path)
 
     @pytest.mark.parametrize("name", ["engine.json", "model.safetensors", "optimizer.safetensors"])

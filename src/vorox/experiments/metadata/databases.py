@@ -1,8 +1,8 @@
-"""The two databases behind ``MetadataCache``, with the same few verbs: a file of SQLite, or a server of PostgreSQL.
+"""The SQLite and PostgreSQL backends of ``MetadataCache``, behind one interface.
 
-Each brings itself up to the current version when it is opened, under a lock, so that any number of runs may open one
-at the same moment. Writing happens in transactions; reading for people happens on a connection of its own that can
-write nothing. Invariant: the same rows give the same answers to the same question, in the same Python values.
+Opening a database migrates it to the current version, under a lock, so that many runs can open one concurrently. Writes
+are transactional; user queries run on a separate read-only connection. Invariant: both backends return the same Python
+values for the same rows and query.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vorox.core.redaction import redact
 from vorox.experiments.metadata.tables import CURRENT_VERSION, MIGRATIONS, TABLES, VERSION_TABLE, Table
 
 SCHEMA_NAME = "vorox"
-"""Schema of PostgreSQL that holds the tables, so that they lie beside nothing of anybody else's."""
+"""PostgreSQL schema of the tables, separate from those of other applications."""
 
 _CONNECT_SECONDS = 5
 _STATEMENT_MILLISECONDS = 60_000
@@ -31,38 +31,38 @@ _MIGRATION_LOCK = 0x766F726F78  # "vorox"
 _READING = re.compile(r"(?:\s|--[^\n]*(?:\n|\Z)|/\*.*?\*/|\()*(select|with|values)\b", re.IGNORECASE | re.DOTALL)
 
 Cells = Sequence[Any]
-Answer = tuple[tuple[str, ...], list[tuple[Any, ...]]]
+Result = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 
 
 class Database(Protocol):
     """An open database at the current version."""
 
     def transaction(self) -> contextlib.AbstractContextManager[None]:
-        """All that is written inside counts together or not at all."""
+        """Commit all writes inside together, or none."""
         ...
 
     def execute(self, statement: str, values: Cells = ()) -> list[tuple[Any, ...]]:
-        """One statement with ``?`` for its values; the rows that it gives."""
+        """Execute a statement with ``?`` placeholders and return its rows."""
         ...
 
     def upsert(self, table: Table, rows: Iterable[Cells]) -> int:
-        """Insert rows, or replace those of the same key. Within one call a key occurs once."""
+        """Insert or replace rows by key. Keys must be unique within a call."""
         ...
 
     def load(self, table: Table, rows: Iterable[Cells]) -> int:
-        """Insert many rows of keys that are not there yet, the fastest way."""
+        """Bulk-insert rows with new keys."""
         ...
 
     def close(self) -> None: ...
 
 
 class SqliteDatabase:
-    """A file. One writer at a time; readers are never kept out for longer than a commit."""
+    """A SQLite file. One writer at a time; readers are blocked at most for a commit."""
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            self._connection.execute("PRAGMA synchronous = NORMAL")  # what a power cut takes is projected again
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # rows lost in a power failure are written again
             with self.transaction():
                 _migrate(self, str(path))
         except BaseException:
@@ -94,7 +94,7 @@ class SqliteDatabase:
 
 
 class PostgresDatabase:
-    """A server, found by a connection string that is never shown."""
+    """A PostgreSQL server. Its connection string is never shown."""
 
     def __init__(self, dsn: str) -> None:
         self._connection = _connect(dsn)
@@ -117,7 +117,7 @@ class PostgresDatabase:
         return cursor.fetchall() if cursor.description else []
 
     def upsert(self, table: Table, rows: Iterable[Cells]) -> int:
-        """By COPY into a temporary table, then in one statement."""
+        """Insert or replace rows: COPY into a temporary table, then one INSERT."""
         columns = ", ".join(table.columns)
         with self._connection.cursor() as cursor:
             cursor.execute(f"CREATE TEMP TABLE incoming (LIKE {table.name}) ON COMMIT DROP")
@@ -145,7 +145,7 @@ class PostgresDatabase:
 
 
 def require_psycopg() -> Any:
-    """The PostgreSQL client.
+    """Return the PostgreSQL client.
 
     Raises:
         ConfigError: It is not installed.
@@ -154,24 +154,24 @@ def require_psycopg() -> Any:
         import psycopg
     except ImportError as error:
         raise ConfigError(
-            "the metadata database is PostgreSQL, and its client is not installed", where="log.metadata",
+            "The metadata database is PostgreSQL, but its client is not installed", where="log.metadata",
             hint=install_command("postgres"),
         ) from error  # fmt: skip
     return psycopg
 
 
 def _connect(dsn: str, *, options: str = "") -> Any:
-    """An open connection whose every wait ends by itself.
+    """Open a connection with timeouts on every operation.
 
     Raises:
-        ConfigError: The connection string makes no sense.
+        ConfigError: The connection string is invalid.
     """
     psycopg = require_psycopg()
     try:
         given = psycopg.conninfo.conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         raise ConfigError(
-            "the PostgreSQL connection string cannot be read (it is not shown, for it may hold a password)",
+            "The PostgreSQL connection string is invalid (it is not shown, since it may contain a password)",
             where="log.metadata_dsn_variable", hint="write it as postgresql://USER:PASSWORD@HOST:5432/DATABASE",
         ) from None  # fmt: skip
     ours = f"-c search_path={SCHEMA_NAME} -c statement_timeout={_STATEMENT_MILLISECONDS} {options}"
@@ -189,18 +189,18 @@ def _upsert(table: Table, mark: str) -> str:
 
 
 def _migrate(database: Database, name: str) -> None:
-    """Bring a database up to the current version. Inside a transaction, one process at a time.
+    """Migrate a database to the current version, inside a transaction and one process at a time.
 
     Raises:
-        ConfigError: It was made by a newer version of Vorox.
+        ConfigError: It was created by a newer version of Vorox.
     """
     database.execute(VERSION_TABLE)
     found = database.execute("SELECT version FROM metadata_version")
     version = int(found[0][0]) if found else 0
     if version > CURRENT_VERSION:
         raise ConfigError(
-            f"the metadata database has version {version}, this Vorox knows {CURRENT_VERSION}", where=name,
-            hint="use the version of Vorox that made it, or another database",
+            f"The metadata database has version {version}; this Vorox supports {CURRENT_VERSION}", where=name,
+            hint="use the version of Vorox that created it, or another database",
         )  # fmt: skip
     if version == CURRENT_VERSION:
         return
@@ -211,24 +211,24 @@ def _migrate(database: Database, name: str) -> None:
     database.execute("INSERT INTO metadata_version (version) VALUES (?)", (CURRENT_VERSION,))
 
 
-# Reading for people
+# User queries
 
 
-def query_sqlite(path: Path, statement: str, max_rows: int | None = None) -> Answer:
-    """The answer to one reading statement.
+def query_sqlite(path: Path, statement: str, max_rows: int | None = None) -> Result:
+    """Run one read-only statement on a SQLite file.
 
     Raises:
-        ConfigError: It is not one statement that only reads, or makes no sense.
+        ConfigError: The statement is invalid or not read-only.
         DataError: The database cannot be read.
     """
-    _expect_reading(statement)
+    _check_read_only(statement)
     try:
         connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
     except sqlite3.OperationalError as error:
-        raise DataError(f"the metadata database cannot be read: {error}", where=str(path)) from error
+        raise DataError(f"The metadata database cannot be read: {error}", where=str(path)) from error
     try:
         connection.execute("PRAGMA query_only = ON")
-        connection.set_authorizer(_allow_reading)
+        connection.set_authorizer(_authorize_reading)
         cursor = connection.execute(statement)
         rows = cursor.fetchall() if max_rows is None else cursor.fetchmany(max_rows)
         return tuple(column[0] for column in cursor.description), rows
@@ -236,16 +236,16 @@ def query_sqlite(path: Path, statement: str, max_rows: int | None = None) -> Ans
         raise _refusal(str(error)) from error
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
-            raise DataError(f"the metadata database cannot be read: {error}", where=str(path)) from error
+            raise DataError(f"The metadata database cannot be read: {error}", where=str(path)) from error
         raise _refusal(str(error)) from error
     except sqlite3.ProgrammingError as error:
         raise _refusal(str(error)) from error
     except sqlite3.DatabaseError as error:
         if "not authorized" in str(error) or "prohibited" in str(error):
-            raise _refusal("only reading is allowed here") from error
+            raise _refusal("it is not read-only") from error
         raise DataError(
-            f"the metadata database is damaged: {error}", where=str(path),
-            hint="remove the file; `vorox data sql RUN --refresh` writes it again from the run directory",
+            f"The metadata database is damaged: {error}", where=str(path),
+            hint="remove the file; `vorox data sql RUN --refresh` rebuilds it from the run directory",
         ) from error  # fmt: skip
     finally:
         connection.close()
@@ -255,26 +255,26 @@ _READING_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_F
 _REFUSED_FUNCTIONS = {"load_extension", "writefile", "edit"}
 
 
-def _allow_reading(action: int, first: str | None, second: str | None, *_: object) -> int:
+def _authorize_reading(action: int, first: str | None, second: str | None, *_: object) -> int:
     if action == sqlite3.SQLITE_FUNCTION and (second or first or "").lower() in _REFUSED_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _READING_ACTIONS else sqlite3.SQLITE_DENY
 
 
-def query_postgres(dsn: str, statement: str, max_rows: int | None = None) -> Answer:
-    """The answer to one reading statement, in a read-only transaction.
+def query_postgres(dsn: str, statement: str, max_rows: int | None = None) -> Result:
+    """Run one read-only statement on PostgreSQL, in a read-only transaction.
 
     Raises:
-        ConfigError: It is not one statement that only reads, or makes no sense.
+        ConfigError: The statement is invalid or not read-only.
         DataError: The server cannot be reached.
     """
-    _expect_reading(statement)
+    _check_read_only(statement)
     psycopg = require_psycopg()
     try:
         connection = _connect(dsn, options="-c default_transaction_read_only=on")
     except psycopg.OperationalError as error:
         raise DataError(
-            f"the metadata database cannot be reached: {redact(str(error))}", where="PostgreSQL",
+            f"The metadata database cannot be reached: {redact(str(error))}", where="PostgreSQL",
             hint="start the server, or correct the connection string",
         ) from error  # fmt: skip
     try:
@@ -285,28 +285,28 @@ def query_postgres(dsn: str, statement: str, max_rows: int | None = None) -> Ans
             rows = cursor.fetchall() if max_rows is None else cursor.fetchmany(max_rows)
             return columns, [tuple(map(_plain, row)) for row in rows]
     except psycopg.errors.ReadOnlySqlTransaction as error:
-        raise _refusal("only reading is allowed here") from error
+        raise _refusal("it is not read-only") from error
     except psycopg.OperationalError as error:
-        raise DataError(f"the metadata database did not answer: {redact(str(error))}", where="PostgreSQL") from error
+        raise DataError(f"The query failed: {redact(str(error))}", where="PostgreSQL") from error
     except psycopg.Error as error:
         raise _refusal(redact(str(error))) from error
 
 
 def _plain(value: Any) -> Any:
-    """Sums of PostgreSQL are decimals; elsewhere they are what they sum."""
+    """Convert a decimal, which PostgreSQL returns for sums, to the ``int`` or ``float`` that SQLite returns."""
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value
 
 
-def _expect_reading(statement: str) -> None:
+def _check_read_only(statement: str) -> None:
     if _READING.match(statement) is None:
-        raise _refusal("only reading is allowed here: a statement begins with SELECT, WITH or VALUES")
+        raise _refusal("it must be read-only and start with SELECT, WITH or VALUES")
 
 
 def _refusal(what: str) -> ConfigError:
     tables = ", ".join([*TABLES, "consumed", "epochs", "samples", "epoch_samples"])
     return ConfigError(
-        f"the statement is refused: {what}", where="vorox data sql", hint=f"tables and views: {tables}",
+        f"The statement is refused: {what}", where="vorox data sql", hint=f"tables and views: {tables}",
         saved="nothing was changed",
     )  # fmt: skip

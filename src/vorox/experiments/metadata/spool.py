@@ -1,9 +1,8 @@
-"""Rows that wait for a database that is away: ``metadata.spool`` in the run directory, every line with its checksum.
+"""Spool of rows for an unavailable metadata database: ``metadata.spool`` in the run directory.
 
-A line is the CRC-32 of the rest, then JSON of table, number and values. Lines are only appended; draining writes the
-newest row of every key in one transaction and then removes the file, so a crash in between writes the same rows again,
-which changes nothing. A torn or damaged line is left out and counted. Invariant: the numbers rise, whatever process
-appended, so that of two rows of one key the newer is known.
+A line is a CRC-32 and then JSON of number, table and values. Lines are append-only; draining writes the newest row of
+every key in one transaction and then removes the file, so a crash in between only repeats idempotent writes. Torn or
+damaged lines are skipped and counted. Invariant: numbers increase across processes, and so order the rows of a key.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _COMPACT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Spooled:
-    """What a spool holds.
+    """The content of a spool.
 
     Attributes:
-        rows: The newest of every key, in the order in which they were put.
-        last_number: Highest number of a line.
-        damaged_lines: Lines that could not be read.
+        rows: The newest row of every key, in order.
+        last_number: The highest number.
+        damaged_lines: Number of unreadable lines.
     """
 
     rows: tuple[Row, ...]
@@ -38,7 +37,7 @@ class Spooled:
 
 
 class Spool:
-    """The spool of one run; one process writes at a time."""
+    """The spool of a run, with one writing process at a time."""
 
     def __init__(self, run_directory: Path) -> None:
         self.path = RunLayout(run_directory).metadata_spool
@@ -46,10 +45,10 @@ class Spool:
         self._compacted_bytes = 0
 
     def append(self, rows: Iterable[tuple[int, Row]], *, sync: bool) -> None:
-        """Add rows with their numbers.
+        """Append numbered rows.
 
         Raises:
-            OSError: The disk is full or gone.
+            OSError: The disk is full or fails.
         """
         data = b"".join(_line(number, row) for number, row in rows)
         if not data:
@@ -79,13 +78,13 @@ class Spool:
         return Spooled(rows, last_number, damaged)
 
     def clear(self) -> None:
-        """Forget everything: it is in the database."""
+        """Remove all rows, once they are in the database."""
         if self.path.exists():
             atomic.remove_file(self.path)
         self.size_bytes = self._compacted_bytes = 0
 
     def _separator(self) -> bytes:
-        """A line end, if a crash left the last line without one."""
+        """Return a line end if a crash left the last line without one."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return b""
         with self.path.open("rb") as file:
@@ -93,7 +92,7 @@ class Spool:
             return b"" if file.read(1) == b"\n" else b"\n"
 
     def _compact(self) -> None:
-        """Keep the newest row of every key: a database that is away for a year must not fill the disk."""
+        """Keep only the newest row of every key, so that a long outage does not fill the disk."""
         kept = self.read()
         first = kept.last_number - len(kept.rows) + 1
         lines = (_line(first + index, row) for index, row in enumerate(kept.rows))

@@ -1,9 +1,8 @@
-"""The tables of the metadata database, their versions and views: one text for SQLite and for PostgreSQL.
+"""Tables, views and migrations of the metadata database, in SQL for both SQLite and PostgreSQL.
 
-Rows are few because they are intervals: what a run consumed is a row per attempt, whatever the number of steps. Every
-table has a natural key, so that a row that is written twice is there once. ``MIGRATIONS`` are applied in order and
-never changed once published; a database says which it has had. Steps count from 1, positions (rows of data since the
-start of the run) from 0; ``end_position`` is the position behind the last.
+Rows are intervals and therefore few: the data used by a run is one row per attempt. Every table has a natural key, so
+writes are idempotent. ``MIGRATIONS`` are applied in order and never change once published; the database records its
+version. Steps count from 1, positions (rows of data since the start of the run) from 0; ``end_position`` is exclusive.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Value = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns in order, the key first."""
+    """A table: key columns, then the others."""
 
     name: str
     key: tuple[str, ...]
@@ -30,18 +29,18 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of one table, by column; what is missing is null."""
+    """A row of a table, by column; missing columns are null."""
 
     table: str
     values: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Table and natural key: what a later row of the same key takes the place of."""
+        """Table and natural key; a later row replaces an earlier one with the same key."""
         return (self.table, *(self.values[name] for name in TABLES[self.table].key))
 
     def cells(self) -> tuple[Any, ...]:
-        """Values in the order of the table's columns."""
+        """Return the values in column order."""
         return tuple(self.values.get(name) for name in TABLES[self.table].columns)
 
 
@@ -159,7 +158,7 @@ _VERSION_2 = (
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
-"""Statements that bring a database from version i to version i + 1."""
+"""Statements that migrate a database from version i to version i + 1."""
 
 CURRENT_VERSION = len(MIGRATIONS)
 VERSION_TABLE = "CREATE TABLE IF NOT EXISTS metadata_version (version BIGINT NOT NULL)"

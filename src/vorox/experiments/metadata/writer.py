@@ -1,9 +1,9 @@
-"""Writing metadata in the background of a run: the run never waits for a database, and loses nothing to one.
+"""Background writer of a run's metadata, which never blocks the run and loses no rows.
 
-In: rows, put by the run in constant time; and rows that the writer asks for itself every few seconds, so that a step
-need not say anything. Out: one transaction per round. While the database is away, what would have been written goes to
-the spool in the run directory, and so does what does not fit into memory; when it is back, the spool is drained before
-anything newer is written. Rows are keyed, so doing it twice changes nothing. Nothing here ever raises into the run.
+In: rows that the run puts in constant time, and rows that the writer collects every few seconds. Out: one transaction
+per round. While the database is unavailable, rows go to the spool in the run directory, as do rows that exceed the
+memory limit; afterwards the spool is drained before anything newer is written. Rows are keyed, so repeated writes are
+harmless. Nothing here raises into the run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LONGEST_RETRY_SECONDS = 30.0
 _MAX_PENDING = 10_000
 
 ReportEvent = Callable[[str, str, Literal["info", "warning"]], None]
-"""Told (kind, sentence, level) when the database goes away or comes back."""
+"""Reports (kind, message, level) when the database becomes unavailable or available again."""
 
 
 class MetadataWriter:
-    """The background writer of one run. Make it, put rows, close it.
+    """The background writer of a run.
 
     Args:
-        run_directory: Where the spool lies.
-        open_cache: Opens the database; may fail, and is asked again.
-        initial_sync: Called with every database that was opened, after the spool was drained and before anything newer
-            is written: all that it must know by now. May raise what the database raises.
-        collect: Rows that tell how things stand; asked every round.
-        report: Where it is told how the database is.
+        run_directory: Directory of the spool.
+        open_cache: Opens the database; retried if it fails.
+        initial_sync: Writes the current state to a newly opened database, after the spool is drained and before
+            anything newer is written. May raise exceptions of the database.
+        collect: Returns rows of the current state; called every round.
+        report: Reports changes of the database's availability.
         interval_seconds: Time between two rounds.
-        max_pending: Keys that wait in memory at most; what comes on top goes to the spool.
+        max_pending: Maximum number of keys in memory; further rows go to the spool.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MetadataWriter:
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """Have a row written. Constant time; waits for no database."""
+        """Enqueue a row, in constant time and without waiting for the database."""
         with self._lock:
             self._number += 1
             entry = (self._number, row)
@@ -87,17 +87,17 @@ class MetadataWriter:
             self._spool_rows([entry], sync=False)
 
     def wake(self) -> None:
-        """Begin a round now."""
+        """Start a round now."""
         self._wake.set()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what is left, or spool it if the database does not take it in time."""
+        """Write the remaining rows, or spool them if the database is too slow."""
         if self._closing:
             return
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_seconds)
-        if self._thread.is_alive():  # hangs in the database; what it has taken may be written twice, or never
+        if self._thread.is_alive():  # blocked in the database; rows in flight may be written twice, or not at all
             self._collect_changes()
             self._spool_pending()
             self._spool_rows(list(self._in_flight.values()), sync=True)
@@ -107,7 +107,7 @@ class MetadataWriter:
             closing = self._closing
             self._round()
             if closing and self._failures == 1:
-                self._round()  # it broke just now: perhaps no more than the connection
+                self._round()  # the first failure may be only a lost connection
             if closing:
                 if self._cache is not None:
                     self._cache.close()
@@ -118,8 +118,8 @@ class MetadataWriter:
     def _round(self) -> None:
         try:
             self._write_round()
-        except Exception as error:  # whatever is wrong here, the training goes on
-            self._report("metadata_failed", f"the metadata writer failed: {type(error).__name__}: {error}", "warning")
+        except Exception as error:  # an unexpected error must not stop the training
+            self._report("metadata_failed", f"The metadata writer failed: {type(error).__name__}: {error}", "warning")
 
     def _write_round(self) -> None:
         self._collect_changes()
@@ -136,7 +136,7 @@ class MetadataWriter:
             return
         self._in_flight = {}
         if self._failures:
-            self._report("metadata_back", "The metadata database is back; nothing was lost", "info")
+            self._report("metadata_back", "The metadata database is available again; no rows were lost", "info")
         self._failures = 0
 
     def _collect_changes(self) -> None:
@@ -160,26 +160,26 @@ class MetadataWriter:
             self._cache.write(row for _, row in sorted(taken.values(), key=lambda entry: entry[0]))
 
     def _drain(self, cache: MetadataCache) -> None:
-        """Write what the spool holds. Its lock is not held meanwhile: whoever spools must not wait for a database."""
+        """Write the spooled rows, without holding the spool's lock: spooling must not wait for the database."""
         with self._spool_lock:
             size_bytes = self._spool.size_bytes
             spooled = self._spool.read() if size_bytes else None
         if spooled is None:
             return
         if spooled.damaged_lines:
-            text = f"{spooled.damaged_lines} lines of {self._spool.path.name} are damaged and left out"
+            text = f"{spooled.damaged_lines} damaged lines of {self._spool.path.name} were skipped"
             self._report("metadata_spool_damaged", text, "warning")
         cache.write(spooled.rows)
         with self._spool_lock:
             if self._spool.size_bytes == size_bytes:
-                self._spool.clear()  # else it is drained again with what was added, which changes nothing
+                self._spool.clear()  # else it is drained again, together with the new rows, which is harmless
 
     def _handle_failure(self, error: Exception, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
         cache, self._cache = self._cache, None
         if cache is not None:
             try:
                 cache.close()
-            except Exception as closing:  # it is broken already
+            except Exception as closing:  # the connection is already broken
                 del closing
         self._failures += 1
         self._retry_at = time.monotonic() + min(_LONGEST_RETRY_SECONDS, self._interval_seconds * self._failures)
@@ -187,8 +187,8 @@ class MetadataWriter:
         self._in_flight = {}
         if self._failures == 1:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            text = f"The metadata database is away ({reason}); what it misses is kept in "
-            self._report("metadata_away", f"{text}{self._spool.path.name}, training goes on", "warning")
+            text = f"The metadata database is unavailable ({reason}); training continues, rows are spooled in "
+            self._report("metadata_away", f"{text}{self._spool.path.name}", "warning")
 
     def _spool_pending(self) -> None:
         with self._lock:
@@ -196,7 +196,7 @@ class MetadataWriter:
         self._spool_rows(taken.values(), sync=True)
 
     def _spool_rows(self, entries: Collection[tuple[int, Row]], *, sync: bool) -> None:
-        """Spool rows; if the disk does not take them, they wait in memory as far as there is room."""
+        """Append rows to the spool; if that fails, keep them in memory up to the limit."""
         try:
             with self._spool_lock:
                 self._spool.append(entries, sync=sync)
@@ -207,7 +207,7 @@ class MetadataWriter:
                         self._pending.setdefault(entry[1].key, entry)
             if not self._reported_spool_failure:
                 self._reported_spool_failure = True
-                text = f"{self._spool.path.name} cannot be written, what it misses waits in memory: {error.strerror}"
+                text = f"{self._spool.path.name} cannot be written; rows are kept in memory: {error.strerror}"
                 self._report("metadata_spool_failed", text, "warning")
 
     def _report(self, kind: str, text: str, level: Literal["info", "warning"]) -> None:
