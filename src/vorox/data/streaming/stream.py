@@ -127,7 +127,7 @@ class Stream:
             self._start()
             self._queue.wait_for(unit)
 
-    def lost(self, unit: int) -> None:
+    def mark_lost(self, unit: int) -> None:
         """Report that the chunks of a unit are not on disk: another process evicted them."""
         self._queue.mark_lost(unit)
 
@@ -258,4 +258,4 @@ class StreamReader(CacheReader):
             except DataError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self.stream.lost(unit)  # evicted after ensure returned
+                self.stream.mark_lost(unit)  # evicted after ensure returned

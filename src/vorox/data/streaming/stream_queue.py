@@ -113,7 +113,7 @@ class StreamQueue(BuildQueue):
                 if self.closed:
                     return None
                 self.refresh()
-                self._units.see(self.manifest)
+                self._units.update_from(self.manifest)
                 self._done = self._find_on_disk()
                 self.changed.notify_all()
                 batch, num_units = self.schedule.next_units(

@@ -66,9 +66,9 @@ class UnitList:
         self._num_checked = 0
         self._is_recorded = False
         self._manifest = Manifest.empty()
-        self.see(Manifest.open(directory))
+        self.update_from(Manifest.open(directory))
 
-    def see(self, manifest: Manifest) -> None:
+    def update_from(self, manifest: Manifest) -> None:
         """Add the units recorded in a newer manifest.
 
         Raises:
@@ -124,12 +124,12 @@ class UnitList:
                 listed = self._log.units[: manifest.planned_units]
                 record_inputs(self._directory, manifest, self._builder.files, listed)
             self._is_recorded = True
-            self.see(manifest)
+            self.update_from(manifest)
             fresh = self.units[manifest.planned_units :]
             if fresh or manifest.units_final != self.is_complete:
                 self._log.append(manifest.planned_units, fresh)
                 manifest = manifest.append(self._directory, [self._entry(manifest)])
-                self.see(manifest)
+                self.update_from(manifest)
         return manifest
 
     def _entry(self, manifest: Manifest) -> dict[str, object]:
@@ -153,7 +153,7 @@ class UnitList:
         except ConfigError:
             return None
         try:
-            self.see(self._manifest.refreshed(self._directory))
+            self.update_from(self._manifest.refreshed(self._directory))
             self.split(num_units, stop)
             return self.record()
         finally:
