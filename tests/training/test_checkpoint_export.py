@@ -176,7 +176,7 @@ def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> N
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for source in (tmp_path / "absent", tmp_path):
-        with pytest.raises(ConfigError, match="neither a run"):
+        with pytest.raises(ConfigError, match="neither a checkpoint nor a run"):
             export(source, tmp_path / "hf")
     run = make_run(tmp_path / "run", spec_of(LLAMA))
     path = RunLayout(run).checkpoint(10) / "model.safetensors"
@@ -366,8 +366,8 @@ def test_a_tokenizer_that_transformers_reads_differently_is_found(
     run = make_run(tmp_path / "run", spec)
     other = tokenizers.train(TokenizerConfig(kind="bpe", vocab_size=258), ["export export"])
     monkeypatch.setattr(tokenizers, "load", lambda directory: other)
-    with pytest.raises(CheckpointError, match="transformers takes id 256 for the end of text, it is 0"):
+    with pytest.raises(CheckpointError, match="End-of-text id of transformers is 256, expected 0"):
         export(run, tmp_path / "hf", engine=engine_of(spec))
     monkeypatch.setattr(other, "end_of_text_id", TOKENIZER.end_of_text_id)
-    with pytest.raises(CheckpointError, match="gives other ids for 'export'"):
+    with pytest.raises(CheckpointError, match="returns other ids for 'export'"):
         export(run, tmp_path / "hf", engine=engine_of(spec), texts=["export"])

@@ -238,7 +238,7 @@ def test_epochs_of_a_part_of_the_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) -> None:
-    """Later passes take the new rows up; the length is said, and follows only if it is to."""
+    """Later passes use the new rows; the length is logged, and follows only if configured."""
     extra = [
         "train.num_epochs=2",
         "data.cache.grow=true",
@@ -254,11 +254,11 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     plan = Plan.open(directory / "plan.jsonl")
     assert [segment.num_epochs for segment in plan.segments[0]] == [1, 2 if follow else 1]
     assert plan.segments[0][1].num_rows > rows + 50
-    assert events(directory, "cache_grown") == ["Source 'text' has grown: pass 2 and later ones take it up"]
+    assert events(directory, "cache_grown") == ["Source 'text' grew: used from pass 2 on"]
     begun, grown = -(-2 * rows // 4), -(-2 * plan.segments[0][1].num_rows // 4)
     assert outcome.progress.step == (grown if follow else begun)
     (said,) = events(directory, "dataset_grew")
-    assert f": {grown:,} steps; the run began with {begun:,}" in said
+    assert f"would be {grown:,} steps; the run started with {begun:,}" in said
     assert ("is extended" in said) == follow
     assert [known.total_steps for known in plan.state.horizons] == [begun, grown][: 1 + follow]
     report = replayed(directory)
@@ -340,7 +340,7 @@ def test_a_replay_does_not_run_earlier_steps_under_a_later_configuration(tmp_pat
     killed_at(config, 7)
     directory = only_run(tmp_path)
     run(two_sources(tmp_path, ["checkpoint.keep_last=1", "data.sources.0.weight=3"]), resume_from=directory)
-    with pytest.raises(ConfigError, match=r"the newest checkpoint up to state 5 is of state 0, .* changed at step 4"):
+    with pytest.raises(ConfigError, match=r"Newest checkpoint up to state 5 is of state 0, .* changed at step 4"):
         replayed(directory, 5)
     assert replayed(directory, 0, 4).is_exact
 

@@ -84,7 +84,7 @@ def test_from_a_directory_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     begun, muon = train(config_of(tmp_path, "torch", "run.name=begun")).run_directory, ["optimizer.name=muon"]
-    with pytest.raises(ConfigError, match="there are no weights at 'nowhere'"):
+    with pytest.raises(ConfigError, match="No weights at 'nowhere'"):
         train(config_of(tmp_path, "torch", "train.from_weights=nowhere"))
     with pytest.raises(ConfigError, match=r"num_layers = 1 \(here 2\)"):
         train(config_of(tmp_path, "torch", f"train.from_weights={begun}", "model.num_layers=2"))

@@ -238,7 +238,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
 
     postgres.stop()
     try:
-        with pytest.raises(DataError, match="cannot be had") as caught:
+        with pytest.raises(DataError, match="is not available") as caught:
             remove([str(lost)], yes=True)
     finally:
         postgres.start()
@@ -254,7 +254,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
 
     moved = lost.rename(tmp_path / lost.name)
     remove([str(moved)], yes=True)
-    assert "Its rows in the metadata database are removed." in capsys.readouterr().out
+    assert "Removed its rows from the metadata database." in capsys.readouterr().out
     assert not moved.exists()
     assert all(ids[1] not in found for found in known().values())
     assert all({ids[0], ids[2]} <= found for name, found in known().items() if name != "exception")

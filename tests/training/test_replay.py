@@ -133,7 +133,7 @@ def test_a_corrupt_checkpoint_is_passed_over(directory: Path) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 13), (12, 12), (5, 4), (-1, 3)])
 def test_a_range_that_was_not_recorded(directory: Path, first: int, last: int) -> None:
-    with pytest.raises(ConfigError, match="no range of this run"):
+    with pytest.raises(ConfigError, match="not a range of this run"):
         again(directory, first, last)
 
 
@@ -152,9 +152,7 @@ def test_from_the_state_at_which_the_configuration_changed(directory: Path) -> N
     run(changed, resume_from=directory)
     assert str(again(directory, 12)) == "bit-exact, 2 steps"
     RunLayout(directory).checkpoint(12).rename(directory / "checkpoints" / "away")
-    with pytest.raises(
-        ConfigError, match="state 8, and the configuration of this run was changed at step 12"
-    ) as refused:
+    with pytest.raises(ConfigError, match="state 8, and the configuration of this run changed at step 12") as refused:
         again(directory, 12)
     assert refused.value.exit_code == 2
     assert "8" in refused.value.hint
@@ -249,7 +247,7 @@ def test_another_seed_is_refused(directory: Path) -> None:
     assert recorded_config(directory).run.seed == 1235
     with pytest.raises(ConfigError, match="seed = 1234, the configuration 1235"):
         again(directory)
-    with pytest.raises(ConfigError, match="was made with another configuration"):
+    with pytest.raises(ConfigError, match="was written under another configuration"):
         again(directory, 8)
 
 
@@ -355,7 +353,7 @@ def test_a_careless_change_of_the_chain_is_refused(directory: Path) -> None:
     path = RunLayout(directory).chain
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4].replace('"loss":"4', '"loss":"3'), *lines[5:]]) + "\n")
-    with pytest.raises(DataError, match="step 5 cannot be compared: it does not follow"):
+    with pytest.raises(DataError, match="Step 5 cannot be compared: it does not follow"):
         again(directory)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy_engine import NumpyEngine
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.training.sampling import SamplingSettings, draw, generate
+from vorox.training.sampling import SamplingSettings, generate, sample_token
 
 VOCAB = 11
 SETTINGS = SamplingSettings(6, 1.0, None, 42, VOCAB, None, 64)
@@ -55,7 +55,7 @@ def test_frequencies_follow_the_distribution() -> None:
     count = 20_000
 
     def frequencies(settings: SamplingSettings) -> np.ndarray:
-        draws = [draw(logits, settings, key=key, index=3) for key in range(count)]
+        draws = [sample_token(logits, settings, key=key, index=3) for key in range(count)]
         return np.bincount(draws, minlength=4) / count
 
     four = replace(SETTINGS, vocab_size=4)
@@ -68,7 +68,7 @@ def test_frequencies_follow_the_distribution() -> None:
 
 def test_draws_along_a_sequence_are_independent() -> None:
     logits = np.zeros(2, np.float32)
-    draws = np.array([draw(logits, replace(SETTINGS, vocab_size=2), 7, index) for index in range(20_000)])
+    draws = np.array([sample_token(logits, replace(SETTINGS, vocab_size=2), 7, index) for index in range(20_000)])
     assert draws.mean() == pytest.approx(0.5, abs=0.015)
     assert (draws[1:] == draws[:-1]).mean() == pytest.approx(0.5, abs=0.015)
 

@@ -1,9 +1,9 @@
-"""Export: a checkpoint becomes a directory that transformers loads, whole or not at all.
+"""Export a checkpoint as a directory that transformers loads, atomically.
 
-Takes a run or one checkpoint; leaves ``config.json``, ``generation_config.json``, ``model.safetensors`` and the
-tokenizer's files under a manifest. The same export twice is one export; anything else in its place is refused, never
-overwritten. With an engine, the staged directory is loaded by transformers before it appears, and its logits are held
-to the engine's on the very weights that are stored, so that bf16 and fp16 are checked as sharply as fp32.
+In: a run or checkpoint. Out: ``config.json``, ``generation_config.json``, ``model.safetensors``, tokenizer files and a
+manifest. Repeating an export changes nothing; any other content at the target is refused, never overwritten. With an
+engine, transformers loads the staged directory before it is committed, and its logits are compared with those of the
+engine on the stored weights, so bf16 and fp16 are checked as strictly as fp32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 FORMAT = "vorox-export/1"
 WEIGHTS_NAME = "model.safetensors"
 TOLERANCE = 1e-4
-"""Largest difference in fp32 logits up to 10; beyond, it grows with them, as the spacing of fp32 numbers does."""
+"""Largest allowed difference of fp32 logits up to 10; for larger logits it scales with them, as fp32 spacing does."""
 
 _STORED: Mapping[Dtype, tuple[str, str]] = {
     "fp32": ("F32", "float32"),
@@ -55,14 +55,14 @@ _RANDOM_ROWS, _RANDOM_TOKENS, _REAL_TOKENS = 2, 64, 256
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What transformers and the engine said about the same tokens.
+    """The comparison of transformers and the engine on the same tokens.
 
     Attributes:
         max_difference: Largest difference of any logit, both with the stored weights in fp32.
-        tolerance: What was allowed.
-        rounding_difference: Largest change of any logit that storing in fewer bits caused; 0 for fp32.
-        num_tokens: Positions compared.
-        num_texts: Texts that both tokenizers gave the same ids.
+        tolerance: Largest allowed difference.
+        rounding_difference: Largest change of any logit by rounding to the stored type; 0 for fp32.
+        num_tokens: Compared positions.
+        num_texts: Texts for which both tokenizers return the same ids.
     """
 
     max_difference: float
@@ -77,8 +77,8 @@ class Export:
     """A finished export.
 
     Attributes:
-        existed: Whether the same one was there already.
-        has_tokenizer: Whether transformers finds a tokenizer in it; a run on token ids alone has none.
+        existed: Whether the same export already existed.
+        has_tokenizer: Whether it has a tokenizer for transformers; a run on token ids has none.
     """
 
     path: Path
@@ -99,19 +99,19 @@ def export(
     engine: Engine | None = None,
     texts: Sequence[str] = _SAMPLE_TEXTS,
 ) -> Export:
-    """Write a checkpoint in Hugging Face form.
+    """Write a checkpoint in Hugging Face format.
 
     Args:
-        source: A run, of which the latest valid checkpoint is taken, or one checkpoint.
-        target: Directory to make. It may hold this very export already, or be empty.
+        source: A checkpoint, or a run, whose latest valid checkpoint is exported.
+        target: Directory to create. It may be empty or hold the same export.
         dtype: Type of the stored weights, rounded to nearest even.
-        engine: Asks for the check. An engine of the run's model that computes in fp32, with any optimizer; its weights
-            are replaced.
-        texts: What the check encodes and scores besides random tokens.
+        engine: An engine of the run's model that computes in fp32, with any optimizer, for the comparison; its weights
+            are replaced. ``None`` skips the comparison.
+        texts: Texts that the comparison encodes and scores, besides random tokens.
 
     Raises:
-        ConfigError: transformers does not know the architecture, or the target holds something else.
-        CheckpointError: The checkpoint is corrupt, cannot be written anew, or fails the check.
+        ConfigError: transformers does not have the architecture, or the target has other content.
+        CheckpointError: The checkpoint is corrupt, the export cannot be written, or the comparison fails.
     """
     checkpoint = _checkpoint(source)
     config = _config(checkpoint)
@@ -119,7 +119,7 @@ def export(
     metadata = _metadata(checkpoint, dtype)
     if target.parent.is_dir():
         atomic.sweep_temporary(target.parent)
-    existed = _is_there_already(target, metadata)
+    existed = _is_exported(target, metadata)
     comparison = None
     if existed:
         comparison = compare(target, checkpoint.path, spec, engine, texts) if engine else None
@@ -141,18 +141,18 @@ def _checkpoint(source: Path) -> Checkpoint:
         return verify(source)
     checkpoint = latest_valid(source) if source.is_dir() else None
     if checkpoint is None:
-        raise ConfigError("neither a run with a checkpoint nor a checkpoint", where=str(source))
+        raise ConfigError("Source is neither a checkpoint nor a run with a checkpoint", where=str(source))
     return checkpoint
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's own ``config.json``; an architecture without one is refused with what decides."""
+    """Read the checkpoint's ``config.json``; without one, refuse and name the setting that transformers lacks."""
     path = checkpoint.path / CONFIG_NAME
     if not path.exists():
         spec = checkpoint.metadata.get("spec")
         if spec is not None:
             require_family(ModelSpec(**spec))
-        raise ConfigError("transformers has no architecture that computes this model", where=str(checkpoint.path))
+        raise ConfigError("No architecture of transformers computes this model", where=str(checkpoint.path))
     return json.loads(path.read_bytes())
 
 
@@ -160,19 +160,19 @@ def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
     hashes = {
         name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
     }
-    hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # stored as parts, in files of any name
+    hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # sharded checkpoints store parts
     described = (
         (IDS_NAME,) if IDS_NAME in hashes else (tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
-    )  # ids without a tokenizer have a description
+    )  # a run on token ids has no tokenizer
     named = (WEIGHTS_NAME, GENERATION_CONFIG_NAME, *described)
     missing = [name for name in named if hashes.get(name) is None]
     if missing:
-        raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(checkpoint.path))
+        raise CheckpointError(f"Checkpoint has no {missing[0]}", where=str(checkpoint.path))
     sources = {name: hashes[name] for name in (CONFIG_NAME, *named)}
     return {"format": FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
 
 
-def _is_there_already(target: Path, metadata: Mapping[str, Any]) -> bool:
+def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
     if not target.exists():
         return False
     if target.is_dir() and not any(target.iterdir()):
@@ -184,7 +184,7 @@ def _is_there_already(target: Path, metadata: Mapping[str, Any]) -> bool:
         found = None
     if found != metadata:
         raise ConfigError(
-            "the target holds something other than this export", where=str(target),
+            "Target holds something other than this export", where=str(target),
             hint="choose another directory, or remove this one",
         )  # fmt: skip
     return True
@@ -196,7 +196,7 @@ def _write(
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
     directory.write(GENERATION_CONFIG_NAME, (checkpoint / GENERATION_CONFIG_NAME).read_bytes())
-    tokenizer = tokenizers.load(checkpoint)  # a checkpoint of an earlier version says less of it
+    tokenizer = tokenizers.load(checkpoint)  # earlier versions wrote fewer files
     for name, content in tokenizer.files(spec.max_positions_tokens).items():
         is_copied = name == tokenizers.TOKENIZER_NAME
         directory.write(name, (checkpoint / name).read_bytes() if is_copied else content)
@@ -206,7 +206,7 @@ def _write(
 
 
 def _weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
-    """The checkpoint's parameters under Hugging Face names: its file of them, or what its parts come to."""
+    """Return the checkpoint's parameters under Hugging Face names, from one file or assembled from parts."""
     path = checkpoint / WEIGHTS_NAME
     if path.exists():
         weights = WeightsFile(path)
@@ -217,40 +217,40 @@ def _weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], 
 def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
     if not atomic.is_disk_full(error):
         return CheckpointError(
-            f"the export cannot be written: {error.strerror}", where=str(error.filename or target),
-            hint="check the disk, or export to another place", saved="the checkpoint is as it was",
+            f"Export cannot be written: {error.strerror}", where=str(error.filename or target),
+            hint="check the disk, or export to another directory", saved="the checkpoint is unchanged",
         )  # fmt: skip
     needed_bytes = spec.num_parameters * (4 if dtype == "fp32" else 2)
     return CheckpointError(
-        f"no room for the export: {room_text(needed_bytes, target, error)}",
-        where=str(target), hint="free some space and export again", saved="the checkpoint is as it was",
+        f"No room for the export: {room_text(needed_bytes, target, error)}",
+        where=str(target), hint="free some space and export again", saved="the checkpoint is unchanged",
     )  # fmt: skip
 
 
 def compare(
     directory: Path, checkpoint: Path, spec: ModelSpec, engine: Engine, texts: Sequence[str] = _SAMPLE_TEXTS
 ) -> Comparison:
-    """Hold an exported directory to the engine: same ids for texts, same logits for texts and random tokens.
+    """Compare an exported directory with the engine: ids of texts, and logits of texts and random tokens.
 
     Args:
         directory: The export.
-        checkpoint: Where it came from.
+        checkpoint: Its source.
         spec: The model.
-        engine: Of this model, computing in fp32, with any optimizer; its weights are replaced.
+        engine: An engine of this model that computes in fp32, with any optimizer; its weights are replaced.
         texts: Texts to encode and score.
 
     Raises:
         ConfigError: transformers is not installed.
-        CheckpointError: transformers cannot load it, or computes something else.
+        CheckpointError: transformers cannot load the export, or its results differ.
     """
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError("the check needs transformers", where="export --check", hint=install_command("hf")) from error
+        raise ConfigError("Comparing needs transformers", where="export --check", hint=install_command("hf")) from error
     transformers.logging.disable_progress_bar()
     ids = _same_ids(transformers, directory, texts)
     rows = [*_random_rows(spec), *(np.array([row], np.int32) for row in _real_rows(spec, ids))]
-    # Weights only: the engine need not have the optimizer and precision of the run to say what the model computes.
+    # Weights only: the engine may have another optimizer and precision than the run.
     engine.import_weights(from_huggingface(spec, _weights(checkpoint, spec)[1]))
     trained = [engine.logits(row) for row in rows]
     weights = WeightsFile(directory / WEIGHTS_NAME)
@@ -267,25 +267,25 @@ def compare(
     )
     is_exact = all(entry.dtype == "F32" for entry in weights.entries.values())
     if is_exact and comparison.rounding_difference != 0:
-        raise CheckpointError("the exported weights are not those of the checkpoint", where=str(directory))
+        raise CheckpointError("Exported weights differ from those of the checkpoint", where=str(directory))
     if not comparison.max_difference <= comparison.tolerance:
         raise CheckpointError(
-            f"transformers' logits differ from the engine's by {comparison.max_difference:.2e}, "
-            f"allowed are {comparison.tolerance:.2e}",
-            where=str(directory), hint="the check needs an engine that computes in fp32 without tf32",
+            f"Logits of transformers differ from the engine's by {comparison.max_difference:.2e}; allowed: "
+            f"{comparison.tolerance:.2e}",
+            where=str(directory), hint="compare with an engine that computes in fp32 without tf32",
         )  # fmt: skip
     return comparison
 
 
 def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text, after both tokenizers agree on them."""
+    """Return the ids of each text, after comparing both tokenizers."""
     ours = tokenizers.load(directory)
-    if not (directory / tokenizers.TOKENIZER_NAME).exists():  # the run has ids and no tokenizer
+    if not (directory / tokenizers.TOKENIZER_NAME).exists():  # a run on token ids
         return [list(range(min(_REAL_TOKENS, ours.vocab_size)))]
     theirs = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     if theirs.eos_token_id != ours.end_of_text_id:
         raise CheckpointError(
-            f"transformers takes id {theirs.eos_token_id} for the end of text, it is {ours.end_of_text_id}",
+            f"End-of-text id of transformers is {theirs.eos_token_id}, expected {ours.end_of_text_id}",
             where=str(directory / tokenizers.CONFIG_NAME),
         )
     result: list[list[int]] = []
@@ -294,7 +294,7 @@ def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[
         ids = [int(token) for token in ours.encode(kept)]
         if list(theirs(kept, add_special_tokens=False)["input_ids"]) != ids:
             raise CheckpointError(
-                f"transformers' tokenizer gives other ids for {kept!r}",
+                f"Tokenizer of transformers returns other ids for {kept!r}",
                 where=str(directory / tokenizers.TOKENIZER_NAME),
             )
         result.append(ids)
@@ -302,7 +302,7 @@ def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[
 
 
 def _known_part(tokenizer: tokenizers.Tokenizer, text: str) -> str:
-    """The text without what a character vocabulary lacks; every other tokenizer takes any text."""
+    """Drop characters that a character vocabulary lacks; other tokenizers encode any text."""
 
     def is_known(piece: str) -> bool:
         try:
@@ -333,16 +333,16 @@ def _transformers_logits(
             str(directory), dtype="float32", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"transformers cannot load the export: {error}", where=str(directory)) from error
+        raise CheckpointError(f"Export cannot be loaded by transformers: {error}", where=str(directory)) from error
     problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if problems:
-        raise CheckpointError(f"transformers does not find its parameters: {problems}", where=str(directory))
+        raise CheckpointError(f"Parameters do not match those of transformers: {problems}", where=str(directory))
     for row in rows:
-        # BatchEncoding makes the tensors, so that no framework is imported here.
+        # BatchEncoding creates the tensors, so no framework is imported here.
         encoding = transformers.BatchEncoding({"input_ids": row.tolist()}, tensor_type="pt")
         yield model(**encoding).logits.detach().numpy()
 
 
 def _largest_difference(first: Sequence[npt.NDArray[np.float32]], second: Sequence[npt.NDArray[np.float32]]) -> float:
-    """NaN if either has one."""
+    """Return the largest absolute difference; NaN if either side has one."""
     return float(np.max([np.abs(a.astype(np.float64) - b).max() for a, b in zip(first, second, strict=True)]))

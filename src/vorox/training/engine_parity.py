@@ -1,12 +1,12 @@
-"""Two engines side by side: the same weights, the same batches, and how far their numbers drift apart.
+"""Engine parity: train two engines on the same weights and batches, and measure how far they diverge.
 
-``compare`` takes engines, so it knows no framework. Before each step it compares the logits of a few rows, after it the
-loss, the norm of the gradient and every parameter. Both engines keep their own state throughout: what is compared is
-training, not single steps. The first quantity beyond its tolerance is named with its step; nothing is averaged away.
+In: two engines, of any framework. Out: per step, the differences of logits (on a few rows, before the step), loss,
+gradient norm and all parameters. Each engine keeps its own state, so training is compared, not single steps. The first
+quantity beyond its tolerance is reported with its step; nothing is averaged.
 
-Tolerances are for fp32. Logits and losses differ by the order of sums alone. AdamW divides by the root of the second
-moment, so where a gradient is all rounding the update has the size of the learning rate and any sign: parameters are
-held to a fraction of the way that the learning rate allows, not to rounding.
+Tolerances are for fp32. Logits and losses differ only by the order of summation. AdamW divides by the root of the
+second moment, so a gradient that is all rounding error gives an update of the size of the learning rate and of any
+sign: parameters are therefore compared with the sum of learning rates, not with rounding error.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Tolerances:
         logits: Absolute, of any logit.
         loss: Relative.
         grad_norm: Relative.
-        parameters: Of any element of any parameter, as a fraction of the sum of learning rates so far.
-        update: Norm of the difference of all parameters, as a fraction of the norm of what training changed.
+        parameters: Of any parameter element, as a fraction of the sum of learning rates so far.
+        update: Norm of the difference of all parameters, as a fraction of the norm of their change since the start.
     """
 
     logits: float = 1e-4
@@ -44,13 +44,13 @@ class Tolerances:
 
 @dataclass(frozen=True, slots=True)
 class StepParity:
-    """One step of both.
+    """The comparison of one step.
 
     Attributes:
-        step: From 0.
-        losses: Of the first and the second engine.
-        differences: By quantity, in the units of its tolerance.
-        worst_parameter: The one that ``parameters`` is about.
+        step: The step, from 0.
+        losses: Losses of the first and the second engine.
+        differences: Difference by quantity, in the units of its tolerance.
+        worst_parameter: The parameter with the largest difference.
     """
 
     step: int
@@ -59,9 +59,9 @@ class StepParity:
     worst_parameter: str
 
     def exceeded(self, tolerances: Tolerances) -> str | None:
-        """The first quantity that is not equal, if there is one."""
+        """Return the first quantity beyond its tolerance; ``None`` if there is none."""
         for name in QUANTITIES:
-            if not self.differences[name] <= getattr(tolerances, name):  # also where it is not a number
+            if not self.differences[name] <= getattr(tolerances, name):  # NaN exceeds it
                 return name
         return None
 
@@ -76,34 +76,34 @@ def compare(
     weight_decay: Callable[[int], float],
     on_step: Callable[[StepParity], None] | None = None,
 ) -> list[StepParity]:
-    """Train both on the same batches and measure how far apart they are.
+    """Train both engines on the same batches and measure their differences.
 
     Args:
         first: An engine.
-        second: Another one of the same model; it takes over the weights of the first.
-        batches: At least ``num_steps``.
-        num_steps: Steps.
+        second: Another engine of the same model; it imports the weights of the first.
+        batches: At least ``num_steps`` batches.
+        num_steps: Number of steps.
         lr: Learning rate of a step.
-        weight_decay: Of a step.
-        on_step: Told each as it is done.
+        weight_decay: Weight decay of a step.
+        on_step: Called with each step's comparison.
     """
     start = {name: array.copy() for name, array in first.export_weights()}
     second.import_weights(start.items())
     found: list[StepParity] = []
-    way = 0.0
+    lr_sum = 0.0
     for step, batch in zip(range(num_steps), batches, strict=False):
         tokens = batch.tokens_ABT[0][:LOGIT_ROWS]
         logits = float(np.abs(first.logits(tokens) - second.logits(tokens)).max())
         left, right = (
             engine.train_step(batch, lr=lr(step), weight_decay=weight_decay(step)).fetch() for engine in (first, second)
         )
-        way += lr(step)
+        lr_sum += lr(step)
         largest, worst, update = _distance(start, first, second)
         differences = {
             "logits": logits,
             "loss": _relative(left.loss, right.loss),
             "grad_norm": _relative(left.grad_norm, right.grad_norm),
-            "parameters": largest / way if way else largest,
+            "parameters": largest / lr_sum if lr_sum else largest,
             "update": update,
         }
         found.append(StepParity(step, (left.loss, right.loss), differences, worst))
@@ -117,7 +117,7 @@ def _relative(left: float, right: float) -> float:
 
 
 def _distance(start: dict[str, np.ndarray], first: Engine, second: Engine) -> tuple[float, str, float]:
-    """Largest difference of an element, whose it is, and the norm of all relative to that of the whole way."""
+    """Return the largest element difference, its parameter, and the norm of all differences relative to the change."""
     largest, worst, apart, moved = 0.0, "", 0.0, 0.0
     for (name, left), (_, right) in zip(first.export_weights(), second.export_weights(), strict=True):
         difference = np.abs(left - right)

@@ -1,8 +1,8 @@
 """Initialise weights from a run, a checkpoint, a transformers model or a store (``train.from_weights``).
 
-In: a configuration and a fresh engine. Out: the engine with those weights, and their origin for the run's record.
-Files use canonical or Hugging Face names, so either engine reads what the other wrote. A model of other dimensions is
-refused, with the differences, before anything is replaced.
+In: a configuration and a new engine. Out: the engine with these weights, and their origin for the run's record. Files
+use canonical or Hugging Face names, so each engine reads the files of the other. A model of other dimensions is refused
+with the differences before anything is replaced.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from vorox.training.weights_source import download_weights, find_weights, requir
 
 
 def init_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
-    """Give a fresh engine the weights that the configuration names, if it names any.
+    """Load the weights of ``train.from_weights`` into a new engine, if set.
 
     Returns:
-        For the run's record: where they came from and the engine's fingerprint with them.
+        Origin and fingerprint for the run's record; ``None`` if the setting is not set.
 
     Raises:
-        ConfigError: There is nothing at that place, or it is another model.
-        CheckpointError: What is there is damaged, or has no optimizer state that this engine can take over.
+        ConfigError: There are no weights at that location, or they are of another model.
+        CheckpointError: The weights are damaged, or have no optimizer state that this engine can load.
     """
     if config.train.from_weights is None:
         return None
-    with _here(config) as place:
+    with _local_directory(config) as place:
         return _init_from(place, config, spec, engine)
 
 
@@ -52,10 +52,10 @@ def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) 
     if found is None:
         if config.train.from_optimizer:
             raise ConfigError(
-                f"{place} holds weights of transformers and no optimizer state", where="train.from_optimizer",
-                hint="leave it away, or start from a run or checkpoint",
+                f"Weights in {place} are of transformers and have no optimizer state", where="train.from_optimizer",
+                hint="leave it out, or start from a run or checkpoint",
             )  # fmt: skip
-        _take_huggingface(place, spec, engine)
+        _import_huggingface(place, spec, engine)
     else:
         if config.train.from_optimizer:
             engine.load(found.path)
@@ -70,8 +70,8 @@ def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) 
 
 
 @contextlib.contextmanager
-def _here(config: RunConfig) -> Generator[Path]:
-    """The place on this machine; what is in a store is brought to the disk of the caches for as long as it is read."""
+def _local_directory(config: RunConfig) -> Generator[Path]:
+    """Yield the local directory of the weights; weights in a store are downloaded temporarily, next to the caches."""
     name = str(config.train.from_weights)
     if scheme_of(name) is None:
         yield find_weights(name, config.run.directory)
@@ -91,26 +91,26 @@ def _here(config: RunConfig) -> Generator[Path]:
 
 
 def _checkpoint(place: Path) -> Checkpoint | None:
-    """The checkpoint that a place is, or the newest of a run; ``None`` for a transformers directory."""
+    """Return the checkpoint in a directory, or the newest of a run; ``None`` for a transformers directory."""
     if (place / MANIFEST_NAME).exists():
         checkpoint = verify(place)
-        return checkpoint if "spec" in checkpoint.metadata else None  # an export has a manifest as well
+        return checkpoint if "spec" in checkpoint.metadata else None  # an export has a manifest too
     if (place / CONFIG_NAME).exists():
         return None
     checkpoint = latest_valid(place)
     if checkpoint is None:
         raise ConfigError(
-            "neither a run with a checkpoint, a checkpoint, nor a directory of transformers",
+            "Directory is not a checkpoint, a run with a checkpoint, or a transformers model",
             where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
         )  # fmt: skip
     return checkpoint
 
 
-def _take_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
+def _import_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
     try:
         values = json.loads((place / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
+        raise CheckpointError(f"{CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
     theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1).to_json()
     require_equal_models(theirs, spec.to_json(), str(place))
     engine.import_weights(from_huggingface(spec, (pair for file in open_directory(place) for pair in file)))

@@ -1,4 +1,4 @@
-"""A model to measure: logits, completions and losses of an engine with its tokenizer, at one step."""
+"""A trained model for inference: logits, completions and losses of an engine with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from vorox.training.sampling import SamplingSettings, complete
 
 
 class LanguageModel:
-    """What functions of ``eval.functions`` are called with, and what ``vorox.load_model`` returns.
+    """A model with its tokenizer: the argument of ``eval.functions``, and the result of ``vorox.load_model``.
 
     Attributes:
-        engine: The engine that holds it.
-        tokenizer: Text to token ids.
+        engine: The engine that holds the weights.
+        tokenizer: Encodes text to token ids.
         config: The configuration of its run.
-        spec: The architecture and the names and shapes of all parameters.
-        step: Optimizer steps that it was trained for.
+        spec: The architecture, and the names and shapes of all parameters.
+        step: Optimizer steps of its training.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, config: RunConfig, spec: ModelSpec, step: int) -> None:
         self.engine, self.tokenizer, self.config, self.spec, self.step = engine, tokenizer, config, spec, step
 
     def logits(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Return the logits that follow each token.
+        """Return the next-token logits at each position.
 
         Args:
             token_ids: Integers ``[T]``, or ``[B, T]`` for sequences of one length.
@@ -42,17 +42,17 @@ class LanguageModel:
             float32 ``[T, V]`` or ``[B, T, V]``.
 
         Raises:
-            ConfigError: The ids are not integers of the vocabulary, or there are none or too many of them.
+            ConfigError: The ids are empty, too many, or not integers of the vocabulary.
         """
         ids = np.asarray(token_ids)
         if ids.ndim not in (1, 2) or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise ConfigError(
-                f"token ids are integers of shape [T] or [B, T]; these are {ids.dtype} of shape {list(ids.shape)}",
+                f"Token ids must be integers of shape [T] or [B, T], not {ids.dtype} of shape {list(ids.shape)}",
                 where="model.logits", hint="encode text first: model.tokenizer.encode_batch([text])[0]",
             )  # fmt: skip
         if ids.min() < 0 or ids.max() >= self.spec.vocab_size:
             raise ConfigError(
-                f"a token id is outside the vocabulary of {self.spec.vocab_size:,}", where="model.logits",
+                f"A token id is outside the vocabulary of {self.spec.vocab_size:,}", where="model.logits",
                 hint="use the model's own tokenizer: model.tokenizer",
             )  # fmt: skip
         if ids.shape[-1] > self.spec.max_positions_tokens:
@@ -82,14 +82,14 @@ class LanguageModel:
         top_k: int | None = None,
         seed: int | None = None,
     ) -> str | list[str]:
-        """Continue a text, or several; the same text, settings and seed give the same completion.
+        """Continue one or several texts; the same text, settings and seed give the same completion.
 
         Args:
             prompt: One text or several. Equal texts in one call get different completions.
-            num_tokens: Most tokens of a completion. ``None``: ``eval.sample_tokens`` of the run.
-            temperature: 0 takes the likeliest token. ``None``: ``eval.sample_temperature``.
-            top_k: Draw from the likeliest tokens; 0 draws from all. ``None``: ``eval.sample_top_k``.
-            seed: Seed of the draws. ``None``: that of the run.
+            num_tokens: Maximum length of a completion. ``None``: ``eval.sample_tokens`` of the run.
+            temperature: 0 selects the most likely token. ``None``: ``eval.sample_temperature``.
+            top_k: Sample from the most likely tokens; 0 samples from all. ``None``: ``eval.sample_top_k``.
+            seed: Sampling seed. ``None``: the seed of the run.
 
         Returns:
             The completion without its prompt; a list for several prompts.
@@ -105,7 +105,7 @@ class LanguageModel:
     def sampling_settings(
         self, num_tokens: int | None, temperature: float | None, top_k: int | None, seed: int | None
     ) -> SamplingSettings:
-        """Return how tokens are chosen: what is given, else as the run samples (``generate`` names the arguments)."""
+        """Return the sampling settings, with those of the run for each ``None`` (see ``generate``)."""
         evaluation = self.config.eval
         return SamplingSettings(
             max_new_tokens=num_tokens or evaluation.sample_tokens,

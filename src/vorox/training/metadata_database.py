@@ -1,8 +1,8 @@
-"""The metadata database of a run, opened from outside of it: for questions, and to write what it lacks.
+"""Update, locate and clean the metadata database of a run, outside of the run itself.
 
-In: a run directory. Out: where its database is, and the database brought up to what the run directory, the plan and the
-caches say, with samples and the inventory of the caches on request; or a shared database without the run. What a living
-run writes at the same time are the same rows.
+In: a run directory. Out: the location of its database, and its rows updated from the run directory, the plan and the
+caches, with samples and cache inventory on request; or a shared database without the rows of the run. A live run may
+write the same rows at the same time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WINDOW_POSITIONS = 4096
 
 
 def existing_target(run_directory: Path) -> Path | str:
-    """Where a run's metadata is, for ``MetadataCache.query``.
+    """Return the location of a run's metadata, for ``MetadataCache.query``.
 
     Raises:
-        ConfigError: There is none, or the connection string is not in the environment.
+        ConfigError: There is no database, or the connection string is not in the environment.
     """
     target = metadata_target(run_directory, recorded_config(run_directory).log)
     target = RunLayout(run_directory).metadata_database if target is None else target
     if isinstance(target, Path) and not target.exists():
         raise ConfigError(
-            "the run has no metadata database", where=str(target),
-            hint="add --refresh to write one from the run directory and the caches",
+            "Run has no metadata database", where=str(target),
+            hint="add --refresh to create one from the run directory and the caches",
         )  # fmt: skip
     return target
 
@@ -44,16 +44,16 @@ def existing_target(run_directory: Path) -> Path | str:
 def refresh_database(
     run_directory: Path, *, inventory: bool = False, sample_steps: tuple[int, int] | None = None
 ) -> None:
-    """Write what the run directory says into its database; make one if there is none.
+    """Write the rows of a run into its database; create it if there is none.
 
     Args:
         run_directory: The run.
-        inventory: Also the files, units and chunks of its caches.
-        sample_steps: Also the rows of these steps, first and last, into the table ``sample``.
+        inventory: Also write the files, units and chunks of its caches.
+        sample_steps: Also write the rows of these steps, first and last, into the table ``sample``.
 
     Raises:
-        ConfigError: The run has no such steps, or the database cannot be opened as it is asked for.
-        DataError: A cache is gone, or the database cannot be had.
+        ConfigError: The run does not have these steps, or the settings of the database are not usable.
+        DataError: A cache is missing, or the database is not available.
     """
     target = metadata_target(run_directory, recorded_config(run_directory).log)
     away: tuple[type[Exception], ...] = MetadataCache.errors(target)
@@ -66,51 +66,51 @@ def refresh_database(
     except away as error:
         where = str(target) if isinstance(target, Path) else "PostgreSQL"
         raise DataError(
-            f"the metadata database cannot be had: {redact(str(error))}", where=where, hint="try again when it is back"
+            f"Metadata database is not available: {redact(str(error))}", where=where, hint="try again later"
         ) from error
 
 
 def forget_run(run_directory: Path) -> str:
-    """Remove what a database that runs share knows of a run, which is about to be removed itself.
+    """Remove the rows of a run from a shared database, before the run itself is removed.
 
-    A copy of a run directory is the same run to the database: while the other one is there, its rows stay.
+    The database does not distinguish copies of a run directory: while another copy exists, the rows stay.
 
     Returns:
-        What was done, as a sentence; empty if the run shares no database.
+        The result as a sentence; empty if the run does not use a shared database.
 
     Raises:
         ConfigError: The connection string is not in the environment, or the client is not installed.
-        DataError: The database cannot be had.
+        DataError: The database is not available.
     """
     try:
         config = recorded_config(run_directory)
     except ConfigError:
-        return "Its configuration cannot be read: its rows in a database that runs share, if it had any, stay."
+        return "Its configuration cannot be read; rows in a shared metadata database, if any, stay."
     try:
         target = metadata_target(run_directory, config.log)
     except ConfigError as error:
-        error.hint += "; or add --keep-metadata to leave the run's rows there"
+        error.hint += "; or add --keep-metadata to keep the rows of the run"
         raise
     if not isinstance(target, str):
-        return ""  # what it has lies in its own directory
+        return ""  # its database is in its own directory
     away: tuple[type[Exception], ...] = MetadataCache.errors(target)
     run_id = run_identity(run_directory)
     try:
         with MetadataCache(target) as cache:
             directory = cache.directory_of(run_id)
             if directory is None:
-                return "The metadata database knows nothing of it."
+                return "The metadata database has no rows of it."
             is_elsewhere = directory != run_directory.resolve() and directory.is_dir()
             if is_elsewhere and run_identity(directory) == run_id:
-                return f"Its rows in the metadata database stay: they are those of {directory} as well."
+                return f"Its rows in the metadata database stay, because {directory} is a copy of the same run."
             cache.remove_run(run_id)
     except away as error:
         raise DataError(
-            f"the metadata database cannot be had: {redact(str(error))}", where="PostgreSQL",
-            hint="try again when it is back, or add --keep-metadata to leave the run's rows there",
+            f"Metadata database is not available: {redact(str(error))}", where="PostgreSQL",
+            hint="try again when it is available, or add --keep-metadata to keep the rows of the run",
             saved="nothing was removed",
         ) from error  # fmt: skip
-    return "Its rows in the metadata database are removed."
+    return "Removed its rows from the metadata database."
 
 
 def _refresh(
@@ -128,7 +128,7 @@ def _refresh(
 
 
 def _span(run_data: RunDataIndex, first_step: int, last_step: int) -> tuple[int, int]:
-    """Positions of consecutive steps."""
+    """Return the first and end position of consecutive steps."""
     return run_data.positions_of_step(first_step).start, run_data.positions_of_step(last_step).stop
 
 

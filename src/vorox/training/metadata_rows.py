@@ -1,7 +1,7 @@
-"""A run as rows of the metadata database: its plan, its attempts, its caches, and samples on request.
+"""Rows of the metadata database for a run: its plan, attempts and caches, and samples on request.
 
-In: the plan, the caches and the record of attempts, which are the truth. Out: rows with natural keys, the same
-whoever makes them and however often: the background writer of the run, or ``vorox data sql --refresh`` years later.
+In: the plan, the caches and the record of attempts, which are the source of truth. Out: rows with natural keys. The
+background writer of a run and a later ``vorox data sql --refresh`` produce the same rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from vorox.experiments.metadata import Row
 
 
 def run_identity(run_directory: Path) -> str:
-    """What a run is called in a database that others write to as well: its id and when it was first begun."""
+    """Return the key of a run in a shared database: its id and a digest of its first start."""
     attempts = run_attempts(run_directory)
     began = [attempts[0].get(name) for name in ("started_at", "pid")] if attempts else []
     return f"{run_directory.resolve().name}:{hashlib.sha256(canonical_json(began)).hexdigest()[:6]}"
 
 
 def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
-    """The run and the caches that it reads."""
+    """Yield the run and the caches that it reads."""
     yield Row(
         "run",
         {
@@ -50,9 +50,9 @@ def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[Sou
 
 
 def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
-    """The plan's events as they were written."""
+    """Yield the plan's events as written."""
     events = HashChainedLog(plan.path).read()[0]
-    for number, event in enumerate(events[: plan.num_events], start=1):  # the run may be appending at this moment
+    for number, event in enumerate(events[: plan.num_events], start=1):  # a live run may be appending
         yield Row(
             "plan_event",
             {
@@ -67,7 +67,7 @@ def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
 
 
 def segment_rows(run_id: str, plan: Plan) -> Iterator[Row]:
-    """The segments that the plan comes to: which passes over how many rows."""
+    """Yield the segments of the plan: passes and their numbers of rows."""
     for source_index, segments in enumerate(plan.segments):
         for number, segment in enumerate(segments):
             yield Row(
@@ -85,12 +85,12 @@ def segment_rows(run_id: str, plan: Plan) -> Iterator[Row]:
 
 
 def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable[[int], int]) -> Iterator[Row]:
-    """What each attempt consumed, and what became of it.
+    """Yield the steps and positions of each attempt, and how many of them count.
 
     Args:
         run_id: The run.
         attempts: Its attempts so far.
-        position_of: Position in the data behind a step.
+        position_of: Returns the position in the data after a step.
     """
     for line in lineage(attempts):
         attempt = line.attempt
@@ -112,7 +112,7 @@ def attempt_rows(run_id: str, attempts: Sequence[Attempt], position_of: Callable
 
 
 def inventory_rows(reader: CacheReader) -> Iterator[Row]:
-    """The files, units and chunks of a cache: what it is, not what a run did with it, and much more, so on request."""
+    """Yield the files, units and chunks of a cache; many rows, so only on request."""
     manifest, cache = reader.manifest, reader.directory.name
     for index, file in enumerate(reader.files):
         values = {"cache": cache, "file_index": index, "uri": file.uri}
@@ -142,7 +142,7 @@ def inventory_rows(reader: CacheReader) -> Iterator[Row]:
 
 
 def sample_rows(run_id: str, origins: Iterable[RowOrigin]) -> Iterator[Row]:
-    """A row per stretch of a document in a row of data."""
+    """Yield a row per piece of a document in a row of data."""
     for origin in origins:
         for part, document in enumerate(origin.documents):
             yield Row(

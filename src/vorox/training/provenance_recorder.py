@@ -1,9 +1,8 @@
-"""Record which steps this attempt did, so that their data can be queried later.
+"""Record which steps an attempt trained, so that their data can be queried later.
 
-In: steps as they are started, checkpoints as they are committed, steps that were skipped. Out: the attempt's record in
-``attempts.bin``, from which ``vorox data when`` reads what is kept and what was rolled back; and, in the background,
-the same in SQL in a metadata database. A step costs one store into memory. No run reads the database or
-depends on it.
+In: started steps, committed checkpoints, skipped steps. Out: the attempt's record in ``attempts.bin``, from which
+``vorox data when`` reads which steps count and which were rolled back; and, in the background, the same as rows of a
+metadata database. A step costs one write to memory. No run reads the database or depends on it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from vorox.experiments.metadata.databases import require_psycopg
 from vorox.training.metadata_rows import attempt_rows, plan_rows, run_identity, run_rows, segment_rows
 
 INTERVAL_SECONDS = 5.0
-"""Time between two looks at how the run stands."""
+"""Time between two updates of the metadata database."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceRecorder:
-    """Records what the loop did: attempts and skipped steps. Only the main rank of a run writes anything."""
+    """Records attempts and skipped steps; only the main rank writes."""
 
     attempt: AttemptRecord | None
     run_id: str
@@ -42,17 +41,17 @@ class ProvenanceRecorder:
     writer: MetadataWriter | None
 
     def started(self, progress: Progress) -> None:
-        """A step was started; the run stands after it."""
+        """Record a started step; ``progress`` includes it."""
         if self.attempt is not None:
             self.attempt.record_started(progress.step)
 
     def saved(self, progress: Progress) -> None:
-        """A checkpoint of this state was committed."""
+        """Record a committed checkpoint."""
         if self.attempt is not None:
             self.attempt.record_saved(progress.step)
 
     def skipped(self, progress: Progress, kind: str, detail: str) -> None:
-        """A step was done and changed nothing."""
+        """Record a step without an update."""
         if self.writer is not None and self.attempt is not None:
             step, position = progress.step, progress.cursor.position
             place = {"run_id": self.run_id, "attempt": self.attempt.number, "kind": kind, "first_step": step}
@@ -61,7 +60,7 @@ class ProvenanceRecorder:
 
 
 def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None:
-    """Where the metadata of a run goes: a SQLite file, a connection string, or nowhere.
+    """Return where the metadata of a run goes: a SQLite file, a connection string, or ``None``.
 
     Raises:
         ConfigError: The connection string is not in the environment, or the client is not installed.
@@ -76,8 +75,8 @@ def metadata_target(run_directory: Path, config: LogConfig) -> Path | str | None
             dsn = held_secret(config.metadata_dsn_variable) or os.environ.get(config.metadata_dsn_variable)
             if not dsn:
                 raise ConfigError(
-                    f"the environment has no {config.metadata_dsn_variable}, the connection string of the metadata "
-                    "database",
+                    f"Environment variable {config.metadata_dsn_variable} is not set; it has the connection string of "
+                    "the metadata database",
                     where="log.metadata_dsn_variable",
                     hint=f"export {config.metadata_dsn_variable}=postgresql://USER:PASSWORD@HOST:5432/DATABASE, "
                     "or set log.metadata=sqlite",
@@ -94,10 +93,10 @@ def open_provenance(
     readers: Sequence[SourceReader | None],
     log: RunLog,
 ) -> Generator[ProvenanceRecorder]:
-    """Begin the record of this attempt, which goes on from ``progress``, and the writer of its metadata.
+    """Open the record of this attempt, which starts from ``progress``, and the metadata writer.
 
     Raises:
-        ConfigError: The metadata database is asked for in a way that cannot be.
+        ConfigError: The settings of the metadata database are not usable.
     """
     target = metadata_target(run.directory, config)
     projection = Projection(run.directory, plan, tuple(readers))
@@ -123,11 +122,11 @@ def open_provenance(
 
 
 class Projection:
-    """A run directory and its caches, written into a metadata database: all of it, or what changed.
+    """Projects a run directory and its caches to rows of a metadata database: all rows, or the changes.
 
     Args:
         run_directory: The run.
-        plan: Its plan; what it grows by is seen.
+        plan: Its plan, which may grow.
         readers: Its caches; ``None`` for a source that the configuration no longer has.
     """
 
@@ -138,7 +137,7 @@ class Projection:
         self._segments: dict[tuple[object, ...], Row] = {}
 
     def initial_sync(self, cache: MetadataCache) -> None:
-        """Write all that a database must know of the run by now: it may be a new one, or have been wiped."""
+        """Write all rows of the run so far: the database may be new or wiped."""
         self._num_events = self._plan.num_events
         cache.write(run_rows(self.run_id, self._directory, self._plan, self._readers))
         cache.replace("plan_event", self.run_id, plan_rows(self.run_id, self._plan))
@@ -147,7 +146,7 @@ class Projection:
         cache.write(self._attempts())
 
     def collect(self) -> Iterator[Row]:
-        """How the run stands now: its attempts, and the plan's events if there are new ones."""
+        """Yield the rows that may have changed: attempts, and plan events if there are new ones."""
         yield from self._attempts()
         if self._plan.num_events != self._num_events:
             self._num_events = self._plan.num_events
@@ -155,7 +154,7 @@ class Projection:
             before, self._segments = self._segments, {row.key: row for row in segment_rows(self.run_id, self._plan)}
             yield from self._segments.values()
             for key, row in before.items():
-                if key not in self._segments:  # taken back, because the cache grew before any step came to it
+                if key not in self._segments:  # replaced, because the cache grew before a step read it
                     yield Row("segment", {**row.values, "num_epochs": 0, "num_rows": 0})
 
     def _attempts(self) -> Iterator[Row]:

@@ -1,8 +1,8 @@
-"""Replay: do steps of a run again and hold every number against the chain.
+"""Replay: recompute steps of a run and compare every number with the replay chain.
 
-In: a run directory (nothing in it is changed), today's caches and engine. Out: a ``ReplayReport``: bit-exact, or the
-first step and quantity that differ. It starts from the newest valid checkpoint at or before the first state asked for,
-or from the initial weights. States are counted by finished steps: from state A to state B are the steps A+1 to B.
+In: a run directory, which is not changed, and the current caches and engine. Out: a ``ReplayReport``: bit-exact, or the
+first step and quantity that differ. A replay starts from the newest valid checkpoint at or before the first requested
+state, or from the initial weights. A state is named by its finished steps: from state A to state B are steps A+1 to B.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from vorox.training.user_functions import changed_functions, recorded_taps
 from vorox.training.workload import Workload
 
 OnStep = Callable[[int, int], None]
-"""Called with the steps that were compared so far, and all that will be."""
+"""Called with the number of compared steps and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """The first thing that was not as recorded.
+    """The first difference from the record.
 
     Attributes:
-        step: Step, from 1.
+        step: The step, from 1.
         quantity: ``batch``, ``loss``, ``grad_norm``, ``chain`` or ``state``.
-        recorded: What the run recorded, for people.
-        found: What replaying gave.
+        recorded: The recorded value, as text.
+        found: The recomputed value.
     """
 
     step: int
@@ -63,15 +63,15 @@ class ReplayDifference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
-        start_step: State that it started from.
-        last_step: State that it reached, or would have reached.
-        num_steps: Steps that were bit-exact.
-        num_states: Checkpoints on the way whose whole state was bit-exact too.
-        difference: What stopped it; ``None`` if everything was as recorded.
-        environment: What is different about engine and machine, for people.
+        start_step: The state that it started from.
+        last_step: The state that it was to reach.
+        num_steps: Bit-exact steps.
+        num_states: Checkpoints on the way whose whole state is bit-exact.
+        difference: The difference that ended it; ``None`` if there is none.
+        environment: Differences of engine, machine and user functions, as text.
     """
 
     start_step: int
@@ -100,19 +100,19 @@ def replay(
     last_step: int | None = None,
     on_step: OnStep | None = None,
 ) -> ReplayReport:
-    """Do the steps between two states again.
+    """Recompute the steps between two states.
 
     Args:
-        run_directory: The run. It may be running; nothing is written into it.
-        make_workload: Opens corpus, model and engine of a configuration, without building any cache.
+        run_directory: The run; it may be live, and nothing is written into it.
+        make_workload: Opens corpus, model and engine of a configuration, without building caches.
         first_step: State to start from, in finished steps.
-        last_step: State to end with; ``None`` is the last one recorded.
-        on_step: Told after every step.
+        last_step: State to end with; ``None`` is the last recorded one.
+        on_step: Called after every step.
 
     Raises:
         ConfigError: The range is not recorded, or the configuration changed within it.
         CheckpointError: No checkpoint to start from is valid, or it is not of this run's plan.
-        DataError: A cache, the plan or the chain is not what the run recorded.
+        DataError: A cache, the plan or the chain differs from the record.
     """
     recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
     config, changed_at = resume.config_in_force(run_directory, first_step)
@@ -121,7 +121,7 @@ def replay(
     _check_start(recorded, 0 if checkpoint is None else checkpoint.step, first_step, last_step, run_directory)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
-            f"the checkpoint of step {checkpoint.step:,} was made with another configuration",
+            f"Checkpoint of step {checkpoint.step:,} was written under another configuration",
             where=str(RunLayout(run_directory).config),
             hint="restore the run's config.yaml from a copy, or start from a later state",
         )
@@ -131,11 +131,11 @@ def replay(
     ):
         plan = _copy_of_plan(run_directory, Path(scratch), workload)
         progress = _start(workload, plan, checkpoint)
-        return _compare(run_directory, workload, plan, progress, last_step, recorded, on_step or _silent)
+        return _compare(run_directory, workload, plan, progress, last_step, recorded, on_step or _ignore_progress)
 
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of the configuration in force at its step, or of the one that it ended."""
+    """Whether a checkpoint was written under the configuration in force at its step, or under the previous one."""
     in_force = (resume.config_in_force(run_directory, at)[0] for at in (checkpoint.step, checkpoint.step - 1))
     return any(resume.is_made_with(checkpoint, config) for config in in_force)
 
@@ -143,21 +143,20 @@ def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
 def _check_range(
     recorded: RecordedChain, first_step: int, last_step: int | None, changed_at: int | None, run_directory: Path
 ) -> int:
-    """The last step of a range that can be asked for."""
+    """Check that a range can be replayed; return its last step."""
     known = max([*recorded.entries, *(gap[-1] for gap in recorded.missing)], default=0)
     last_step = known if last_step is None else last_step
     if not known:
-        raise DataError("no step is recorded", where=str(recorded.path), hint="train the run first")
+        raise DataError("No step is recorded", where=str(recorded.path), hint="train the run first")
     if not 0 <= first_step < last_step <= known:
         raise ConfigError(
-            f"--from {first_step} --to {last_step} is no range of this run, which recorded {pluralize(known, 'step')}",
+            f"--from {first_step} --to {last_step} is not a range of this run; it recorded {pluralize(known, 'step')}",
             where=str(recorded.path),
             hint=f"replay all of it: --from 0 --to {known}",
         )
     if changed_at is not None and changed_at < last_step:
         raise ConfigError(
-            f"the configuration of this run was changed at step {changed_at:,}, between {first_step:,} and "
-            f"{last_step:,}",
+            f"Configuration of this run changed at step {changed_at:,}, between {first_step:,} and {last_step:,}",
             where=str(RunLayout(run_directory).configs),
             hint=f"replay to {changed_at:,}, then from there",
         )
@@ -165,13 +164,13 @@ def _check_range(
 
 
 def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
-    """The steps on the way to the state asked for are done again too, under one configuration; all must be recorded."""
+    """Check that all steps from the checkpoint on are recorded, under one configuration."""
     kept = list(step_directories(run_directory))
     _, changed_at = resume.config_in_force(run_directory, start)
     if changed_at is not None and changed_at <= first_step:
         raise ConfigError(
-            f"the newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this "
-            f"run was changed at step {changed_at:,} in between",
+            f"Newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this run "
+            f"changed at step {changed_at:,} in between",
             where=str(RunLayout(run_directory).configs),
             hint=f"replay from a state whose checkpoint is kept: {', '.join(map(str, kept))}",
         )
@@ -183,17 +182,17 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
         ]
         others = [f"--from {start} --to {step - 1}"] * (step > start + 1) + [f"--from {state}" for state in beyond[:1]]
         raise DataError(
-            f"step {step:,} cannot be compared: it {what}",
+            f"Step {step:,} cannot be compared: it {what}",
             where=str(recorded.path),
             hint="restore the file from a copy" + "".join(f", or replay with {words}" for words in others),
         )
 
 
 def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Plan:
-    """The run's plan, checked against configuration and caches; a copy, because a live run may extend its own."""
+    """Copy the run's plan, which a live run may extend, and check it against configuration and caches."""
     original = RunLayout(run_directory).plan
     if not original.exists():
-        raise DataError("the run has no plan", where=str(original), hint="restore the file from a copy")
+        raise DataError("Run has no plan", where=str(original), hint="restore the file from a copy")
     copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
     plan = Plan.open(copy)
@@ -201,7 +200,7 @@ def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Pla
     for key in sorted({*recorded, *wanted} - {"sources"}):
         if recorded.get(key) != wanted.get(key):
             raise ConfigError(
-                f"the run's plan has {key} = {recorded.get(key)}, the configuration says {wanted.get(key)}",
+                f"Plan has {key} = {recorded.get(key)}, the configuration {wanted.get(key)}",
                 where=str(original), hint="restore the run's config.yaml from a copy",
             )  # fmt: skip
     plan.check(plan_readers(plan, workload.corpus))
@@ -209,7 +208,7 @@ def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Pla
 
 
 def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Progress:
-    """The state to start from, with the engine in it."""
+    """Load the state to start from; return its progress."""
     if checkpoint is None:
         init_from_weights(workload.config, workload.spec, workload.engine)
         return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
@@ -220,9 +219,9 @@ def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Pro
 
 
 def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[[int], Schedule]:
-    """The schedule of every step (from 1), under the length of the run that is recorded for it.
+    """Return a function from a step (from 1) to its schedule, under the length recorded for that step.
 
-    Plans of earlier versions lack the warm-up, or all of it: what a checkpoint of the same configuration says is taken.
+    Plans of earlier versions lack the warm-up or the length; these come from a checkpoint of the same configuration.
     """
     config = workload.config
 
@@ -234,12 +233,12 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[
                 return Horizon.from_json(metadata["horizon"])
         if config.train.num_epochs is not None or config.schedule.warmup_fraction is not None:
             raise DataError(
-                "the length of the run is not recorded for these steps, and the caches may have grown since",
+                "Length of the run is not recorded for these steps, and the caches may have changed since",
                 where=str(plan.path),
                 hint="an earlier version trained them; replay from a state whose checkpoint is kept "
                 f"(vorox checkpoints list {run_directory.name})",
             )
-        return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither counts here
+        return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither is used
 
     def schedule_of(step: int) -> Schedule:
         known = plan.horizon_at((step - 1) * config.train.global_batch_sequences)
@@ -254,7 +253,7 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[
 
 
 def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
-    """Metadata of every checkpoint whose manifest is intact, by step."""
+    """Return the metadata of every checkpoint with an intact manifest, by step."""
     found: dict[int, Mapping[str, Any]] = {}
     for step, path in step_directories(run_directory).items():
         with contextlib.suppress(CheckpointError):
@@ -277,11 +276,11 @@ def _compare(
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
     changes += changed_functions(next(iter(manifests.values()), dict[str, Any]()), config)
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
-    changes += [f"the run had a tap, which replay does not attach: {tap}" for tap in taps]
+    changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
     head, num_states = progress.chain, 0
     if start in recorded and start not in chain.changed and recorded[start].chain != head:
         raise DataError(
-            f"the chain says {recorded[start].chain} at step {start:,}, the checkpoint {head}",
+            f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {head}",
             where=str(RunLayout(run_directory).chain),
             hint="one of the two was changed; restore it from a copy",
         )
@@ -310,7 +309,7 @@ def _compare(
 
 
 def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifference | None:
-    """The first quantity of a step that differs, in the order in which a step comes to be."""
+    """Return the first quantity of a step that differs, in order of computation."""
     step = recorded.step
     if recorded.batch != found.batch:
         return ReplayDifference(step, "batch", recorded.batch, found.batch)
@@ -331,5 +330,5 @@ def _exactly(bits: str) -> str:
     return f"{number(bits)!r} ({bits})"
 
 
-def _silent(done: int, total: int) -> None:
-    del done, total
+def _ignore_progress(num_steps: int, total: int) -> None:
+    del num_steps, total

@@ -1,7 +1,7 @@
-"""The plan that a configuration asks for, compared with the one that the run has.
+"""Compare the plan of a run with its configuration, and compute the missing events.
 
-In: a configuration, its corpus and the plan on disk. Out: a plan, and the events that it lacks: complete caches are
-planned to the end of the run before its first step, growing ones as the run reaches them.
+In: a configuration, its corpus and the plan on disk. Out: a plan, and the events to append. Complete caches are planned
+to the end of the run before its first step, growing caches as the run reaches them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vorox.training.schedule import Horizon
 
 
 def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage]:
-    """The mixtures that a configuration asks for, by position."""
+    """Return the mixtures of a configuration, by position."""
     batch, length = config.train.global_batch_sequences, config.data.sequence_length_tokens
     weights = {source.name: source.weight for source in start.sources}
     stages = [RequestedStage(0, weights)]
@@ -52,17 +52,17 @@ def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage
 
 
 def dataset_size(config: RunConfig, corpus: Corpus) -> DatasetEstimate:
-    """One pass over the full dataset: exact where it is built, else an estimate.
+    """Return the size of one pass over the full dataset: exact if it is built, else an estimate.
 
-    In mode ``strict`` it is measured on the first segments alone, so that two runs get the same length and warm-up
-    whatever is built by the time they begin.
+    With growth mode ``strict``, the estimate uses the first segments only, so that two runs get the same length and
+    warm-up, independent of how much is built when they start.
     """
     growth = config.data.growth
     return estimate(corpus.train, growth.first_segment_units if growth.mode == "strict" else None)
 
 
 def plan_readers(plan: Plan, corpus: Corpus) -> list[SourceReader | None]:
-    """The caches of a plan's sources, in its order; ``None`` for one that the configuration no longer has."""
+    """Return the caches of a plan's sources, in its order; ``None`` for one that the configuration no longer has."""
     return readers_of(plan.sources, {source.name: source.train for source in corpus.sources})
 
 
@@ -77,7 +77,7 @@ def update_plan(
     reached: int = 0,
     report: PlanReporter | None = None,
 ) -> tuple[Plan, list[PlanEvent]]:
-    """Compare the plan of a run with what the configuration asks for; start one if there is none.
+    """Compare the plan of a run with its configuration; create a plan if there is none.
 
     Args:
         plan: The plan on disk; ``None`` if the run has none yet.
@@ -85,16 +85,16 @@ def update_plan(
         config: The run.
         corpus: Its caches.
         length: Length of the run. Complete caches are planned to its end; growing ones as the run reaches them.
-        position: Where the run stands.
-        reached: The furthest position that any attempt has trained on: what was planned up to there stays.
+        position: Position in the data of the current state.
+        reached: The largest position that any attempt has trained on; the plan up to it is kept.
         report: Receives a report while units that the run has read are rebuilt.
 
     Returns:
-        The plan, and the events that it lacks. A plan that was on disk is unchanged until they are added.
+        The plan and the events to append. A plan on disk is unchanged until the caller adds them.
 
     Raises:
-        ConfigError: The run was started with other settings.
-        DataError: A cache is no longer what the plan was made for, or a source is used up before the end.
+        ConfigError: The settings differ from those of the plan.
+        DataError: A cache differs from the one in the plan, or a source is exhausted before the end.
     """
     start = plan_start(config, corpus, plan)
     caches = {source.name: source.train for source in corpus.sources}
@@ -124,10 +124,11 @@ def update_plan(
 
 
 def report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
-    """Report to people what some events of a plan change."""
+    """Report plan events as text."""
     for before, event in zip([None, *events], events, strict=False):
-        if isinstance(event, CutEvent) and not isinstance(before, SourceEvent):  # after one it follows from a new limit
-            text = f"Source {event.source!r} has grown: pass {event.epoch + 1:,} and later ones take it up"
+        # A cut directly after a source event follows from a new limit, not from growth.
+        if isinstance(event, CutEvent) and not isinstance(before, SourceEvent):
+            text = f"Source {event.source!r} grew: used from pass {event.epoch + 1:,} on"
             report("cache_grown", text)
         for text in event.messages if isinstance(event, StageEvent) else ():
             report("mixture", text)

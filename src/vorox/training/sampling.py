@@ -1,8 +1,8 @@
-"""Completions: from logits to tokens, the same way for every engine.
+"""Sampling: from logits to completions, the same for every engine.
 
-Each draw is keyed by (seed, prompt, sample, index of the token) and nothing else, so a completion does not depend on
-what else is in the batch or was drawn before, and no generator state exists. Ids at or beyond the tokenizer's
-vocabulary (rows that only pad the embedding) are never drawn.
+Each sampled token is keyed only by (seed, prompt, sample, token index), so a completion does not depend on the rest of
+the batch or on earlier samples, and there is no generator state. Ids beyond the tokenizer's vocabulary (padding rows of
+the embedding) are never sampled.
 
 Shape legend: B sequences, T positions, V vocabulary.
 """
@@ -30,13 +30,13 @@ class SamplingSettings:
     """How tokens are chosen.
 
     Attributes:
-        max_new_tokens: Length of a completion, unless ``end_of_text_id`` ends it before.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Draw only from the likeliest tokens; ``None`` draws from all.
-        seed: Seed of all draws.
+        max_new_tokens: Maximum length of a completion; ``end_of_text_id`` ends it earlier.
+        temperature: Divides the logits; 0 selects the most likely token.
+        top_k: Sample only from the most likely tokens; ``None`` samples from all.
+        seed: Sampling seed.
         vocab_size: Vocabulary of the tokenizer.
-        end_of_text_id: Ends a completion and is not part of it; ``None`` never ends one.
-        max_positions_tokens: Longest sequence the model can take.
+        end_of_text_id: Ends a completion, without being part of it; ``None`` never does.
+        max_positions_tokens: Longest sequence of the model.
     """
 
     max_new_tokens: int
@@ -49,13 +49,13 @@ class SamplingSettings:
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[list[int]]:
-    """Continue every prompt; equal prompts are numbered and continue differently unless the temperature is 0.
+    """Continue every prompt; equal prompts get different completions unless the temperature is 0.
 
-    Prompts of different lengths share one decoder: each position feeds the prompt's own token where it has one and
-    the drawn token after that, so nothing is padded.
+    Prompts of different lengths share one decoder: each position feeds the prompt's token while it lasts and the
+    sampled token afterwards, so no padding is needed.
 
     Raises:
-        ConfigError: A prompt is empty, has ids outside the vocabulary, or leaves no room for the completion.
+        ConfigError: A prompt is empty, has ids outside the vocabulary, or is too long for the completion.
     """
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, settings, where=f"prompt {number + 1}")
@@ -72,7 +72,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: Samplin
         for row, sequence in enumerate(sequences):
             if len(sequence) > fed or finished[row]:
                 continue
-            token = draw(logits_BV[row], settings, keys[row], len(sequence) - lengths[row])
+            token = sample_token(logits_BV[row], settings, keys[row], len(sequence) - lengths[row])
             finished[row] = token == settings.end_of_text_id
             if not finished[row]:
                 sequence.append(token)
@@ -87,13 +87,13 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: Samplin
 def complete(
     engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], settings: SamplingSettings
 ) -> list[tuple[str, str]]:
-    """Continue texts: pairs of prompt and completion. An empty text continues the end of another one."""
+    """Continue texts; return pairs of prompt and completion. An empty prompt starts a new document."""
     completions = generate(engine, encode_prompts(tokenizer, prompts), settings)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions, strict=True)]
 
 
 class PromptSampler:
-    """Continues the prompts that a run's configuration names.
+    """Continues the prompts in ``eval.prompts``.
 
     Raises:
         ConfigError: A prompt cannot be continued.
@@ -119,34 +119,34 @@ class PromptSampler:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of some texts, at least one each."""
+    """Encode texts; an empty text becomes the end-of-text id."""
     encoded = tokenizer.encode_batch(prompts) if prompts else []
     return [ids.tolist() or [tokenizer.end_of_text_id] for ids in encoded]
 
 
 def check_prompt(prompt: Sequence[int], settings: SamplingSettings, *, where: str) -> None:
-    """Refuse what cannot be continued as asked."""
+    """Refuse a prompt that cannot be continued."""
     if not prompt:
-        raise ConfigError("the prompt has no token", where=where, hint="give at least one token")
+        raise ConfigError("Prompt has no token", where=where, hint="give at least one token")
     if not all(0 <= token < settings.vocab_size for token in prompt):
-        raise ConfigError(f"a token id is outside the vocabulary of {settings.vocab_size:,}", where=where)
+        raise ConfigError(f"Prompt has a token id outside the vocabulary of {settings.vocab_size:,}", where=where)
     if len(prompt) + settings.max_new_tokens > settings.max_positions_tokens:
         raise ConfigError(
-            f"{len(prompt):,} tokens and {settings.max_new_tokens:,} new ones are more than the "
+            f"Prompt has {len(prompt):,} tokens; with {settings.max_new_tokens:,} new ones they are more than the "
             f"{settings.max_positions_tokens:,} positions of the model",
             where=where,
-            hint="shorten the prompt or ask for fewer tokens",
+            hint="shorten the prompt or request fewer tokens",
         )
 
 
-def draw(logits_V: npt.NDArray[np.float32], settings: SamplingSettings, key: int, index: int) -> int:
-    """The token of one draw: inverse of the cumulative distribution at a number that the key decides."""
+def sample_token(logits_V: npt.NDArray[np.float32], settings: SamplingSettings, key: int, index: int) -> int:
+    """Sample one token: the inverse of the cumulative distribution at a number derived from the key."""
     logits = logits_V[: settings.vocab_size].astype(np.float64)
     if settings.temperature == 0 or settings.top_k == 1:
         return int(logits.argmax())
     candidates = np.arange(len(logits))
     if settings.top_k is not None and settings.top_k < len(logits):
-        # Stable order: of equal logits, the lower id is in.
+        # Stable sort: of equal logits, the lower id is kept.
         candidates = np.sort(np.argsort(-logits, kind="stable")[: settings.top_k])
     probabilities = _softmax(logits[candidates] / settings.temperature)
     generator = np.random.Generator(np.random.Philox(key=key, counter=index))

@@ -25,7 +25,7 @@ class StepDecision:
     """What every rank does after a step.
 
     Attributes:
-        batch_digest: Of the rows of all processes, in slot order: what the replay chain records of the data.
+        batch_digest: Digest of the rows of all ranks, in slot order, for the replay chain.
         save: Whether a checkpoint is due.
     """
 
@@ -37,14 +37,14 @@ class StepSync:
     """Synchronises one rank with the others after every step.
 
     Args:
-        dist: Who this process is.
+        dist: This process's rank and its communication.
         shard: The rows that it reads.
-        stop: What asks this process to stop.
-        due: Whether a checkpoint is due by the clock, the step or a request; asked in the first process.
-        chain: Of this process; those of all must be the same.
+        stop: Stop request of this process.
+        due: Whether a checkpoint is due; called on the main rank.
+        chain: Replay chain of this rank; all ranks must have the same.
 
     Attributes:
-        stop: What asks the run to stop: ``stop`` itself for one process, what was agreed upon for several.
+        stop: Stop request of the run: ``stop`` itself for one process, the common decision for several.
     """
 
     def __init__(
@@ -55,62 +55,62 @@ class StepSync:
         due: Callable[[Progress], bool],
         chain: ReplayChain,
     ) -> None:
-        self._dist, self._shard, self._asked, self._due, self._chain = dist, shard, stop, due, chain
+        self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.process_count == 1 else _AgreedStop()
 
     def after(self, progress: Progress, batch: Batch) -> StepDecision:
-        """What to do now that a step has been started; ``progress`` stands after it.
+        """Decide what to do after a started step; ``progress`` includes it.
 
         Raises:
-            NumericalError: The processes have computed different numbers.
+            NumericalError: The ranks computed different numbers.
         """
         if self._dist.process_count == 1:
             return StepDecision(batch.digest(), self._due(progress))
 
-        def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
-            _check_together([one["chain"] for one in told], progress)
-            stop = next((one["stop"] for one in told if one["stop"]), "")
-            return {"batch_digest": digest_of(told), "save": self._due(progress), "stop": stop}
+        def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            _check_heads([report["chain"] for report in reports], progress)
+            stop = next((report["stop"] for report in reports if report["stop"]), "")
+            return {"batch_digest": digest_of(reports), "save": self._due(progress), "stop": stop}
 
-        said = {"stop": self._asked.requested, "chain": self._chain.head, **rows_of(batch, self._shard)}
-        decided = self._dist.agree("step", said, decide)
+        report = {"stop": self._local_stop.requested, "chain": self._chain.head, **rows_of(batch, self._shard)}
+        decided = self._dist.agree("step", report, decide)
         self.stop.requested = self.stop.requested or decided["stop"]
         return StepDecision(decided["batch_digest"], decided["save"])
 
 
 class _AgreedStop:
-    """A stop that all processes know of."""
+    """A stop request that all ranks agree on."""
 
     def __init__(self) -> None:
         self.requested = ""
 
 
-def _check_together(heads: list[str], progress: Progress) -> None:
-    """Every process sees the numbers of the whole step, so their chains are one."""
+def _check_heads(heads: list[str], progress: Progress) -> None:
+    """Check that all ranks have the same chain head: each sees the numbers of the whole step."""
     different = [index for index, head in enumerate(heads) if head != heads[0]]
     if different:
         raise NumericalError(
-            f"the processes have drifted apart: process {different[0]} recorded other numbers than process 0",
+            f"Ranks diverged: rank {different[0]} recorded other numbers than rank 0",
             where=f"step {progress.step - 1:,}", hint="resume from the last checkpoint; if it happens again on the "
-            "same machine, take that machine out",
+            "same machine, replace that machine",
         )  # fmt: skip
 
 
 def batch_digest(dist: DistributedContext, shard: DataShard, batch: Batch) -> str:
-    """The digest of the rows of all processes, in each of them."""
+    """Return the digest of the rows of all ranks, on every rank."""
     return dist.agree("digest", rows_of(batch, shard), digest_of)
 
 
 def rows_of(batch: Batch, shard: DataShard) -> dict[str, Any]:
-    """What a process tells of the rows of its batch."""
+    """Return a rank's report of the rows of its batch."""
     return {"shard": shard.index, "count": len(batch.row_digests_AB), "rows": batch.row_digests_AB.tobytes().hex()}
 
 
-def digest_of(told: list[dict[str, Any]]) -> str:
-    """The digest of a global batch, by what the processes tell; some may have read the same rows."""
-    parts = {one["shard"]: one for one in told}
+def digest_of(reports: list[dict[str, Any]]) -> str:
+    """Return the digest of a global batch from the ranks' reports; some ranks may have read the same rows."""
+    parts = {report["shard"]: report for report in reports}
     rows = [
-        np.frombuffer(bytes.fromhex(one["rows"]), np.uint64).reshape(one["count"], -1)
-        for _, one in sorted(parts.items())
+        np.frombuffer(bytes.fromhex(report["rows"]), np.uint64).reshape(report["count"], -1)
+        for _, report in sorted(parts.items())
     ]
     return rows_digest(np.concatenate(rows, axis=1))

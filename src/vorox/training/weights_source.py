@@ -1,9 +1,9 @@
-"""Where starting weights lie, and which model and tokenizer they are of, read before anything is built.
+"""Describe initial weights: location, architecture and tokenizer, read before anything is built.
 
-In: ``train.from_weights``, a run, a checkpoint, a directory of transformers or ``hf://OWNER/NAME@REVISION``. Out: its
-architecture and tokenizer, from manifests, ``config.json`` and the headers of safetensors files alone. A configuration
-adopts both where it does not set them; what it does set is held against them. What lies under ``gs://`` or ``s3://`` is
-only known once it is fetched, when the run starts.
+In: ``train.from_weights``: a run, a checkpoint, a transformers directory or ``hf://OWNER/NAME@REVISION``. Out: the
+architecture and tokenizer, read from manifests, ``config.json`` and headers of safetensors files only. A configuration
+adopts both where it does not set them, and is compared with them where it does. Weights at ``gs://`` or ``s3://`` are
+described only after their download, when the run starts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[
 
 @dataclass(frozen=True, slots=True)
 class WeightsDescription:
-    """What is known of weights without reading them.
+    """Weights, described without reading them.
 
     Attributes:
-        location: Where they are; a repository of the hub at its commit.
+        location: Their location; a hub repository includes its commit.
         spec: The model.
-        tokenizer: Settings of the section ``tokenizer`` that load theirs; empty where they have none.
+        tokenizer: Settings of the section ``tokenizer`` that load their tokenizer; empty if they have none.
     """
 
     location: str
@@ -58,15 +58,15 @@ class WeightsDescription:
 
 
 def load_config_with_weights(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load a configuration that takes architecture and tokenizer from the weights it starts from.
+    """Load a configuration; it adopts architecture and tokenizer from its initial weights.
 
     Args:
         source: As for ``load_config``.
         overrides: As for ``load_config``.
 
     Raises:
-        ConfigError: A key that the file or the overrides set is not that of the weights, or there are no weights.
-        CheckpointError: What is there is damaged.
+        ConfigError: A key set by the file or the overrides conflicts with the weights, or there are no weights.
+        CheckpointError: The weights are damaged.
     """
     resolved = resolve_config(source, overrides)
     weights = describe_weights(resolved.config)
@@ -77,16 +77,16 @@ def load_config_with_weights(source: ConfigSource | None, overrides: Sequence[st
 
 
 def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> None:
-    """Refuse a configuration whose model or tokenizer is not that of the weights it starts from.
+    """Check that model and tokenizer of a configuration match its initial weights.
 
     Args:
         config: The run.
-        tokenizer: Its tokenizer; ``None`` loads it, unless it has to be trained.
+        tokenizer: Its tokenizer; ``None`` loads it, unless it must be trained.
 
     Raises:
-        ConfigError: The models or the tokenizers differ, or there are no weights at that place.
+        ConfigError: The models or the tokenizers differ, or there are no weights at that location.
         CheckpointError: The weights are damaged.
-        DataError: The tokenizer of either cannot be read, or that of the run not fetched.
+        DataError: A tokenizer cannot be read or downloaded.
     """
     weights = describe_weights(config)
     if weights is None:
@@ -98,7 +98,7 @@ def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> N
         _check_model(config, weights, tokenizer.vocab_size)
         check_tokenizer(config, tokenizer)
     elif config.tokenizer.kind == "bpe":
-        check_tokenizer(config, train_tokenizer(config.tokenizer, ()))  # the ids that every text gives
+        check_tokenizer(config, train_tokenizer(config.tokenizer, ()))  # training text does not change its ids
         if config.model.vocab_size is None:
             _check_trained_size(config.tokenizer.vocab_size, weights)
 
@@ -112,26 +112,26 @@ def _check_model(config: RunConfig, weights: WeightsDescription, tokenizer_vocab
     ).to_json()
     unknown = {"vocab_size"} if config.model.vocab_size is None and tokenizer_vocab_size is None else set[str]()
     if theirs["positions"] == "rope" and config.model.max_positions_tokens is None:
-        unknown.add("max_positions_tokens")  # no parameter has a row per position
+        unknown.add("max_positions_tokens")  # with rotary positions, no parameter depends on it
     require_equal_models(theirs, ours, weights.location, ignored=unknown)
 
 
 def _check_trained_size(largest: int, weights: WeightsDescription) -> None:
-    """Refuse a tokenizer that cannot reach the vocabulary of the weights once it is trained."""
+    """Refuse a tokenizer whose vocabulary would stay smaller than that of the weights."""
     if largest < weights.spec.vocab_size:
         raise ConfigError(
-            f"the weights at {weights.location} have a vocabulary of {weights.spec.vocab_size:,}, and "
-            f"tokenizer.vocab_size={largest:,} is less",
+            f"Weights at {weights.location} have a vocabulary of {weights.spec.vocab_size:,}, "
+            f"tokenizer.vocab_size={largest:,} is smaller",
             where="tokenizer.vocab_size",
             hint="leave the section tokenizer out: it is taken from the weights",
         )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids stand for other tokens than those that the starting weights were trained on.
+    """Check that a tokenizer gives ids the same tokens as the tokenizer of the initial weights.
 
     Raises:
-        ConfigError: It is another tokenizer.
+        ConfigError: The tokenizers differ.
         CheckpointError: The weights are damaged.
         DataError: Their tokenizer cannot be read.
     """
@@ -143,7 +143,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     conflict = None if theirs is None else theirs.first_conflict(tokenizer)
     if conflict is not None:
         raise ConfigError(
-            f"the weights at {weights.location} were trained with another tokenizer: id {conflict} is another token",
+            f"Weights at {weights.location} were trained with another tokenizer: id {conflict} differs",
             where="tokenizer",
             hint="leave the section tokenizer out: it is taken from the weights; or set "
             + " ".join(f"tokenizer.{key}={value}" for key, value in settings.items()),
@@ -151,7 +151,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _tokenizer_of(weights: WeightsDescription) -> Tokenizer | None:
-    """Load the tokenizer of weights; ``None`` for a repository that has none which can be compared."""
+    """Load the tokenizer of weights; ``None`` for a repository without a comparable one."""
     if "revision" not in weights.tokenizer:
         return load_tokenizer(weights.tokenizer["path"])
     try:
@@ -163,25 +163,25 @@ def _tokenizer_of(weights: WeightsDescription) -> Tokenizer | None:
 def require_equal_models(
     theirs: dict[str, Any], ours: dict[str, Any], location: str, *, ignored: set[str] | None = None
 ) -> None:
-    """Refuse weights whose numbers mean something else in our model.
+    """Check that weights are of the configured model.
 
     Raises:
-        ConfigError: Naming every key that differs.
+        ConfigError: Some keys differ; the message lists all.
     """
     free = FREE_TO_CHANGE | (ignored or set[str]())
     differing = [key for key in ours if key not in free and theirs[key] != ours[key]]
     if differing:
         listed = ", ".join(f"{key} = {theirs[key]} (here {ours[key]})" for key in differing)
         wanted = " ".join(f"model.{key}={write_inline(theirs[key])}" for key in differing)
-        raise ConfigError(f"the weights at {location} are of another model: {listed}", where=_KEY, hint=f"set {wanted}")
+        raise ConfigError(f"Weights at {location} are of another model: {listed}", where=_KEY, hint=f"set {wanted}")
 
 
 def describe_weights(config: RunConfig) -> WeightsDescription | None:
-    """Describe the weights that a configuration starts from; ``None`` without any, or where they lie in a store.
+    """Describe the initial weights of a configuration; ``None`` without any, or if they are in a store.
 
     Raises:
-        ConfigError: There are no weights at that place.
-        CheckpointError: What is there is damaged.
+        ConfigError: There are no weights at that location.
+        CheckpointError: The weights are damaged.
     """
     name = config.train.from_weights
     if name is None:
@@ -198,17 +198,17 @@ def describe_weights(config: RunConfig) -> WeightsDescription | None:
 
 
 def download_weights(location: str) -> Path:
-    """Fetch a model of the hub; one that was fetched at the same commit is only looked up."""
+    """Download a model from the hub; a cached download of the same commit is reused."""
     repository, revision = _hub_place(location)
     patterns = (CONFIG_NAME, "model*.safetensors", "model.safetensors.index.json")
     return download_repository(repository, revision, patterns, key=_KEY)[0]
 
 
 def find_weights(name: str, runs_directory: str) -> Path:
-    """Return the directory of this machine that a name means: a path, or a run below ``runs_directory``.
+    """Return the local directory of a name: a path, or a run in ``runs_directory``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It does not exist.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -217,7 +217,7 @@ def find_weights(name: str, runs_directory: str) -> Path:
         return find_run(runs_directory, name).absolute()
     except ConfigError as error:
         raise ConfigError(
-            f"there are no weights at {name!r}: {error.what}", where=_KEY,
+            f"No weights at {name!r}: {error.what}", where=_KEY,
             hint="give a run, a checkpoint directory, a directory with config.json and model.safetensors, or "
             "hf://OWNER/NAME",
         ) from error  # fmt: skip
@@ -226,7 +226,9 @@ def find_weights(name: str, runs_directory: str) -> Path:
 def _hub_place(location: str) -> tuple[str, str | None]:
     match = _HUB.fullmatch(location)
     if match is None:
-        raise ConfigError(f"{location} names no model of the hub", where=_KEY, hint="write hf://OWNER/NAME@REVISION")
+        raise ConfigError(
+            f"{location} does not name a model of the hub", where=_KEY, hint="write hf://OWNER/NAME@REVISION"
+        )
     return match["name"], match["revision"]
 
 
@@ -235,10 +237,10 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
         steps = step_directories(place)
         if not steps:
             raise ConfigError(
-                "neither a run with a checkpoint, a checkpoint, nor a directory of transformers",
+                "Directory is not a checkpoint, a run with a checkpoint, or a transformers model",
                 where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
             )  # fmt: skip
-        # The tokenizer that the run keeps outlives its checkpoints.
+        # The run directory keeps its tokenizer even if all checkpoints are removed.
         kept = RunLayout(place).tokenizer
         return WeightsDescription(name, _checkpoint_spec(steps[max(steps)]), _tokenizer_settings(kept))
     spec = _checkpoint_spec(place) if (place / MANIFEST_NAME).exists() else None
@@ -246,7 +248,7 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
 
 
 def _checkpoint_spec(checkpoint: Path) -> ModelSpec:
-    """The model of a checkpoint, or of an export, which has a manifest as well."""
+    """Return the model of a checkpoint, or of an export, which also has a manifest."""
     stored = read_manifest(checkpoint)["metadata"].get("spec")
     return _huggingface_spec(checkpoint, with_weights=True) if stored is None else ModelSpec(**stored)
 
@@ -255,9 +257,9 @@ def _huggingface_spec(place: Path, *, with_weights: bool = False) -> ModelSpec:
     try:
         values = json.loads((place / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"its {CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
+        raise CheckpointError(f"{CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
     if with_weights:
-        open_directory(place)  # headers and lengths of all files
+        open_directory(place)  # checks headers and lengths of all files
     return model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
 
 
@@ -268,10 +270,10 @@ def _tokenizer_settings(directory: Path) -> dict[str, str]:
 
 
 def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> dict[str, Any]:
-    """Settings of the weights that the configuration does not give itself.
+    """Return the settings of the weights that the configuration does not set.
 
     Raises:
-        ConfigError: It gives others.
+        ConfigError: It sets conflicting ones.
     """
     theirs = {key: value for key, value in weights.spec.to_json().items() if key in ModelConfig.model_fields}
     adopted: dict[str, Any] = {}
@@ -283,7 +285,7 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
             adopted[f"model.{key}"] = value
         elif given is not None and key not in FREE_TO_CHANGE:
             raise ConfigError(
-                f"model.{key}={write_inline(given)}, and the weights at {weights.location} have {write_inline(value)}",
+                f"Weights at {weights.location} have model.{key}={write_inline(value)}, not {write_inline(given)}",
                 where=resolved.origin(f"model.{key}"),
                 hint=f"leave model.{key} out: architecture and tokenizer are taken from the weights",
             )
@@ -303,7 +305,7 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
 
 
 def _is_explicit(resolved: ResolvedConfig, key: str) -> bool:
-    """Whether the user's file or command line gives a key, not a preset or default."""
+    """Whether the user's file or command line sets a key, not a preset or default."""
     origin = resolved.origin(key)
     for filler in ("model.preset", "model.family"):
         if origin.startswith(f"{filler}="):
