@@ -100,6 +100,6 @@ def test_refuses_what_cannot_be_continued() -> None:
         generate(engine, [[1], []], SETTINGS)
     with pytest.raises(ConfigError, match="outside the vocabulary of 11"):
         generate(engine, [[11]], SETTINGS)
-    with pytest.raises(ConfigError, match="59 tokens and 6 new ones are more than the 64 positions"):
+    with pytest.raises(ConfigError, match="59 tokens; with 6 new ones they are more than the 64 positions"):
         generate(engine, [[1] * 59], SETTINGS)
     assert len(generate(engine, [[1] * 58], SETTINGS)[0]) == 6
