@@ -233,7 +233,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
     copy = tmp_path / "copy" / lost.name
     shutil.copytree(lost, copy)
     remove([str(copy)], yes=True)
-    assert "stay: they are those of" in capsys.readouterr().out
+    assert "stay, because" in capsys.readouterr().out
     assert known()["run"] == set(ids), "a copy is not the run that wrote them"
 
     postgres.stop()
@@ -247,7 +247,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
     assert (lost / "run.json").exists()
     with monkeypatch.context() as patch:
         patch.delenv("VOROX_METADATA_DSN")
-        with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN") as refused:
+        with pytest.raises(ConfigError, match="VOROX_METADATA_DSN is not set") as refused:
             remove([str(lost)], yes=True)
         assert "--keep-metadata" in refused.value.hint
         assert lost.exists()
@@ -281,7 +281,7 @@ def test_a_missing_connection_string_is_refused_before_the_first_step(
     pytest.importorskip("psycopg")
     monkeypatch.delenv("VOROX_METADATA_DSN", raising=False)
     at_step(monkeypatch, 1, lambda: pytest.fail("a step was done"))
-    with pytest.raises(ConfigError, match="no VOROX_METADATA_DSN"):
+    with pytest.raises(ConfigError, match="VOROX_METADATA_DSN is not set"):
         run(configuration(tmp_path, ["log.metadata=postgres"]))
     with pytest.raises(ConfigError, match="no MY_DSN"):
         run(configuration(tmp_path, ["log.metadata=postgres", "log.metadata_dsn_variable=MY_DSN"]))
