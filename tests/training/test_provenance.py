@@ -283,7 +283,7 @@ def test_a_missing_connection_string_is_refused_before_the_first_step(
     at_step(monkeypatch, 1, lambda: pytest.fail("a step was done"))
     with pytest.raises(ConfigError, match="VOROX_METADATA_DSN is not set"):
         run(configuration(tmp_path, ["log.metadata=postgres"]))
-    with pytest.raises(ConfigError, match="no MY_DSN"):
+    with pytest.raises(ConfigError, match="MY_DSN is not set"):
         run(configuration(tmp_path, ["log.metadata=postgres", "log.metadata_dsn_variable=MY_DSN"]))
     with pytest.raises(ConfigError, match="has no effect"):
         configuration(tmp_path, ["log.metadata_dsn_variable=MY_DSN"])
