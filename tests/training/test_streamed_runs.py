@@ -198,7 +198,7 @@ def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path
 def test_only_segments_can_be_streamed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps only some segments on disk"):
         configured(tmp_path, [*STREAMED, "data.growth.later_passes=whole"])
-    with pytest.raises(ConfigError, match="each builds what it reads"):
+    with pytest.raises(ConfigError, match="each process builds what it reads"):
         configured(tmp_path, [*STREAMED, "data.growth.build=false"])
     with pytest.raises(ConfigError, match="cannot be built in advance"):
         prepare(configured(tmp_path, STREAMED), options=BuildOptions(wait_for="complete"))
