@@ -16,7 +16,7 @@ ONE = [
     "train.num_steps=1", "train.global_batch_sequences=1", "train.micro_batch_sequences=1", "schedule.warmup_steps=1",
     "checkpoint.every_steps=1", "eval.every_steps=1", "eval.num_sequences=1", "log.every_steps=1", "model.num_heads=1",
 ]  # fmt: skip
-_SINGULAR = {"is", "was", "has", "process", "pass"}
+_SINGULAR = {"is", "was", "has", "loss", "process", "pass"}
 
 
 def plurals_of_one(text: str) -> list[str]:
