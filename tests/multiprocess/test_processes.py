@@ -184,6 +184,6 @@ FITTING = ["train.global_batch_sequences=6"]
 
 def test_minutes_and_torch_are_refused(runs: Runs, alone: Path) -> None:
     _, errors = runs.train("torch", ["backend=torch", "--nproc", "2"], code=2)
-    assert "the torch engine trains in one" in errors
+    assert "The torch engine trains in one process" in errors
     _, errors = runs.train("minutes", [*MESHES["data 4"], "--minutes", "1", "--nproc", "2"], code=2)
     assert "--minutes is for runs of one process" in errors
