@@ -245,7 +245,7 @@ def test_another_seed_is_refused(directory: Path) -> None:
     path = directory / "config.yaml"
     path.write_text(path.read_text().replace("seed: 1234", "seed: 1235"))
     assert recorded_config(directory).run.seed == 1235
-    with pytest.raises(ConfigError, match="seed = 1234, the configuration says 1235"):
+    with pytest.raises(ConfigError, match="seed = 1234, the configuration 1235"):
         again(directory)
     with pytest.raises(ConfigError, match="was written under another configuration"):
         again(directory, 8)
