@@ -287,7 +287,7 @@ def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
                 self.weights["final_norm.weight"] = self.weights["final_norm.weight"] * np.float32(1.000001)
 
     forgetful: Any = Forgetful(spec)
-    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+    with pytest.raises(CheckpointError, match="differ from those of the checkpoint"):
         export(run, tmp_path / "hf", engine=forgetful)
 
     class Infinite(DecoderEngine):
