@@ -57,7 +57,7 @@ def test_a_corrupt_newest_checkpoint_costs_some_steps_and_is_said(
     said = events(directory, "checkpoint_corrupt")
     assert len(said) == 1
     assert "step-00000008" in said[0]
-    assert "falling back to the one before" in said[0]
+    assert "falling back to the previous" in said[0]
     assert f"warning: {said[0]}" in messages
     assert events(directory, "resumed")[-1] == "Resuming from step 4"
     assert (directory / "checkpoints" / "step-00000008.corrupt-1" / "REASON.txt").exists()
