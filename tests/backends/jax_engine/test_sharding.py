@@ -116,7 +116,7 @@ def test_a_mesh_that_does_not_divide_is_refused() -> None:
 
 def test_too_few_devices_are_refused() -> None:
     assert jax.device_count() == 4  # once there are devices, no more are made
-    with pytest.raises(ConfigError, match="need 64 devices, there are 4") as caught:
+    with pytest.raises(ConfigError, match="need 64 devices; this process group has 4") as caught:
         make(LLAMA, parallel={"data_parallel_size": 64}, train__global_batch_sequences=512)
     assert caught.value.exit_code == 2
 
