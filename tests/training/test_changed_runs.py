@@ -396,13 +396,13 @@ def test_a_damaged_chain_is_said_at_resume_and_named_by_replay(
     with pytest.raises(DataError) as refused:
         replayed(directory)
     assert refused.value.exit_code == 4
-    assert refused.value.what.startswith(f"step {first_bad} ")
+    assert refused.value.what.startswith(f"Step {first_bad} ")
     assert refused.value.where == str(path)
     outcome = run(configuration(tmp_path, [KEEP]))
     assert (outcome.start_step, outcome.fingerprint) == (8, straight.fingerprint)
     (said,) = events(directory, "chain_damaged")
     assert f"step {first_bad} " in said or f"steps {first_bad} " in said
-    with pytest.raises(DataError, match=f"step {first_bad} ") as refused:
+    with pytest.raises(DataError, match=f"Step {first_bad} ") as refused:
         replayed(directory)
     named = re.findall(r"--from (\d+)(?: --to (\d+))?", refused.value.hint)
     assert named
@@ -416,7 +416,7 @@ def test_a_finished_run_says_it_too(tmp_path: Path) -> None:
     (RunLayout(directory).chain).unlink()
     run(configuration(tmp_path))
     assert len(events(directory, "chain_damaged")) == 1
-    with pytest.raises(DataError, match="step 1 "):
+    with pytest.raises(DataError, match="Step 1 "):
         replayed(directory)
 
 
