@@ -347,7 +347,7 @@ def test_replay_names_what_differs(vorox: Run, house: Path) -> None:
     record["chain"] = link(previous, 10, record["batch"], record["loss"], record["grad_norm"])
     chain.write_text("\n".join([*lines[:9], json.dumps(record)]) + "\n")
     code, _, err = vorox("replay", "latest", "--from", "8")
-    assert (code, "step 11 cannot be compared" in err) == (4, True), "checkpoint 12 says that there were more"
+    assert (code, "Step 11 cannot be compared" in err) == (4, True), "checkpoint 12 says that there were more"
     code, out, err = vorox("replay", "latest", "--from", "8", "--to", "10")
     assert code == 7
     assert "differs after 1 bit-exact steps; step 10: loss was" in out
