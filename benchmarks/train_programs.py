@@ -261,11 +261,11 @@ def table(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = [
         f"{facts['processor']}, {facts['cores']} cores ({', '.join(facts['instruction_set'])}), "
-        f"{facts['memory_gib']} GiB, load {facts['load_before']:.1f} before; {versions}; commits: "
+        f"{facts['memory_gib']} GiB, load average {facts['load_before']:.1f} at start; {versions}; commits: "
         + ", ".join(f"{name} {commit}" for name, commit in record["commits"].items())
         + f". {record['rounds']} interleaved rounds, medians (smallest to largest); above 1.00 vorox is faster.",
         "",
-        "| model and batch | measured | peer | of the peer | of vorox | vorox to peer |",
+        "| model and batch | measured | compared with | peer | vorox | vorox / peer (speed ratio) |",
         "|---|---|---|---|---|---|",
     ]
     for row in comparisons(record):

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 ROWS = [
     tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
     for line in PAGE.read_text(encoding="utf-8").splitlines()
-    if line.startswith("| ") and not line.startswith("| there")
+    if line.startswith("| ") and not line.startswith("| original")
 ]
 CODES = {row[1]: match[1] for row in ROWS if (match := re.fullmatch(r"`(.*)`", row[1]))}
 COMMANDS = sorted({code for code in CODES.values() if code.startswith("vorox ")})
