@@ -71,7 +71,7 @@ class NumpySnapshot:
     def write_parts(self, directory: Path) -> None:
         """Nothing: this engine runs in one process."""
 
-    def describe(self, directory: StagedDirectory) -> None:
+    def write_metadata(self, directory: StagedDirectory) -> None:
         self.write(directory)
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Print the structure of the package: rooms with their lines, imports between rooms, and four call paths.
+"""Print the structure of vorox: packages with their lines, the imports between them, and four call paths.
 
     python tests/structure.py [--no-paths]
 
@@ -61,7 +61,7 @@ def count_lines(path: Path) -> Lines:
     return Lines(len(lines), len(documented), len(code))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     """The folder of a module; modules at the top stand alone."""
     folder = path.relative_to(SOURCE).parent.as_posix()
     return path.name if folder == "." else folder
@@ -79,15 +79,18 @@ def imported_modules(path: Path) -> set[Path]:
     return found - {path}
 
 
-def print_rooms() -> None:
-    rooms: dict[str, list[tuple[Path, Lines]]] = {}
+def print_packages() -> None:
+    packages: dict[str, list[tuple[Path, Lines]]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        rooms.setdefault(room_of(path), []).append((path, count_lines(path)))
-    print(f"{'room':24} {'modules':>8} {'lines':>8} {'code':>8} {'docs':>8}  imports from other rooms")
+        packages.setdefault(package_of(path), []).append((path, count_lines(path)))
+    print(f"{'package':24} {'modules':>8} {'lines':>8} {'code':>8} {'docs':>8}  imports from other packages")
     totals = Counter[str]()
-    for room, modules in sorted(rooms.items()):
+    for package, modules in sorted(packages.items()):
         targets = Counter(
-            room_of(target) for path, _ in modules for target in imported_modules(path) if room_of(target) != room
+            package_of(target)
+            for path, _ in modules
+            for target in imported_modules(path)
+            if package_of(target) != package
         )
         row = {
             "modules": len(modules),
@@ -97,7 +100,7 @@ def print_rooms() -> None:
         }
         totals.update(row)
         arrows = ", ".join(f"{target} {count}" for target, count in targets.most_common())
-        print(f"{room:24} " + " ".join(f"{value:8,}" for value in row.values()) + f"  {arrows}")
+        print(f"{package:24} " + " ".join(f"{value:8,}" for value in row.values()) + f"  {arrows}")
     print(f"{'all':24} " + " ".join(f"{value:8,}" for value in totals.values()))
 
 
@@ -184,7 +187,7 @@ def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
         lambda step: trace.stop() if step == 50 else None, lambda step: trace.start() if step == 20 else None
     ):
         run(configuration(directory, settings))
-    keep_rooms(trace, "data")
+    keep_packages(trace, "data")
 
 
 def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
@@ -194,14 +197,14 @@ def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
         lambda step: trace.stop() if step == stop else None, lambda step: trace.start() if step == SAVED_STEP else None
     ):
         run(configuration(directory))
-    keep_rooms(trace, "core", "experiments", "models", "runtime", "training")
+    keep_packages(trace, "core", "experiments", "models", "runtime", "training")
 
 
 def resume(directory: Path, trace: ModuleTrace) -> None:
     """From opening the checkpoint of an interrupted run to its restored engine, plan, data cursor and replay chain.
 
     Recorded in the two functions that do this. Comparing the configurations, which happens between them, opening the
-    data and starting the loop belong to the start of every run and are left out, as are the data rooms.
+    data and starting the loop belong to the start of every run and are left out, as are the data packages.
     """
     config = configuration(directory)
 
@@ -227,12 +230,12 @@ def resume(directory: Path, trace: ModuleTrace) -> None:
         for name in ("choose", "restore"):
             patch.setattr(resume_module, name, recorded(getattr(resume_module, name)))
         run(config)
-    keep_rooms(trace, "core", "models", "training")
+    keep_packages(trace, "core", "models", "training")
 
 
-def keep_rooms(trace: ModuleTrace, *rooms: str) -> None:
+def keep_packages(trace: ModuleTrace, *packages: str) -> None:
     for path in list(trace.modules):
-        if path.relative_to(SOURCE).parts[0] not in rooms:
+        if path.relative_to(SOURCE).parts[0] not in packages:
             del trace.modules[path]
 
 
@@ -253,9 +256,9 @@ def print_paths() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--no-paths", action="store_true", help="only rooms, lines and imports")
+    parser.add_argument("--no-paths", action="store_true", help="only packages, lines and imports")
     arguments = parser.parse_args()
-    print_rooms()
+    print_packages()
     if not arguments.no_paths:
         print_paths()
 

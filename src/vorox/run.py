@@ -1,4 +1,4 @@
-"""The story of a run: configuration, run directory, data, engine, resume, loop.
+"""Run training end to end: configuration, run directory, data, engine, resume, loop.
 
 In: a configuration. Out: a run directory in which every step can be replayed. Each part is built here, in this order,
 and passed on explicitly. The command line calls ``train`` and prints; nothing here prints.

@@ -1,4 +1,4 @@
-"""The import contract of docs/architecture.md: imports point only down, and frameworks stay in their room."""
+"""The import contract of docs/architecture.md: imports point only down, and frameworks stay in their package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "vorox"
-FLOOR = {
+LAYER = {
     "core": 0,
     "data": 1,
     "models": 1,
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     relative = path.relative_to(SOURCE)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
@@ -65,30 +65,30 @@ def imports(path: Path, *, module_scope_only: bool = False) -> list[tuple[int, s
     return found
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {room_of(path) for path in modules()} - {"__init__", "presets"}
-    assert rooms <= set(FLOOR), f"rooms without a floor: {sorted(rooms - set(FLOOR))}"
+def test_every_package_of_the_architecture_has_a_layer() -> None:
+    packages = {package_of(path) for path in modules()} - {"__init__", "presets"}
+    assert packages <= set(LAYER), f"packages without a layer: {sorted(packages - set(LAYER))}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    if room in {"__init__", "presets"}:
+    package = package_of(path)
+    if package in {"__init__", "presets"}:
         return
     for line, module in imports(path):
         parts = module.split(".")
         if parts[0] != "vorox" or len(parts) == 1 or parts[1] == "__version__":
             continue
         target = parts[1]
-        same_room = target == room
-        down = FLOOR[target] < FLOOR[room]
-        assert same_room or down, f"{name_of(path)}:{line}: {room} must not import {module}"
-        if room == "backends":
+        same_package = target == package
+        down = LAYER[target] < LAYER[package]
+        assert same_package or down, f"{name_of(path)}:{line}: {package} must not import {module}"
+        if package == "backends":
             assert target in {"core", "models", "backends"}, f"{name_of(path)}:{line}: an engine imports {module}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_frameworks_stay_in_their_room(path: Path) -> None:
+def test_frameworks_stay_in_their_package(path: Path) -> None:
     for line, module in imports(path):
         top = module.split(".")[0]
         if top in FRAMEWORKS and ADAPTERS.get(name_of(path)) != top:

@@ -60,6 +60,13 @@ def test_names_and_dangers(path: Path) -> None:
         assert found is None, f"{found[0]} at offset {found.start()}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_first_line_of_a_module_fits_the_architecture_page(path: Path) -> None:
+    assert len(module_tree.first_line(path)) <= module_tree.SUMMARY_COLUMNS, (
+        f"shorten the first line of {name_of(path)}"
+    )
+
+
 def test_architecture_page_matches_the_tree() -> None:
     """The page lists every module with the first line of its docstring; ``python tests/module_tree.py`` rewrites it."""
     page = module_tree.PAGE.read_text(encoding="utf-8")

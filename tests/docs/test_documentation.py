@@ -323,9 +323,11 @@ def test_pictures_of_the_call_paths_name_modules_that_exist() -> None:
     pictures = page.partition("## Document to chunk")[2].partition("## A run directory")[0]
     lines = [line for picture in re.findall(r"```\n(.*?)```", pictures, re.DOTALL) for line in picture.splitlines()]
     words = {line.split()[0].removesuffix(",") for line in lines} | set(re.findall(r"\w+/[\w/]+", "\n".join(lines)))
-    rooms = [ROOT / "src" / "vorox" / room for room in (".", "data", "training")]
+    folders = [ROOT / "src" / "vorox" / folder for folder in (".", "data", "training")]
     assert len(words) > 20
     for word in words:
         path = word.removesuffix(".py")
-        found = any((room / f"{path}.py").is_file() or (room / path / "__init__.py").is_file() for room in rooms)
+        found = any(
+            (folder / f"{path}.py").is_file() or (folder / path / "__init__.py").is_file() for folder in folders
+        )
         assert found, f"the architecture page names {word}"

@@ -1,4 +1,4 @@
-"""A run opened for reading in Python: configuration, metrics, batches, and the documents behind each step."""
+"""A run opened for reading: configuration, metrics, batches, and the documents behind each step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Floor 0: the nouns and rules that every room shares. Only numpy, pydantic and the standard library."""
+"""Layer 0: configuration, run directory, engine protocol and file primitives.
+
+Imports only numpy, pydantic and the standard library.
+"""

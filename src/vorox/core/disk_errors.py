@@ -1,4 +1,4 @@
-"""Errors of the disk and of memory, translated to errors with a hint for the user."""
+"""Translate disk and memory errors to ``VoroxError``s with hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine protocol: the interface to PyTorch, JAX or another framework, at the level of training *steps*.
+"""The engine protocol: one training step on numpy batches, for PyTorch, JAX or another framework.
 
 An engine owns the model, the optimizer and the devices. It takes numpy batches and returns lazily fetched floats. It
 does not read data, schedule checkpoints, or know about runs. The protocol is structural: no base class, no mixin.
@@ -158,8 +158,8 @@ class EngineSnapshot(Protocol):
         """Write the shards of this rank into a directory shared by all ranks."""
         ...
 
-    def describe(self, directory: StagedDirectory) -> None:
-        """Write the rest, on rank 0, after all shards are written."""
+    def write_metadata(self, directory: StagedDirectory) -> None:
+        """Write the files that are not shards; called on rank 0 after all shards are written."""
         ...
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The environment of a run: code version, interpreter, machine, library versions and relevant variables.
+"""The environment of a run: code version, interpreter, machine, library versions, variables.
 
 The record is for audits and never an input; only ``usable_cores`` influences a run (the number of threads).
 Environment variables are recorded from an allow-list, so secrets of the shell do not enter the run directory.

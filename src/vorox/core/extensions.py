@@ -1,4 +1,4 @@
-"""User functions that a configuration names by import path: loading, and identity for recipes and checkpoints.
+"""User functions by import path: loading, and their identity in recipes and checkpoints.
 
 ``package.module:function`` is imported; ``path/to/file.py:function`` is loaded from the file. The identity of a
 function is its name and its declared version, or the SHA-256 of its file; cache recipes and checkpoints record it, so

@@ -1,4 +1,4 @@
-"""Redaction of secrets in everything that is written or shown, and the secrets that this process holds.
+"""Redaction of secrets, recognised by form, name or value, in everything that is written or shown.
 
 A text or plain JSON value goes in; the same with every secret replaced by ``[redacted]`` comes out. A secret is
 recognised by its form (credentials in a URL, tokens with a known prefix, private keys), by its name (``api_key=...``,

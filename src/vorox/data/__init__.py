@@ -1,1 +1,1 @@
-"""Floor 1: text to batches. Numpy only; works with neither torch nor JAX installed."""
+"""Layer 1: text to batches. Numpy only; works with neither torch nor JAX installed."""

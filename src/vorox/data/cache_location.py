@@ -1,4 +1,4 @@
-"""Locate the cache directory of a split of a source, or an earlier cache that can be extended with new files.
+"""Locate the cache directory of a source's split, or an earlier cache that new files can extend.
 
 A listed source and a recipe go in; out come a directory, the source with its files in the directory's order, and the
 units planned so far. Invariant: recorded files and units keep their order; a cache is extended only if all files that

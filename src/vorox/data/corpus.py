@@ -1,4 +1,4 @@
-"""From a configuration to a corpus: sources listed, tokenizer ready, caches open or growing.
+"""Open the corpus of a configuration: list sources, load the tokenizer, open or build caches.
 
 ``prepare`` opens existing caches and builds missing ones; any number of processes share the build, and runs with the
 same recipe share a cache. Invariants: a corpus is a function of the configuration and the text; a cache's directory is

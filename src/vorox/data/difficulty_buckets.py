@@ -1,4 +1,4 @@
-"""Difficulty buckets: the chunks of a cache whose statistic is in a range, read as a cache of their own.
+"""Difficulty buckets: a cache's chunks whose statistic is in a range, read as a separate cache.
 
 The bounds are measured once, when a run starts, and recorded in its plan. A chunk's bucket depends on its content
 alone, so buckets do not change while the cache grows. Each row of a source is in exactly one bucket.

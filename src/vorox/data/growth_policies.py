@@ -1,4 +1,4 @@
-"""The policies of ``data.growth``: what a growing plan reads next, one question per policy.
+"""Policies of ``data.growth``: choose the units that a growing plan reads next.
 
 ``mode``: which units does the current pass read next? ``later_passes``: which units does the next pass start with?
 ``on_starve``: what is read while those units are not built? ``max_epochs`` and ``on_exhausted``: what follows the last

@@ -1,4 +1,4 @@
-"""Exact mixing of sources by rational weights: the source of each draw, computed and inverted at single draws.
+"""Exact mixing of sources by rational weights: the source of each draw, and its inverse.
 
 ``mix/1``: the sources are the leaves of a weight-balanced binary tree. Of the first k draws that reach a node,
 ``k * left weight / weight`` go left, rounded to the nearest integer, halves up. All arithmetic is in integers, without

@@ -25,7 +25,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One mixture from a position on.
+    """The mixture that applies from a position onwards.
 
     Attributes:
         start_position: First position (and draw) of the stage; 0 for the first stage.

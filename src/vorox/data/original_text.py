@@ -1,4 +1,4 @@
-"""The text of a document's tokens: read from its file if that is unchanged, else decoded from the cache.
+"""The text behind tokens: read from the document's file if unchanged, else decoded from the cache.
 
 A run and a document in one of its rows go in; the text of exactly those tokens comes out, with its origin. The file is
 unchanged if the record's text has the hash recorded at packing and its tokens equal those of the row; otherwise the

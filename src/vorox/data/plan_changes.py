@@ -34,7 +34,7 @@ Readers = Sequence[RowReader | None]
 
 @dataclass(frozen=True, slots=True)
 class RequestedStage:
-    """A configured mixture from a position on.
+    """A configured mixture from a position onwards.
 
     Attributes:
         start_position: A multiple of the global batch; 0 for the first stage.
@@ -57,7 +57,7 @@ def apply_all(state: PlanState, events: Sequence[PlanEvent]) -> PlanState:
 def mixture_update_events(
     state: PlanState, sources: Sequence[PlanSource], requested: Sequence[RequestedStage], position: int = 0
 ) -> list[PlanEvent]:
-    """Return the events that give a plan the configured mixture from a position on; none if it already has it.
+    """Return the events that give a plan the configured mixture from a position onwards; none if it already has it.
 
     Args:
         state: The plan.
@@ -95,7 +95,7 @@ def mixture_update_events(
 
 
 def horizon_update_events(state: PlanState, position: int, total_steps: int, warmup_steps: int) -> list[HorizonEvent]:
-    """Return the event that changes the length of a run from a position on; none if the length is the same."""
+    """Return the event that changes the length of a run from a position onwards; none if the length is the same."""
     wanted = HorizonEvent(position, total_steps, warmup_steps)
     before = [known for known in state.horizons if known.start_position <= position]
     is_known = before and len(before) == len(state.horizons) and replace(before[-1], start_position=position) == wanted
@@ -238,7 +238,7 @@ def _stage(state: PlanState, requested: RequestedStage) -> Stage:
 
 
 def _from_position(position: int, stages: Sequence[Stage]) -> list[Stage]:
-    """Return the distinct stages in force from a position on; the first starts there."""
+    """Return the distinct stages in force from a position onwards; the first starts there."""
     last_before = max(number for number, stage in enumerate(stages) if stage.start_position <= position)
     kept = [replace(stages[last_before], start_position=position), *stages[last_before + 1 :]]
     distinct = kept[:1]

@@ -1,8 +1,8 @@
 """The events of a plan: a discriminated union, and its JSON form in ``plan.jsonl``.
 
 ``start`` records settings that never change during a run; ``segment`` gives a source more rows; ``source`` adds a
-source or changes its limits; ``stage`` changes the mixture from a position on; ``cut`` removes passes that no step has
-reached; ``horizon`` sets the length of the run from a position on.
+source or changes its limits; ``stage`` changes the mixture from a position onwards; ``cut`` removes passes that no step
+has reached; ``horizon`` sets the length of the run from a position onwards.
 
 Invariant: reading an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused,
 because skipping them would silently change the order.
@@ -198,7 +198,7 @@ class SourceEvent:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class StageEvent:
-    """A mixture from a position on; it replaces all later stages.
+    """The mixture that applies from a position onwards; it replaces all later stages.
 
     Attributes:
         start_position: First position; a multiple of the global batch.
@@ -229,7 +229,7 @@ class CutEvent:
 
 @dataclass(frozen=True, slots=True)
 class HorizonEvent:
-    """The length of the run from a position on; it replaces all later ones.
+    """The length of the run from a position onwards; it replaces all later ones.
 
     Attributes:
         start_position: First position; a multiple of the global batch.

@@ -1,4 +1,4 @@
-"""Provenance queries: the documents behind a step's rows (``where``), and the steps that saw a document (``when``).
+"""Provenance queries: the documents behind a step (``where``), the steps of a document (``when``).
 
 A run's plan and caches go in; no database, engine or network is needed. ``where`` returns documents with their files,
 bytes and tokens; ``when`` returns steps, slots and epochs, with the state of each step (``core.attempts``). Nothing is

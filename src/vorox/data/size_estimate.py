@@ -1,4 +1,4 @@
-"""Estimating the size of a dataset of which only some units are built, for the length and warm-up of a run.
+"""Estimate the size of a partly built dataset, for the length and warm-up of a run.
 
 A ratio estimate: the tokens (rows) of the built units divided by their bytes, times the bytes of all units. While the
 source is still being split into units, those bytes are estimated too, from the stored size and the ratio of the first

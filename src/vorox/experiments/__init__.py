@@ -1,1 +1,1 @@
-"""Floor 1: metrics, sinks, run artifacts and the metadata database."""
+"""Layer 1: metrics, sinks, run artifacts and the metadata database."""

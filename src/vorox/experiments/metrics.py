@@ -1,4 +1,4 @@
-"""Metric registry: name, unit, reduction and description of every metric, and metrics computed by user functions.
+"""Metric registry: name, unit, reduction and description of every metric; user-defined metrics.
 
 In: a name. Out: its definition, or an error with the nearest names, so that a misspelled metric cannot start a second
 curve. Families cover names with a variable part (``activation/3/mlp/std``). The reduction combines the values of

@@ -1,4 +1,4 @@
-"""Metric sinks: ``metrics.jsonl``, TensorBoard event files, and sinks of the user.
+"""Metric sinks: ``metrics.jsonl``, TensorBoard event files, and user-defined sinks.
 
 A sink receives the values of a step and may raise any exception; ``tracking.Tracker`` keeps it from the training. Sinks
 take part in no decision, and the run never reads them.
@@ -105,7 +105,7 @@ class TensorBoardSink:
 
 
 def open_custom_sink(path: str, where: str, run_directory: Path, resume_step: int, settings: Mapping[str, Any]) -> Sink:
-    """Open a sink of the user.
+    """Open a user-defined sink.
 
     Args:
         path: Import path of a function that returns the sink, called with ``run_directory``, ``resume_step`` and

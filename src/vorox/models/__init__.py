@@ -1,1 +1,1 @@
-"""Floor 1: model descriptions, weight files and cost estimates, without a framework."""
+"""Layer 1: model descriptions, weight files and cost estimates, without a framework."""

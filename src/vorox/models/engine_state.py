@@ -99,7 +99,7 @@ class Snapshot:
     def write_parts(self, directory: Path) -> None:
         """Do nothing: rank 0 has the whole state."""
 
-    def describe(self, directory: StagedDirectory) -> None:
+    def write_metadata(self, directory: StagedDirectory) -> None:
         """Write the whole state."""
         self.write(directory)
 
@@ -263,4 +263,4 @@ def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> No
         if name not in FREE_TO_CHANGE and stored.get(name) != value
     ]
     if differing:
-        raise CheckpointError(f"The checkpoint is of another model: {', '.join(differing)}", where=where)
+        raise CheckpointError(f"Checkpoint belongs to a different model: {', '.join(differing)}", where=where)

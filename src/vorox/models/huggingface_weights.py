@@ -1,4 +1,4 @@
-"""Conversion of weights between canonical and Hugging Face transformers names, in both directions, tensor by tensor.
+"""Convert weights between canonical and Hugging Face names, in both directions, by tensor.
 
 Maps each row of the parameter table (``models/spec.py``) to its transformers name, including fused tensors (GPT-2's
 ``c_attn``) and transposed ones (GPT-2's Conv1D). The transformers family of a model is derived from what it computes,

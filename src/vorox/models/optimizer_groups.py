@@ -1,4 +1,4 @@
-"""Optimizer groups: which parameters get weight decay, and which are updated by Muon. One rule for both engines."""
+"""Optimizer groups of both engines: which parameters get weight decay, which ones Muon updates."""
 
 from __future__ import annotations
 

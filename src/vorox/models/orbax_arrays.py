@@ -1,4 +1,4 @@
-"""Reader of Orbax checkpoint arrays that needs only tensorstore, not Orbax or JAX, so that every engine can use it.
+"""Reader of Orbax checkpoint arrays for every engine; needs tensorstore, not Orbax or JAX.
 
 Orbax stores a tree of arrays as a key-value store (OCDBT) in a folder, with one zarr array per
 ``<kind>.<canonical name>/``, chunked by device shards. Slices are read without the rest. Kinds are ``weights`` and the

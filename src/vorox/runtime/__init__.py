@@ -1,1 +1,1 @@
-"""Floor 1: host-side measurements: throughput, memory, device peaks."""
+"""Layer 1: host-side measurements: throughput, memory, device peaks."""

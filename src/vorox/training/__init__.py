@@ -1,1 +1,1 @@
-"""Floor 2: the loop and what it needs. Never an engine."""
+"""Layer 2: the training loop, checkpoints, resume and replay. Imports no engine."""

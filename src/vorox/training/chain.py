@@ -165,7 +165,7 @@ def check_chain(run_directory: Path, progress: Progress) -> RecordedChain:
     Damage does not stop a run, because the checkpoint has its own head; ``RecordedChain.damage`` describes the loss.
 
     Raises:
-        DataError: The file is intact but of another history.
+        DataError: The file is intact, but the chain belongs to a different run history.
     """
     found = examine_chain(run_directory, progress.step)
     entry = found.entries.get(progress.step)

@@ -173,8 +173,8 @@ class CheckpointWriter:
         skipped, nothing is saved.
 
         Args:
-            engine: In the state after step ``progress.step``.
-            progress: With the head of the replay chain.
+            engine: The engine, in the state after step ``progress.step``.
+            progress: Progress of the run, with the head of the replay chain.
             pending: Drained up to this step; made durable first.
             publish: Called after the commit; not called if nothing is saved.
             is_last: Whether the run ends here.
@@ -322,7 +322,7 @@ class CheckpointWriter:
                 self._distributed.broadcast(_STAGED, str(directory.path))
                 job.snapshot.write_parts(directory.path)
                 self._distributed.barrier(_WRITTEN)
-                job.snapshot.describe(directory)
+                job.snapshot.write_metadata(directory)
             for name, data in sorted(self._companions.items()):
                 directory.write(name, data)
             directory.write(STATE_NAME, atomic.pretty_json(job.state.to_json()))

@@ -38,7 +38,7 @@ def init_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dic
         Origin and fingerprint for the run's record; ``None`` if the setting is not set.
 
     Raises:
-        ConfigError: There are no weights at that location, or they are of another model.
+        ConfigError: There are no weights at that location, or they belong to a different model.
         CheckpointError: The weights are damaged, or have no optimizer state that this engine can load.
     """
     if config.train.from_weights is None:

@@ -1,4 +1,4 @@
-"""The training loop: next batch, step, save, validate, until the end of the schedule or a stop request.
+"""The training loop: next batch, step, save, validate, until the schedule ends or a stop request.
 
 In: a session and the progress to start from. Out: the progress at the end. The loop waits for the device only to save
 and to validate: the numbers of a step settle while the next one runs. A checkpoint is taken before the validation of

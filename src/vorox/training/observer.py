@@ -1,4 +1,4 @@
-"""Report a run: metrics, throughput, progress and events. Reads everything, decides nothing.
+"""Report metrics, throughput, progress and events of a run. Never affects training.
 
 In: settled steps, saves and validations, in order. Out: a line of metrics and a display update per logged step, and
 events. Without any of it, the run has the same bits. Throughput is compared with the data-sheet peak of the device and
@@ -39,7 +39,7 @@ _MAX_REMEASURED = 3
 
 
 class Observer:
-    """Reports one process of a run.
+    """Reports the progress of one process of a run.
 
     Args:
         setup: Configuration, corpus, engine and length of the run.

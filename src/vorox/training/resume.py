@@ -1,9 +1,10 @@
-"""Resume: which settings may change, and restoring engine, plan, cursor and replay chain.
+"""Resume: which settings may change, and restoring the state of a checkpoint.
 
-In: the run directory, the current configuration and workload. Out: a ``RestoredRun`` with the engine in the state of
-its checkpoint. Settings that decide the architecture, the data or its order must equal the recorded ones; every other
-difference is logged and recorded. Earlier configurations stay readable: ``configs/step-N.yaml`` was in force from
-step N on.
+``restore`` restores the engine, and reads progress, plan and replay chain; ``session.open_session`` positions the
+loader at the cursor. In: the run directory, the current configuration and workload. Out: a ``RestoredRun`` with the
+engine in the state of its checkpoint. Settings that decide the architecture, the data or its order must equal the
+recorded ones; every other difference is logged and recorded. Earlier configurations stay readable:
+``configs/step-N.yaml`` was in force from step N on.
 """
 
 from __future__ import annotations
@@ -115,9 +116,13 @@ def check_unedited(
     if made_with is None:  # earlier versions recorded only a digest
         return recorded
     newest = max(RunLayout(run_directory).configs_by_step().items(), default=None)
-    if newest is not None and newest[0] >= found.step and not _changed(_redacted(load_config(newest[1])), recorded):
+    if (
+        newest is not None
+        and newest[0] >= found.step
+        and not _bit_affecting_differences(_redacted(load_config(newest[1])), recorded)
+    ):
         return recorded  # changed by a resume that was killed before its first save
-    edited = _changed(made_with, recorded)
+    edited = _bit_affecting_differences(made_with, recorded)
     now = flat_values(_redacted(current))
     adopted = [
         entry for entry in edited if now.get(entry.key) == entry.after and not _has_prefix(entry.key, tuple(named_keys))
@@ -142,7 +147,7 @@ def is_made_with(checkpoint: Checkpoint, config: RunConfig) -> bool:
     made_with = _made_with(checkpoint.metadata)
     if made_with is None:
         return checkpoint.metadata["config_digest"] == config_digest(config)
-    return not _changed(made_with, config)
+    return not _bit_affecting_differences(made_with, config)
 
 
 def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
@@ -153,8 +158,8 @@ def _made_with(metadata: Mapping[str, Any]) -> RunConfig | None:
         return None
 
 
-def _changed(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """Return the differences from a checkpoint's configuration among the settings that affect bits."""
+def _bit_affecting_differences(before: RunConfig, after: RunConfig) -> list[Difference]:
+    """Return the changed settings that affect bits."""
     return [entry for entry in differences(before, _redacted(after)) if in_digest(entry.key)]
 
 
@@ -221,8 +226,8 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
     """Restore engine, plan, cursor and replay chain from a verified checkpoint; nothing is written.
 
     Raises:
-        CheckpointError: It is of another model or another data plan.
-        DataError: The plan is damaged, or the replay chain is of another history than the checkpoint.
+        CheckpointError: It belongs to a different model or data plan.
+        DataError: The plan is damaged, or the replay chain belongs to a different run history.
     """
     plan = Plan.find(RunLayout(run_directory).plan)
     load(workload.engine, found, workload.spec.to_json())
@@ -243,7 +248,7 @@ def _check_chain(run_directory: Path, progress: Progress, log: RunLog) -> int:
     """Return the last step in the replay chain; report steps up to the checkpoint whose record is lost.
 
     Raises:
-        DataError: The chain is of another history than the checkpoint.
+        DataError: The chain belongs to a different run history.
     """
     chain = check_chain(run_directory, progress)
     damage = chain.damage(progress.step)
@@ -270,13 +275,13 @@ def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> Non
     """Load a verified checkpoint and check the engine's fingerprint.
 
     Raises:
-        CheckpointError: It is of another model, or the loaded state differs from the saved one.
+        CheckpointError: It belongs to a different model, or the loaded state differs from the saved one.
     """
     recorded = checkpoint.metadata["spec"]
     if recorded != spec:
         keys = sorted(key for key in {*recorded, *spec} if recorded.get(key) != spec.get(key))
         raise CheckpointError(
-            "Checkpoint is of another model: "
+            "Checkpoint belongs to a different model: "
             + ", ".join(f"{key} = {recorded.get(key)}, configured is {spec.get(key)}" for key in keys),
             where=str(checkpoint.path),
         )

@@ -1,4 +1,4 @@
-"""The parts of the training loop, opened for one process, and the work between two steps.
+"""Session: everything the training loop uses in one process, and the work between steps.
 
 In: a ``TrainingSetup``. Out: a ``Session``: what the loop calls to record settled steps, save and stop. Only the main
 rank writes records; every rank takes the same steps. Only a step changes the engine's state, so the state can be saved

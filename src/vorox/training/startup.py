@@ -72,7 +72,7 @@ def initialize_or_resume(
 
     Raises:
         ConfigError: The configuration differs from the recorded one in a way that a resume does not allow.
-        CheckpointError: No checkpoint is valid, or it is of another model or plan.
+        CheckpointError: No checkpoint is valid, or it belongs to a different model or plan.
         DataError: The caches differ from those in the plan.
     """
     directory, config, log = run.directory, workload.config, workload.log

@@ -1,4 +1,4 @@
-"""Append-only records by step that survive kill -9: the form of ``chain.jsonl`` and ``evaluations.jsonl``.
+"""Crash-safe append-only log by step, used for ``chain.jsonl`` and ``evaluations.jsonl``.
 
 A line is a JSON object with a ``step``, the number of finished steps, so line 1,000 and checkpoint 1,000 describe the
 same state. A process that resumes at step S first writes the marker ``{"resume": S}``: earlier lines of later steps,

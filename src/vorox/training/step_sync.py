@@ -1,4 +1,4 @@
-"""Synchronise the ranks after every step: whether to save or stop, and the digest of all rows that were trained on.
+"""Synchronise ranks after each step: save and stop decisions, global batch digest.
 
 In: what each rank knows by itself: the rows that it read, a signal that it got, and on the main rank the clock and a
 request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none saves or stops alone. A single

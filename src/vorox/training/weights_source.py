@@ -173,7 +173,9 @@ def require_equal_models(
     if differing:
         listed = ", ".join(f"{key} = {theirs[key]} (here {ours[key]})" for key in differing)
         wanted = " ".join(f"model.{key}={write_inline(theirs[key])}" for key in differing)
-        raise ConfigError(f"Weights at {location} are of another model: {listed}", where=_KEY, hint=f"set {wanted}")
+        raise ConfigError(
+            f"Weights at {location} belong to a different model: {listed}", where=_KEY, hint=f"set {wanted}"
+        )
 
 
 def describe_weights(config: RunConfig) -> WeightsDescription | None:

@@ -36,7 +36,7 @@ def main() -> None:
             multihost_utils.sync_global_devices("begun")
             snapshot.write_parts(directory.path)  # type: ignore[attr-defined]
             multihost_utils.sync_global_devices("written")
-            snapshot.describe(directory)  # type: ignore[attr-defined]
+            snapshot.write_metadata(directory)  # type: ignore[attr-defined]
             directory.commit({})
     else:
         multihost_utils.sync_global_devices("begun")

@@ -1,4 +1,4 @@
-"""Stores of the user's own: listing, ranges, retries, changes and errors through the uri alone."""
+"""User-defined stores: listing, ranges, retries, changes and errors through the uri alone."""
 
 from __future__ import annotations
 

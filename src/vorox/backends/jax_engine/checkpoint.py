@@ -99,9 +99,9 @@ class OrbaxSnapshot:
         )
 
     def write(self, directory: StagedDirectory) -> None:
-        """Write the state from a single process; several call ``write_parts``, then the main one ``describe``."""
+        """Write the state from a single process; several call ``write_parts``, then the main one ``write_metadata``."""
         self.write_parts(directory.path)
-        self.describe(directory)
+        self.write_metadata(directory)
 
     def write_parts(self, directory: Path) -> None:
         """Write the shards of this process below a directory that all processes share."""
@@ -113,8 +113,8 @@ class OrbaxSnapshot:
             place.mkdir(parents=True, exist_ok=True)
             ocp.PyTreeCheckpointHandler(use_compression=False).save(place, args=ocp.args.PyTreeSave(dict(self.trees)))
 
-    def describe(self, directory: StagedDirectory) -> None:
-        """Merge the shards of all processes and describe them; for the main process, once all have written."""
+    def write_metadata(self, directory: StagedDirectory) -> None:
+        """Merge the shards of all processes and write the files that are not shards; called on rank 0."""
         import orbax.checkpoint as ocp
         from etils import epath
 

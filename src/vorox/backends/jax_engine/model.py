@@ -1,4 +1,4 @@
-"""The decoder in Flax NNX: embedding, blocks of attention and MLP around a residual stream, final norm.
+"""The decoder in Flax NNX: embedding, attention and MLP blocks on a residual stream, final norm.
 
 Modules are created without memory and immediately split into a graph definition and a plain tree of parameters, so the
 engine, the optimizer and checkpoints handle trees only (``parameters.py``). A path inside the modules is the canonical

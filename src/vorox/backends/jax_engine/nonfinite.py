@@ -1,4 +1,4 @@
-"""Locate the first NaN or infinity of a batch by repeating forward and backward, one micro-batch at a time.
+"""Locate the first NaN or infinity of a batch: repeat forward and backward by micro-batch.
 
 In: the engine's forward-backward function, parameters and a batch on the devices. Out: the first non-finite loss,
 activation or gradient. Compiled on first use, so finite steps pay nothing.

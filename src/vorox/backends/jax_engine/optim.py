@@ -1,4 +1,4 @@
-"""AdamW and Muon with gradient clipping and a finite check, as one pure function of gradients and state.
+"""AdamW and Muon with gradient clipping and a finite check, as one pure function.
 
 AdamW uses optax's moments and bias correction; learning rate and weight decay are arguments of the step. Muon
 orthogonalises the momentum of every canonical matrix by five Newton-Schulz iterations (Keller Jordan's quintic). If the

@@ -40,7 +40,7 @@ class TorchDecoder:
     """Decoding state of one batch of sequences.
 
     Args:
-        cache: Empty.
+        cache: Key/value cache, initially empty.
         max_tokens: Capacity of the cache.
         forward: (tokens_BT, cache) -> logits of the last position ``[B, V]``.
     """

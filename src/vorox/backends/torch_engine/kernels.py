@@ -1,4 +1,4 @@
-"""Kernels of the model in two versions: plain PyTorch, and with hand-written backward passes for fp32 on the CPU.
+"""Model kernels in two versions: plain PyTorch, and hand-written backward passes for fp32 on CPU.
 
 The plain version uses autograd; it is compiled, and runs on accelerators and under autocast. The direct version is for
 uncompiled fp32 on the CPU, where memory traffic and small operations dominate: weight gradients are accumulated

@@ -1,7 +1,7 @@
-"""AdamW and Muon with gradient clipping and a finite check, over flat buffers and without host synchronisation.
+"""AdamW and Muon with gradient clipping and a finite check, over flat buffers.
 
-If the loss or the gradient norm is not finite, no bit of parameters, moments or counters changes; only the loss scale
-of fp16 is lowered. All of this is decided on the device.
+Nothing here synchronises the host with the device. If the loss or the gradient norm is not finite, no bit of
+parameters, moments or counters changes; only the loss scale of fp16 is lowered. All of this is decided on the device.
 
 State: first and second moments of the AdamW groups, Muon's momentum, the number of updates, and the loss scale.
 """

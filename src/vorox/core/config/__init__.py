@@ -1,4 +1,4 @@
-"""Configuration: YAML, presets and overrides to one frozen ``RunConfig``. The public names of this package."""
+"""Configuration: YAML, presets and overrides to one frozen ``RunConfig``; public names."""
 
 from vorox.core.config.explain import json_schema
 from vorox.core.config.resolve import (

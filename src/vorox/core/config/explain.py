@@ -1,4 +1,4 @@
-"""Explanations of settings: type, default, value and its origin, accepted values, dependencies; and the JSON schema."""
+"""Explanations of settings: type, default, value, origin and dependencies; the JSON schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How presets fill in a configuration: named sources, and settings that were tuned on a preset's own sources.
+"""How presets fill in a configuration: named sources, and settings tuned on a preset's sources.
 
 A configuration tree goes in and is filled below what the user sets. ``preset: fineweb-edu`` in an entry of
 ``data.sources`` fills in the rest of the entry. Prompts, learning rate and holdout of a run preset were tuned on its
@@ -32,8 +32,8 @@ _PLACEHOLDER: Mapping[str, Json] = {"format": "txt", "paths": ["placeholder"]}
 """Used for an unknown name, so that missing keys are not reported as well."""
 
 
-def names_sources(assignments: Iterable[Assignment]) -> bool:
-    """Whether any assignment selects the text."""
+def selects_sources(assignments: Iterable[Assignment]) -> bool:
+    """Whether any override sets the sources."""
     for assignment in map(translate, assignments):
         path = assignment.path
         if path == ("data", "sources") or path[:2] == ("data", "source"):

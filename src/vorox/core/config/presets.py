@@ -1,4 +1,4 @@
-"""Presets that ship with Vorox: runs (``presets/runs``), models (``models.yaml``) and named sources (``sources.yaml``).
+"""Presets that ship with Vorox: runs, models (``models.yaml``) and named sources (``sources.yaml``).
 
 Data only, read with the reader of users' files. A run preset is an ordinary configuration with a name.
 """

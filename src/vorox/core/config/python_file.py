@@ -1,4 +1,4 @@
-"""A configuration written as a Python file: ``config``, a mapping or a function without arguments that returns one.
+"""A configuration written as a Python file: ``config``, a mapping or a function that returns one.
 
 The file is executed once, and its mapping is treated as if it had been read from YAML. Keys of a literal mapping keep
 their lines. An exception in the file becomes a ``ConfigError`` at its line.

@@ -24,8 +24,8 @@ from vorox.core.config.preset_rules import (
     WITH_ITS_SOURCES,
     fit_learning_rate,
     fit_warmup,
-    names_sources,
     names_warmup,
+    selects_sources,
 )
 from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.python_file import mapping_document, read_python
@@ -151,7 +151,7 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
         for what, line in layer.document.problems:
             tree.problems.append(Problem(what, f"{layer.name}:{line}", kind="misread"))
         above = [entry for other in layers[number + 1 :] for entry in other.assignments]
-        has_other_sources = names_sources([*above, *explicit])
+        has_other_sources = selects_sources([*above, *explicit])
         tree.apply_layer(layer.assignments if has_other_sources else [*layer.assignments, *layer.with_its_sources])
         fit = fit or (has_other_sources and bool(layer.with_its_sources))
     tree.apply_layer(explicit)

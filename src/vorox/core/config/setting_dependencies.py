@@ -1,4 +1,4 @@
-"""Dependencies between settings: keys that have an effect only under certain values of another key, their switch.
+"""Dependencies between settings: keys that only have an effect under certain values of another.
 
 No setting is ignored silently: one without effect in the layer that sets it is a problem. One that a later layer
 disables (``tokenizer.kind=byte`` over a preset's ``tokenizer.vocab_size``) is reset to its default, so the resolved

@@ -1,4 +1,4 @@
-"""Plain explanations of YAML syntax errors: the parser's error and the text to a message and a hint.
+"""Explain YAML syntax errors: a message and a hint for each parser error.
 
 The parser reports its own states ("expected <block end>"); users need to know about the tab, quote or indentation.
 """

@@ -1,4 +1,7 @@
-"""The settings of a run, one file per group of sections. Units are part of the names; nothing here is computed."""
+"""The settings of a run, one module per group of sections; nothing here is computed.
+
+Units are part of the names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage collection: unreferenced files in caches, and caches that no run uses and that are not pinned.
+"""Garbage collection: unreferenced files in caches, and unpinned caches that no run uses.
 
 The root of the caches goes in; removable files and caches come out, with sizes and reasons. Invariants: no file that a
 manifest names or that a live process holds counts as garbage, even if the wall clock jumps; a cache's recipe is removed

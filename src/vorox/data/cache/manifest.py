@@ -1,4 +1,4 @@
-"""The manifest of a cache: a hash-chained log of its units and chunks, with a snapshot for fast opening.
+"""The manifest of a cache: a hash-chained log of units and chunks, with a snapshot for fast opening.
 
 ``manifest/log.jsonl`` has one entry per event:
 

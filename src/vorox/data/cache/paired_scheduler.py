@@ -24,7 +24,7 @@ from vorox.data.documents import Record, Unit
 
 
 class HeldRecords(Protocol):
-    """Holds the records of the other split: ``text.unit_reader.SplitPairReader``."""
+    """Protocol of a reader that keeps the records of the other split, implemented by ``SplitPairReader``."""
 
     def hold(self, unit_id: int, /) -> None: ...
     def take(self, unit_id: int, /) -> Sequence[Record] | None: ...

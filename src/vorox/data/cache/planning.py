@@ -1,4 +1,4 @@
-"""Planning a cache: its directory, recipe, files and units are recorded before any unit is built.
+"""Initialise a cache: record its recipe, files and units before the first build.
 
 Any number of builders may plan concurrently: the cache's lock serialises them, and each finds what the others recorded.
 Files and units count once the manifest has planned them; new ones are appended. A source file may move (same content
@@ -63,7 +63,7 @@ def prepare_directory(
 
 @contextlib.contextmanager
 def planning_lock(directory: Path, builder: UnitBuilder) -> Generator[Manifest]:
-    """Hold the cache's lock for planning; temporary files of dead builders are removed and the recipe is recorded.
+    """Hold the cache's planning lock. On entry, remove temporary files of dead builders and record the recipe.
 
     Raises:
         DataError: The cache has a different recipe, or is damaged.

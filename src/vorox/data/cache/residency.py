@@ -1,4 +1,4 @@
-"""Which chunks may be on disk: all of a permanent cache, or what fits a disk budget that several caches share.
+"""Policies for which chunks stay on disk: permanent, or within a disk budget.
 
 The scheduler checks residency before it builds a unit and before it writes one. The caches of a stream are evictable:
 they join a ``DiskBudget``, reserve room before they write a unit, and rank their units by how soon each is needed. A

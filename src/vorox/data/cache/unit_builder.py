@@ -33,7 +33,7 @@ _UNITS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class BuiltUnit:
-    """A built unit; nothing of it is written yet.
+    """A built unit that is not yet written to disk.
 
     Attributes:
         unit_id: The unit.

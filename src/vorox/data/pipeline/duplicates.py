@@ -1,4 +1,4 @@
-"""Duplicate texts: the first pass that finds them in a whole source, its files, and the check while a unit is built.
+"""Duplicate texts: a first pass over the whole source, its files, and the check during the build.
 
 The first pass reads the units in order, applies the transforms before the one that removes duplicates, and writes one
 file per unit, ``duplicates/<number of the transform>/u<unit>.bin`` in the cache directory: which texts are removed, and

@@ -1,8 +1,8 @@
-"""The stages from a unit to the bytes of its chunks: fetch, decode, filter, tokenize, augment, gather, pack.
+"""Pipeline stages from a unit's text to chunk bytes.
 
-Units become ``DocumentBatch``es, these become ``TokenizedDocuments``; those of a unit are joined and packed. Every
-stage is a pure function of its input, so any number of threads may run it. Invariant: a batch has documents of one unit
-only, and the last batch of a unit is marked.
+The stages: fetch, decode, filter, tokenize, augment, gather, pack. Units become ``DocumentBatch``es, these become
+``TokenizedDocuments``; those of a unit are joined and packed. Every stage is a pure function of its input, so any
+number of threads may run it. Invariant: a batch has documents of one unit only, and the last batch of a unit is marked.
 """
 
 from __future__ import annotations

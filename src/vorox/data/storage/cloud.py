@@ -227,7 +227,7 @@ class CloudStore:
         return await client.run(attempt, has_deadline=not in_parts)
 
     async def verify_upload(self, file: StoredFile, md5: bytes, policy: RetryPolicy) -> bool:
-        """Read an object; return whether its content has an MD5."""
+        """Read an object back; return whether its content has the expected MD5."""
         stored = hashlib.md5(usedforsecurity=False)
         if file.size_bytes:
             await self.stream_range(file, 0, file.size_bytes, stored.update, policy)

@@ -1,4 +1,4 @@
-"""Stores of the user's own, by import path: ``mine.py:lake://folder/*.jsonl``.
+"""User-defined stores, by import path: ``mine.py:lake://folder/*.jsonl``.
 
 A scheme that is an import path goes in (``lake`` in ``mine.py`` returns the store); an implementation of
 ``remote.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and globs
@@ -26,9 +26,9 @@ class StoredObject(NamedTuple):
     """An object as a user's store lists it.
 
     Attributes:
-        name: What follows ``://`` in its uri.
-        size_bytes: Its length.
-        version: A text that differs whenever the content does: a version, an ETag or a hash.
+        name: The part of its URI after ``://``.
+        size_bytes: Size in bytes.
+        version: A string that changes whenever the content does: a version, an ETag or a hash.
     """
 
     name: str

@@ -194,7 +194,7 @@ class Stall:
 
 @contextmanager
 def track_stall(uri: str) -> Generator[Stall]:
-    """Open a stall that is cleared when the block ends."""
+    """Track a stall for the duration of a ``with`` block."""
     stall = Stall(uri)
     try:
         yield stall

@@ -52,7 +52,7 @@ class Share:
     skip: int = 0
 
     def positions(self, start: int, block: int) -> Positions:
-        """Return the ascending positions of a block of samples; position ``start`` is the first of all readers."""
+        """Return a block's ascending positions; ``start`` is the first position of the iteration, over all readers."""
         first = self.skip + block * BLOCK_SAMPLES
         turns, offsets = np.divmod(np.arange(first, first + BLOCK_SAMPLES), self.turn)
         return start + ((turns * self.count + self.index) * self.turn + offsets) * self.stride

@@ -1,4 +1,4 @@
-"""A stream: a cache whose chunks are built while it is read, evicted under a disk budget, and rebuilt when needed.
+"""A stream: a cache whose chunks are built while it is read, evicted, and rebuilt when needed.
 
 Readers report what they read; the build scheduler builds the units that the queue requests, within the budget. A unit
 stays recorded in the manifest once it was built; if it is needed after eviction, it is rebuilt from its text and must

@@ -1,4 +1,4 @@
-"""The build queue of a stream: which units to build next, and when to split more units from the source.
+"""The build queue of a stream: which units to build next, and when to split more of the source.
 
 Reads and waits go in; batches of units for the build scheduler come out. A unit that is on disk is *done*.
 Invariant: an error is raised in the readers that wait for its unit or segment; a failed unit without a waiting reader

@@ -1,8 +1,8 @@
-"""``RemoteIterableDataset`` as a ``torch.utils.data.IterableDataset``. The only module of data/ that imports torch.
+"""``RemoteIterableDataset`` as a ``torch.utils.data.IterableDataset``.
 
-Samples become dictionaries of int64 tensors, which the default collate function stacks; ``metadata`` becomes JSON text.
-The workers of a ``DataLoader`` take turns. Invariant: a loader yields the items of the dataset in the same order, for
-any number of workers.
+The only module of ``data/`` that imports torch. Samples become dictionaries of int64 tensors, which the default collate
+function stacks; ``metadata`` becomes JSON text. The workers of a ``DataLoader`` take turns. Invariant: a loader yields
+the items of the dataset in the same order, for any number of workers.
 """
 
 from __future__ import annotations

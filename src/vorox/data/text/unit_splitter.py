@@ -166,7 +166,7 @@ def split_into_units(source: Source, split: Split, validation: ValidationConfig,
 
 
 def units_of_both_splits(source: Source, unit_bytes: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """Return the units of both splits of a source whose records are held out singly, from one pass.
+    """Return the units of both splits of a source whose records are held out individually, from one pass.
 
     Raises:
         DataError: See ``split_into_units``.

@@ -1,4 +1,4 @@
-"""Conversion of tiktoken encodings to tokenizer.json, by name, from a rank file or from GPT-2's vocab.bpe.
+"""Convert tiktoken encodings to ``tokenizer.json``: by name, rank file or GPT-2's ``vocab.bpe``.
 
 A path or name goes in; a ``Tokenizer`` comes out, so that checkpoints carry a file that transformers loads. tiktoken
 merges the two neighbours whose token has the lowest rank; a tokenizer.json lists merges, so every pair that forms a

@@ -1,4 +1,4 @@
-"""Pre-tokenization patterns on Python's ``re``: splitting text into words exactly as the tokenizers library does.
+"""Pre-tokenization patterns on Python's ``re``: the same words as the ``tokenizers`` library.
 
 The pattern of a ``tokenizer.json`` goes in; a function from text to words comes out. A pattern that ``re`` might
 interpret differently is refused. Patterns use Unicode classes that ``re`` lacks, so every non-ASCII character is first

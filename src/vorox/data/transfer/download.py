@@ -1,4 +1,4 @@
-"""Downloads from the hub: each file fetched once, verified against the hub's hash, resumed at the byte.
+"""Downloads from the hub: each file fetched once, resumed at the byte, verified by its hash.
 
 A name (``fineweb10B``) or an ``hf://`` location goes in, files below a directory come out. A partial file has a hidden
 name that includes the version, and gets its own name once it is complete and its hash matches. Invariants: a visible

@@ -1,4 +1,4 @@
-"""Random generators of transforms; with a transform's identity (``core/extensions.py``) they make rows reproducible.
+"""Random generators of transforms, which make augmented rows reproducible.
 
 A Philox generator is keyed by the seed, the transform's index in the list and the location of the document. Invariant:
 equal identities and locations give equal results, on any thread, in any order.

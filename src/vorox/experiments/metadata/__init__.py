@@ -1,4 +1,4 @@
-"""The metadata database: which run used which data, as intervals in SQLite or PostgreSQL, and its writer."""
+"""The metadata database: which run used which data, as intervals in SQLite or PostgreSQL."""
 
 from vorox.experiments.metadata.cache import MetadataCache, QueryResult
 from vorox.experiments.metadata.tables import Row

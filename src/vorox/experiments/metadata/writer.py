@@ -87,7 +87,7 @@ class MetadataWriter:
             self._spool_rows([entry], sync=False)
 
     def wake(self) -> None:
-        """Start a round now."""
+        """Wake the writer thread, so that it writes pending rows now."""
         self._wake.set()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""The mirror of a run: checkpoints and run files, copied to an object store in the background and restored from it."""
+"""The mirror of a run: checkpoints and run files in an object store, uploaded in the background."""
 
 from vorox.training.mirror.contents import Contents, MirroredCheckpoint, list_mirror
 from vorox.training.mirror.restore import download, restore_run

@@ -6,8 +6,8 @@
       record/step-00000100-c0003-r1/         a snapshot of the run files at that time; RECORD.json is uploaded last
 
 ``c0003`` is the fencing token, which increases with every owner. Every process writes under its own names, so it cannot
-damage the work of another. Invariants: a checkpoint counts only with its manifest and a run snapshot; where two
-processes have diverged, the higher token wins; nothing here depends on a clock.
+damage the work of another. Invariants: a mirrored checkpoint is valid only with its manifest and its run snapshot;
+where two processes have diverged, the higher token wins; nothing here depends on a clock.
 """
 
 from __future__ import annotations

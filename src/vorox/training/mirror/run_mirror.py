@@ -1,4 +1,4 @@
-"""The mirror of a running run: acquire and restore at the start, upload in the background, release at the end.
+"""The mirror of a running run: acquire and restore, upload in the background, release.
 
 ``open_mirror`` wraps the opening of the run directory. Before it, the mirror is acquired and missing checkpoints are
 restored. Inside, ``uploading`` copies checkpoints in the background. Afterwards, the final run snapshot is uploaded and

@@ -1,4 +1,4 @@
-"""Arrow streams as ``datasets.save_to_disk`` writes them: a row is a record, one of its columns is the text.
+"""Arrow streams of ``datasets.save_to_disk``: each row is a record, one column is the text.
 
 Spans of record batches go in; documents and bad records come out. A stream has no footer, so one pass over the file
 locates its record batches. Invariant: a truncated stream, or one with trailing bytes, is rejected.

@@ -1,4 +1,4 @@
-"""Delimited text (CSV, RFC 4180): a header, and quoted fields that may hold delimiters, quotes and line ends.
+"""Delimited text (CSV, RFC 4180): a header, then records whose quoted fields may span lines.
 
 Spans that begin at a record go in; documents and bad records come out. Where a record ends depends on every quote
 before it, so a file is split in one forward pass. Invariants: a span holds whole records; rows are numbered from 0

@@ -1,4 +1,4 @@
-"""MDS shards of mosaicml-streaming: a sample is a record, one of its columns is the text or the token ids.
+"""MDS shards of mosaicml-streaming: each sample is a record, one column is text or token ids.
 
 A shard holds the number of samples, their offsets and the end of the last one (uint32), the columns as JSON, and the
 samples. A sample holds the sizes of its variable-size columns (uint32) and the values. Invariants: a shard is split

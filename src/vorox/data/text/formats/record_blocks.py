@@ -166,7 +166,7 @@ _memoized: OrderedDict[Hashable, tuple[RecordBlock, ...]] = OrderedDict()
 
 
 def memoize_blocks(key: Hashable, split: Callable[[], Iterator[RecordBlock]]) -> Iterator[RecordBlock]:
-    """Yield the blocks of ``split``, remembered after the first complete pass: both splits need the same blocks."""
+    """Yield the blocks of ``split``. Caches them after the first complete pass, because both splits need them."""
     known = _memoized.get(key)
     if known is not None:
         yield from known
