@@ -116,7 +116,7 @@ class TestRefusals:
         path = save(make(LLAMA | change), tmp_path / "state")
         engine = make(LLAMA)
         before = engine.fingerprint()
-        with pytest.raises(CheckpointError, match="another model") as caught:
+        with pytest.raises(CheckpointError, match="belongs to a different model") as caught:
             engine.load(path)
         assert next(iter(change)) in str(caught.value)
         assert engine.fingerprint() == before
