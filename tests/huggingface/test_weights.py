@@ -104,7 +104,7 @@ def test_every_setting_of_the_family_is_understood(family: str) -> None:
 
     from transformers import AutoConfig, PreTrainedConfig
 
-    from vorox.models import huggingface
+    from vorox.models import huggingface_config as configuration
 
     own = {field.name for field in fields(type(AutoConfig.for_model(family)))} - {
         field.name for field in fields(PreTrainedConfig)
@@ -114,5 +114,5 @@ def test_every_setting_of_the_family_is_understood(family: str) -> None:
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     }  # fmt: skip
     elsewhere = {"rope_parameters", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-    known = {*DEFAULTS[family], *huggingface._ONLY[family], *without_effect, *elsewhere}
+    known = {*DEFAULTS[family], *configuration._ONLY[family], *without_effect, *elsewhere}
     assert own <= known, sorted(own - known)

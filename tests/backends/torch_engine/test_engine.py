@@ -318,10 +318,10 @@ def test_exported_weights_are_copies() -> None:
 @pytest.mark.parametrize(
     ("array", "value", "message"),
     [
-        ("tokens_ABT", VOCAB, "a token id"),
-        ("tokens_ABT", -1, "a token id"),
-        ("labels_ABT", VOCAB, "a label is outside"),
-        ("labels_ABT", -3, "a label is outside"),
+        ("tokens_ABT", VOCAB, "A token id"),
+        ("tokens_ABT", -1, "A token id"),
+        ("labels_ABT", VOCAB, "A label is outside"),
+        ("labels_ABT", -3, "A label is outside"),
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused(array: str, value: int, message: str) -> None:
@@ -344,7 +344,7 @@ def test_positions_outside_the_model_are_refused() -> None:
     given = packed([[np.arange(5, dtype=np.int32)]])
     assert given.position_ids_ABT is not None
     given.position_ids_ABT[0, 0, 3] = POSITIONS
-    with pytest.raises(DataError, match="a position is outside the model's 24"):
+    with pytest.raises(DataError, match="A position is outside the model's 24"):
         step(make(GPT2), given)
 
 
