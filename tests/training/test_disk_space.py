@@ -116,7 +116,7 @@ def test_a_dry_run_shows_it_and_refuses(
     shown = capsys.readouterr().out
     assert "checkpoints: at most 3 x " in shown
     assert "1 GiB free" in shown or "1.0 GiB free" in shown
-    assert "caches about" in shown
+    assert "caches: about" in shown
     leave_free(monkeypatch, 1000)
     assert main(command) == 3
     assert "checkpoint.keep_last" in capsys.readouterr().err

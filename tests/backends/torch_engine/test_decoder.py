@@ -54,9 +54,9 @@ def test_more_than_announced_is_refused() -> None:
 
 
 def test_more_than_the_model_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="exceeds the model.s 24 positions"):
+    with pytest.raises(ConfigError, match="exceeds the model's 24 positions"):
         make().decoder(1, POSITIONS + 1)
-    with pytest.raises(ConfigError, match="exceeds the model.s 24 positions"):
+    with pytest.raises(ConfigError, match="exceeds the model's 24 positions"):
         make().logits(random_rows(1, positions=POSITIONS))
 
 
