@@ -205,7 +205,7 @@ def run_build(root: Path, contender: Contender) -> dict[str, float]:
 
 def run_tokenizer(root: Path, contender: Contender) -> dict[str, float]:
     """Nothing but ``encode_batch`` over strings that are there."""
-    from vorox.data.batching import batch_by_size
+    from vorox.data.size_groups import batch_by_size
     from vorox.data.tokenizers.loading import load
 
     texts = read_texts(root, contender)

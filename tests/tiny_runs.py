@@ -18,8 +18,8 @@ from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
 from vorox.experiments.tracking import read_metrics
 from vorox.models.spec import ModelSpec
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
+from vorox.training.replay_chain import read_chain
 
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"

@@ -341,7 +341,7 @@ def test_replay_names_what_differs(vorox: Run, house: Path) -> None:
     lines = chain.read_text().splitlines()
     record = json.loads(lines[9])
     record["loss"] = f"{int(record['loss'], 16) ^ 1:016x}"
-    from vorox.training.chain import link
+    from vorox.training.replay_chain import link
 
     previous = json.loads(lines[8])["chain"]
     record["chain"] = link(previous, 10, record["batch"], record["loss"], record["grad_norm"])

@@ -27,7 +27,7 @@ from vorox.data.loader import first_cursor, open_batches
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import make_segment
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
-from vorox.data.storage.waiting import waiting_for_data
+from vorox.data.storage.stalls import waiting_for_data
 
 BATCH = 4
 Place = tuple[int, int, int, int]

@@ -25,7 +25,7 @@ import pytest
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
-from vorox.training.chain import read_chain
+from vorox.training.replay_chain import read_chain
 
 Place = tuple[str, int]
 """An operation: its name, and how often that name came before it."""

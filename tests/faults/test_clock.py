@@ -28,9 +28,9 @@ from vorox.data.cache.retention import mark_used
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import StepView
+from vorox.training.replay_chain import read_chain
 
 HOUR = 3600.0
 DAY = 24 * HOUR

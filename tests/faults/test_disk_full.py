@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import latest_valid, step_directories
+from vorox.training.replay_chain import read_chain
 
 pytestmark = [
     pytest.mark.torch,

@@ -25,7 +25,7 @@ import pytest
 from tiny_runs import configuration, write_text
 from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
-from vorox.training.chain import read_chain
+from vorox.training.replay_chain import read_chain
 from vorox.training.step_history import read_history
 from warm_children import WarmChild, WarmChildren
 

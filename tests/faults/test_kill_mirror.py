@@ -18,8 +18,8 @@ from servers import Request
 from servers.shelves import shelf
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.config import dump_yaml
-from vorox.training.chain import read_chain
 from vorox.training.mirror import list_mirror
+from vorox.training.replay_chain import read_chain
 
 SCRIPT = Path(__file__).with_name("mirrored_run.py")
 ROOT = Path(__file__).parents[2]

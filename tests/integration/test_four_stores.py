@@ -21,7 +21,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data
 from vorox.run import Outcome
-from vorox.training.chain import read_chain
+from vorox.training.replay_chain import read_chain
 
 STEPS = 150
 ROWS = 8

@@ -27,10 +27,10 @@ from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data.provenance_queries import RunDataIndex, where
 from vorox.data.shard_format import write_shard
-from vorox.training.chain import read_chain
 from vorox.training.mirror import list_mirror
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 from vorox.training.replay import replay
+from vorox.training.replay_chain import read_chain
 from vorox.training.workload import Workload
 
 pytestmark = pytest.mark.jax

@@ -21,7 +21,7 @@ import pytest
 from eventually import wait_until
 from tiny_runs import configuration
 from vorox.core.staged_directory import read_manifest
-from vorox.training.chain import ChainEntry, number, read_chain
+from vorox.training.replay_chain import ChainEntry, number, read_chain
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 

@@ -26,9 +26,9 @@ from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
 from vorox.training import resume, session
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay import ReplayReport, replay
+from vorox.training.replay_chain import read_chain
 from vorox.training.workload import Workload
 
 KEEP = "checkpoint.keep_last=20"

@@ -28,7 +28,6 @@ from vorox.core.errors import CheckpointError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import read_manifest
-from vorox.training.chain import ReplayChain
 from vorox.training.checkpoint_store import (
     latest_valid,
     quarantine,
@@ -41,6 +40,7 @@ from vorox.training.checkpoint_store import (
 )
 from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.pending_steps import PendingSteps
+from vorox.training.replay_chain import ReplayChain
 from vorox.training.schedule import Horizon
 
 CURSOR = DataCursor("plan", 3, 0, 0, 7)

@@ -18,9 +18,9 @@ from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.spec import model_spec
 from vorox.training import disk_space
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.disk_space import checkpoint_space
+from vorox.training.replay_chain import read_chain
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 1 << 30

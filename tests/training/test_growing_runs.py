@@ -27,8 +27,8 @@ from vorox.data import cache_opener
 from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
 from vorox.run import Outcome
-from vorox.training.chain import read_chain
 from vorox.training.replay import ReplayReport, replay
+from vorox.training.replay_chain import read_chain
 from vorox.training.workload import Workload
 
 STRICT = ["data.growth.mode=strict", "data.growth.horizon_steps=2", "train.num_steps=30"]

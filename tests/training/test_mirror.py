@@ -35,9 +35,9 @@ from vorox.data.storage import (
     remove_object,
     retry_budget,
 )
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.mirror import list_mirror, ownership, run_mirror
+from vorox.training.replay_chain import read_chain
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
 

@@ -20,7 +20,7 @@ from vorox.core.json_lines import read_lines
 from vorox.core.run_lookup import run_directories
 from vorox.data.provenance_queries import RunDataIndex, where
 from vorox.experiments.artifacts import remove_run
-from vorox.training.chain import read_chain
+from vorox.training.replay_chain import read_chain
 
 ENGINES = [
     pytest.param("torch", [], id="torch", marks=pytest.mark.torch),

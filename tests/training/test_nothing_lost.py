@@ -20,9 +20,9 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.data.prefetch import Prefetcher
 from vorox.run import Outcome
 from vorox.training import sampling
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import read_state, request_save, step_directories
 from vorox.training.checkpoint_writer import CheckpointWriter
+from vorox.training.replay_chain import read_chain
 from vorox.training.session import validations_without_save
 
 SPARSE = ["checkpoint.every_steps=null", "eval.every_steps=5"]

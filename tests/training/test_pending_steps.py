@@ -12,8 +12,8 @@ import pytest
 from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
-from vorox.training.chain import ReplayChain, read_chain
 from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
+from vorox.training.replay_chain import ReplayChain, read_chain
 
 START = Progress(0, 0, DataCursor("d", 1, 0, 0, 7))
 

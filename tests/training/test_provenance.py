@@ -31,9 +31,9 @@ from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.metadata.spool import Spool
 from vorox.experiments.metadata.tables import TABLES
 from vorox.training import provenance_recorder as provenance_module
-from vorox.training.chain import read_chain
 from vorox.training.metadata_database import existing_target, refresh_database
 from vorox.training.metadata_rows import run_identity
+from vorox.training.replay_chain import read_chain
 
 CONSUMED = (
     "SELECT attempt, parent, first_step, last_step, outcome FROM consumed WHERE run_id LIKE ? ORDER BY attempt, 3"

@@ -21,8 +21,8 @@ from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import prepare
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.run import Outcome, make_workload
-from vorox.training.chain import read_chain
 from vorox.training.replay import replay
+from vorox.training.replay_chain import read_chain
 
 STEPS = 80
 GROWTH = [

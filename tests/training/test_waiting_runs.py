@@ -12,10 +12,10 @@ from servers.web import http_server
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
-from vorox.data.storage import RetryPolicy, waiting
+from vorox.data.storage import RetryPolicy, stalls
 from vorox.data.storage.range_cache import RangeCache
-from vorox.training.chain import read_chain
 from vorox.training.display import NoDisplay
+from vorox.training.replay_chain import read_chain
 
 STREAMED = [
     "train.num_steps=40", "eval.every_steps=null", "data.mode=streaming", "data.growth.mode=strict",
@@ -41,10 +41,10 @@ def test_a_run_shows_that_its_store_is_away(tmp_path: Path, monkeypatch: pytest.
     write_text(tmp_path / "text", documents=60)
     settled = configuration(tmp_path / "straight", [f"data.sources.0.paths=[{tmp_path / 'text'}]", *STREAMED])
     straight = run(settled)
-    monkeypatch.setattr(waiting, "LOG_AFTER_SECONDS", 0.3)
-    monkeypatch.setattr(waiting, "SHOW_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(waiting._state, "log_schedule", waiting._LogSchedule())
+    monkeypatch.setattr(stalls, "LOG_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(stalls, "SHOW_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(stalls, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(stalls._state, "log_schedule", stalls._LogSchedule())
     # A text this small would be in memory by step 5.
     monkeypatch.setattr(RangeCache, "get", lambda _self, _file, _position, start, end, fetch: fetch(start, end))
     shown = Shown()

@@ -17,13 +17,13 @@ import typer
 import vorox
 from vorox.cli import checkpoints, config, data, runs
 from vorox.cli.arguments import OVERRIDES_CONTEXT
+from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
 from vorox.cli.replay import replay
 from vorox.cli.standard_streams import resilient_streams
 from vorox.cli.train import train
-from vorox.cli.variables import unknown_variables
 
 app = typer.Typer(
     name="vorox",

@@ -198,8 +198,8 @@ def _best(name: str, found: tuple[int, float] | None) -> str:
 
 def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
     from vorox.core.errors import DataError
-    from vorox.training.chain import read_chain
     from vorox.training.replay import first_difference
+    from vorox.training.replay_chain import read_chain
 
     try:
         chains = read_chain(first), read_chain(second)

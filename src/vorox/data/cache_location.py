@@ -14,8 +14,8 @@ from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig
+from vorox.data.cache.initialize import planned_inputs
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.planning import planned_inputs
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.documents import Unit
 from vorox.data.text.holdout import Split

@@ -103,7 +103,7 @@ class PlanGrower:
         return None
 
     def _cover(self, position: int, ahead: int, stop: Callable[[], bool]) -> None:
-        from vorox.data.storage.waiting import track_stall  # only needed while rows are missing
+        from vorox.data.storage.stalls import track_stall  # only needed while rows are missing
 
         with track_stall(str(self._plan.path)) as stall:
             while self._plan.num_positions < ahead:

@@ -13,7 +13,7 @@ from vorox.core.batch import Batch, Progress
 from vorox.core.engine import StepResult, StepValues
 from vorox.core.errors import NumericalError
 from vorox.core.pluralize import pluralize
-from vorox.training.chain import ReplayChain
+from vorox.training.replay_chain import ReplayChain
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_event
 from vorox.training import resume
-from vorox.training.chain import ChainEntry, RecordedChain, examine_chain, number
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, read_state, step_directories
 from vorox.training.dataloading import training_batches
 from vorox.training.init_from import init_from_weights
+from vorox.training.replay_chain import ChainEntry, RecordedChain, examine_chain, number
 from vorox.training.run_plan import plan_readers
 from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.step_sync import batch_digest

@@ -40,7 +40,6 @@ from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
-from vorox.training.chain import check_chain
 from vorox.training.checkpoint_store import (
     Checkpoint,
     RunState,
@@ -51,6 +50,7 @@ from vorox.training.checkpoint_store import (
     step_directories,
     verify,
 )
+from vorox.training.replay_chain import check_chain
 from vorox.training.workload import Workload
 
 REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")

@@ -25,11 +25,10 @@ from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.growth import DataNotReady
 from vorox.data.loader import BatchStream
-from vorox.data.storage.waiting import observe_stalls
+from vorox.data.storage.stalls import observe_stalls
 from vorox.experiments.tracking import Tracker
 from vorox.models.huggingface_config import huggingface_files
 from vorox.training import resume, user_functions
-from vorox.training.chain import ReplayChain
 from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.dataloading import training_batches, validation_set
 from vorox.training.disk_space import check_disk_space
@@ -39,6 +38,7 @@ from vorox.training.nonfinite_recorder import NonfiniteRecorder
 from vorox.training.observer import Observer, SpeedMeter
 from vorox.training.pending_steps import PendingSteps, SettledStep
 from vorox.training.provenance_recorder import ProvenanceRecorder, open_provenance
+from vorox.training.replay_chain import ReplayChain
 from vorox.training.run_plan import plan_readers
 from vorox.training.sampling import PromptSampler
 from vorox.training.schedule import Schedule

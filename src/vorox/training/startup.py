@@ -24,10 +24,10 @@ from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanEvent
 from vorox.training import resume, run_plan
-from vorox.training.chain import examine_chain, void_later_steps
 from vorox.training.checkpoint_store import Checkpoint, RunState, step_directories
 from vorox.training.init_from import init_from_weights
 from vorox.training.mirror import Mirror
+from vorox.training.replay_chain import examine_chain, void_later_steps
 from vorox.training.schedule import Horizon, horizon
 from vorox.training.weights_source import check_tokenizer
 from vorox.training.workload import Workload

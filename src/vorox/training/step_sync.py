@@ -16,7 +16,7 @@ import numpy as np
 from vorox.core.batch import Batch, DataShard, Progress, rows_digest
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import NumericalError
-from vorox.training.chain import ReplayChain
+from vorox.training.replay_chain import ReplayChain
 from vorox.training.stop import Stop, StopRequest
 
 

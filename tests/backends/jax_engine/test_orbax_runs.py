@@ -17,8 +17,8 @@ from vorox.core.errors import Preempted
 from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER
 from vorox.models.spec import ModelSpec
-from vorox.training.chain import read_chain
 from vorox.training.checkpoint_store import latest_valid, step_directories
+from vorox.training.replay_chain import read_chain
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 

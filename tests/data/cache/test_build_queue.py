@@ -11,8 +11,8 @@ from cache_corpus import build_corpus, small_corpus, work_of
 from eventually import wait_until
 from vorox.core.errors import DataError
 from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.initialize import prepare_directory
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.planning import prepare_directory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.scheduler import BuildScheduler
 

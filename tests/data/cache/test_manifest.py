@@ -18,6 +18,7 @@ from vorox.core.atomic import make_directory
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
 from vorox.data.cache.format import ChunkRecord
+from vorox.data.cache.initialize import has_planned, planned_inputs, record_inputs
 from vorox.data.cache.manifest import (
     LOG_NAME,
     SNAPSHOT_NAME,
@@ -27,7 +28,6 @@ from vorox.data.cache.manifest import (
     planned_entry,
     unit_entry,
 )
-from vorox.data.cache.planning import has_planned, planned_inputs, record_inputs
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import (
     RECIPE_NAME,

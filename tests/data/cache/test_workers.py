@@ -19,8 +19,8 @@ from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache import ray_workers
 from vorox.data.cache.build import BuildOptions, build, build_in_background
+from vorox.data.cache.initialize import prepare_directory
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.planning import prepare_directory
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
 from vorox.data.cache.workers import Assignment

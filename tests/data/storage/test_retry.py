@@ -18,7 +18,7 @@ import pytest
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoreUnreachable, iterate_in_budget, retry_budget, waiting, waiting_for_data
+from vorox.data.storage import RetryPolicy, StoreUnreachable, iterate_in_budget, retry_budget, stalls, waiting_for_data
 from vorox.data.storage.retry import (
     NoConnection,
     RetryBudget,
@@ -201,7 +201,7 @@ class TestWaiting:
         assert waiting_for_data() is None, "giving up clears the stall as well"
 
     def test_the_oldest_stall_is_reported_and_threads_do_not_mix(self) -> None:
-        first, second = waiting.Stall("first"), waiting.Stall("second")
+        first, second = stalls.Stall("first"), stalls.Stall("second")
         first.report("HTTP 503")
         thread = threading.Thread(target=second.report, args=("HTTP 429",))
         thread.start()
@@ -220,8 +220,8 @@ class TestWaiting:
 
     def test_a_short_stall_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         told: list[str | None] = []
-        with waiting.observe_stalls(lambda state: told.append(str(state))):
-            wait = waiting.Stall("hf://a/b")
+        with stalls.observe_stalls(lambda state: told.append(str(state))):
+            wait = stalls.Stall("hf://a/b")
             for _ in range(3):
                 wait.report("HTTP 503")
             wait.clear()
@@ -233,11 +233,11 @@ class TestWaiting:
         """A hanging server sends nothing, so ``report`` is not called again."""
         caplog.set_level(logging.INFO, "vorox.data.storage")
         for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
-            monkeypatch.setattr(waiting, name, 0.01)
-        monkeypatch.setattr(waiting._state, "log_schedule", waiting._LogSchedule())
-        told: list[waiting.StallingForData | None] = []
-        wait = waiting.Stall("hf://a/b")
-        with waiting.observe_stalls(told.append):
+            monkeypatch.setattr(stalls, name, 0.01)
+        monkeypatch.setattr(stalls._state, "log_schedule", stalls._LogSchedule())
+        told: list[stalls.StallingForData | None] = []
+        wait = stalls.Stall("hf://a/b")
+        with stalls.observe_stalls(told.append):
             for _ in range(3):
                 wait.report("HTTP 503")
             wait_until(lambda: len(caplog.messages) == 1 and len(told) >= 3)
@@ -257,7 +257,7 @@ class TestWaiting:
 
     def test_consecutive_stalls_do_not_fill_the_log(self) -> None:
         """A store that fails for 6 s in every 10, all day, on a simulated clock."""
-        times, lines = waiting._LogSchedule(), []
+        times, lines = stalls._LogSchedule(), []
         for begin in range(0, 86_400, 10):
             times.start(begin)
             told = [now for now in range(begin, begin + 7) if times.is_due(now)]
@@ -265,14 +265,14 @@ class TestWaiting:
             times.end(begin + 6)
         assert lines[0] == 5
         assert len(lines) < 6 + 86_400 / 600
-        quiet = waiting._LogSchedule()
+        quiet = stalls._LogSchedule()
         for begin in (0, 7200, 14_400):
             quiet.start(begin)
             assert [now - begin for now in range(begin, begin + 1000) if quiet.is_due(now)] == [5, 65, 185, 425, 905]
             quiet.end(begin + 1000)
 
     def test_stalls_are_redacted(self) -> None:
-        wait = waiting.Stall("https://host/x?token=hf_abcdefABCDEF123456")
+        wait = stalls.Stall("https://host/x?token=hf_abcdefABCDEF123456")
         wait.report("password=hunter2hunter2")
         told = waiting_for_data()
         wait.clear()
@@ -282,7 +282,7 @@ class TestWaiting:
 
     def test_an_interrupted_reader_clears_its_stall(self) -> None:
         def fail() -> None:
-            with waiting.track_stall("x") as wait:
+            with stalls.track_stall("x") as wait:
                 wait.report("late", failed=False)
                 raise KeyboardInterrupt
 
@@ -299,7 +299,7 @@ def test_a_store_that_was_never_reached_fails_after_the_first_connection_limit()
     policy = RetryPolicy(first_backoff_seconds=0.02, longest_backoff_seconds=0.05, first_connection_seconds=0.3)
     told: list[str] = []
 
-    class Told(waiting.Stall):
+    class Told(stalls.Stall):
         def report(self, reason: str, *, failed: bool = True) -> None:
             told.append(reason)
 

@@ -190,7 +190,7 @@ def test_locations_that_are_not_writable(tmp_path: Path) -> None:
 
 def test_uploads_do_not_count_as_waiting_for_data(store: Shelf) -> None:
     """The budget decides who receives failed tries; an upload does not look like a waiting reader."""
-    from vorox.data.storage.waiting import Stall
+    from vorox.data.storage.stalls import Stall
 
     told: list[str] = []
 

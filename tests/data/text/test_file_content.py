@@ -24,7 +24,7 @@ from vorox.data.storage import StoredFile, list_files
 from vorox.data.text import file_content
 from vorox.data.text.decompression import BrokenStream, DecompressedStream
 from vorox.data.text.file_content import Limits, SequentialReads, length_bytes, open_content, open_content_seekable
-from vorox.data.text.signatures import Compression, compression_by_magic, compression_by_suffix
+from vorox.data.text.file_signatures import Compression, compression_by_magic, compression_by_suffix
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from typing import Literal
 
 from vorox.core.errors import DataError
 from vorox.data.cache.build_queue import BuildQueue, Mode, never
+from vorox.data.cache.initialize import has_planned, prepare_directory
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.paired_scheduler import HeldRecords, PairedScheduler
-from vorox.data.cache.planning import has_planned, prepare_directory
 from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
 from vorox.data.cache.quarantine import first_quarantined, report_quarantine
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe

@@ -31,8 +31,8 @@ from vorox.data.storage.retry import (
     retry_budget,
     run_in_context,
 )
+from vorox.data.storage.stalls import StallReporter, WaitingForData, silent, waiting_for_data
 from vorox.data.storage.versions import ContentVersions, content_hash
-from vorox.data.storage.waiting import StallReporter, WaitingForData, silent, waiting_for_data
 from vorox.data.storage.writing import WRITABLE_SCHEMES, WriteConflict
 
 __all__ = [

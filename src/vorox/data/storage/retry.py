@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
-from vorox.data.storage.waiting import StallTracker, track_stall
+from vorox.data.storage.stalls import StallTracker, track_stall
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -28,7 +28,7 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.rows import RowBlock
-from vorox.data.storage.waiting import track_stall
+from vorox.data.storage.stalls import track_stall
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.read_windows import ReadWindow, UnitRange
 from vorox.data.streaming.stream_queue import StreamQueue

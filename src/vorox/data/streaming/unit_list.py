@@ -15,8 +15,8 @@ from typing import Protocol
 from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
+from vorox.data.cache.initialize import check_units, planning_lock, record_inputs
 from vorox.data.cache.manifest import Manifest, planned_entry
-from vorox.data.cache.planning import check_units, planning_lock, record_inputs
 from vorox.data.cache.recipe import UnitLog
 from vorox.data.cache.residency import mark_evictable
 from vorox.data.cache.unit_builder import UnitBuilder

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import zstandard
 
-from vorox.data.text.signatures import NAMES, SIGNATURE_BYTES, Compression, compression_by_magic
+from vorox.data.text.file_signatures import NAMES, SIGNATURE_BYTES, Compression, compression_by_magic
 
 _UNKNOWN_START = ("incorrect header check", "Unknown frame descriptor")
 _CHECKSUM_MESSAGES = ("incorrect data check", "incorrect length check", "checksum")

@@ -21,7 +21,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context
 from vorox.data.text.decompression import MAX_READ_BYTES, BrokenStream, DecompressedStream, NotCompressed
-from vorox.data.text.signatures import Compression, compression_by_suffix, reject_binary
+from vorox.data.text.file_signatures import Compression, compression_by_suffix, reject_binary
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Record, SourceFile, Unit
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, iterate_in_budget, retry_budget
 from vorox.data.text.file_content import Limits, SequentialReads, detect_damage
+from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, read_records, split_blocks
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
-from vorox.data.text.signatures import compression_by_suffix
 
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import BadRecord, Record, Unit
 from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_budget
+from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import has_many_records, has_row_groups
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
-from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, read_unit, retry_policy
 
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})

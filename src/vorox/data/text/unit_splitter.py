@@ -15,13 +15,13 @@ from typing import TypeVar
 from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import ValidationConfig
-from vorox.data.batching import batch_by_size
 from vorox.data.documents import Unit, UnitSpan
+from vorox.data.size_groups import batch_by_size
 from vorox.data.storage import retry_budget
 from vorox.data.text.file_content import Limits, compressed_length_bytes
+from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
 from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
-from vorox.data.text.signatures import compression_by_suffix
 from vorox.data.text.sources import Source, read_units, retry_policy
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any, cast
 import numpy as np
 
 from vorox.core.errors import DataError
-from vorox.data.batching import batch_by_size
 from vorox.data.rows import TokenArray
+from vorox.data.size_groups import batch_by_size
 
 TokenType = type[np.uint16] | type[np.uint32]
 Encoder = Callable[[Sequence[str]], list[TokenArray]]

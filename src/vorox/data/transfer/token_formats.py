@@ -20,9 +20,9 @@ import numpy.typing as npt
 from vorox.core.atomic import Buffer
 from vorox.core.errors import DataError
 from vorox.core.staged_directory import HashingWriter, StagedDirectory
-from vorox.data.batching import batch_by_size
 from vorox.data.rows import TokenArray
 from vorox.data.shard_format import MAX_TOKENS, long_header
+from vorox.data.size_groups import batch_by_size
 
 TokenFormat = Literal["bin", "mds", "npy"]
 

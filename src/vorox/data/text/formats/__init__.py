@@ -16,7 +16,7 @@ from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Record, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text import signatures
+from vorox.data.text import file_signatures
 from vorox.data.text.file_content import Limits, detect_damage, length_bytes
 from vorox.data.text.formats import arrow, custom, delimited, json_lines, mds, parquet, plain_text, token_shards
 from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
@@ -101,7 +101,7 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
     plain = custom.suffixes(source) if is_extension(source.format) else _format(source).suffixes
     if source.format in {"python_stdlib", "bin"}:
         return plain
-    return (*plain, *(name + ending for name in plain for ending in signatures.SUFFIXES))
+    return (*plain, *(name + ending for name in plain for ending in file_signatures.SUFFIXES))
 
 
 def has_many_records(source: SourceConfig) -> bool:
@@ -138,7 +138,7 @@ def split_blocks(
 
 def first_block(source: SourceConfig, file: StoredFile, end: int | None, block_bytes: int) -> RecordBlock | None:
     """Return the first block with any text, from the last bytes of its range alone where the format allows."""
-    if not records_are_lines(source) or signatures.compression_by_suffix(file.uri) is not None:
+    if not records_are_lines(source) or file_signatures.compression_by_suffix(file.uri) is not None:
         return next((block for block in split_blocks(source, file, 0, end, block_bytes) if block.text_bytes), None)
     stop = high = file.size_bytes if end is None else end
     if high > block_bytes:

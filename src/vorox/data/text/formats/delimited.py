@@ -18,6 +18,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, detect_damage, length_bytes, open_content
+from vorox.data.text.file_signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
@@ -29,7 +30,6 @@ from vorox.data.text.formats.record_blocks import (
     split_content,
     too_large,
 )
-from vorox.data.text.signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 
 _USUAL_HEADER_BYTES, _MAX_HEADER_BYTES = 1 << 16, 1 << 20
 

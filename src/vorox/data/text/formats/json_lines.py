@@ -17,6 +17,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, open_content
+from vorox.data.text.file_signatures import SIGNATURE_BYTES, reject_binary
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     WINDOW_BYTES,
@@ -27,7 +28,6 @@ from vorox.data.text.formats.record_blocks import (
     split_content,
     too_large,
 )
-from vorox.data.text.signatures import SIGNATURE_BYTES, reject_binary
 
 _ABSENT = object()
 

@@ -15,6 +15,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import DEFAULT_LIMITS, Limits, detect_damage, length_bytes, open_content
+from vorox.data.text.file_signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     WINDOW_BYTES,
@@ -23,7 +24,6 @@ from vorox.data.text.formats.record_blocks import (
     memoize_blocks,
     read_range,
 )
-from vorox.data.text.signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
 
 _MAX_CHARACTER_BYTES = 4
 

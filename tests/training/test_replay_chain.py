@@ -16,7 +16,7 @@ from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.engine import StepValues
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
-from vorox.training.chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
+from vorox.training.replay_chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 START = Progress(0, 0, CURSOR)
