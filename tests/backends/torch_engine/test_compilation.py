@@ -39,7 +39,7 @@ def test_equal_within_tolerance(
     with caplog.at_level(logging.INFO, "vorox.torch_engine"):
         found = train(compiled, 3)
     said = [record.message.split(" ")[0] for record in caplog.records if record.name == "vorox.torch_engine"]
-    assert said == ["compiling", "compiled"]
+    assert said == ["Compiling", "Compiled"]
     if not model.get("dropout_fraction"):  # a compiled model draws other numbers
         assert found == pytest.approx(train(plain, 3), rel=2e-6)
     assert train(twin, 3) == found, "bit for bit"
