@@ -156,14 +156,14 @@ def find_checkpoint(
         if not path.is_dir():
             raise ConfigError(
                 f"Run has no checkpoint of step {step:,}", where=str(run_directory),
-                hint=f"List its checkpoints with `vorox checkpoints list {run_directory.name}`",
+                hint=f"list its checkpoints with `vorox checkpoints list {run_directory.name}`",
             )  # fmt: skip
         return verify(path)
     found = latest_valid(run_directory, on_corrupt=on_corrupt)
     if found is None:
         raise ConfigError(
             f"Run {run_directory.name} has no checkpoint yet", where=str(run_directory),
-            hint=f"While it trains, request one with `vorox checkpoints save {run_directory.name}`",
+            hint=f"while it trains, request one with `vorox checkpoints save {run_directory.name}`",
         )  # fmt: skip
     return found
 

@@ -110,7 +110,7 @@ class Run:
         data = self._data
         last_step = data.num_steps if num_steps is None else first_step + num_steps - 1
         if last_step < first_step:
-            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="Use 1 or more")
+            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="use 1 or more")
         first_position = data.positions_of_step(first_step)[0]
         data.positions_of_step(last_step)
         return self._batches(first_step, last_step, first_position)

@@ -84,7 +84,7 @@ def find_location(root: Path, source: Source, split: Split, recipe: Recipe, *, g
         if source.config.max_bytes is not None:
             raise ConfigError(
                 f"Source {source.config.name!r} has max_bytes, so new files would displace older ones",
-                where=f"{source.key}.max_bytes", hint="Remove max_bytes, or set data.cache.grow=false",
+                where=f"{source.key}.max_bytes", hint="remove max_bytes, or set data.cache.grow=false",
             )  # fmt: skip
         found = _find_extendable(root, source, split, recipe)
         if found is not None:
@@ -118,7 +118,7 @@ def _find_extendable(root: Path, source: Source, split: Split, recipe: Recipe) -
                 f"The cache cannot be extended: {lost.uri}, from which it was built, "
                 f"{'has changed' if lost.uri in uris else 'is missing'}",
                 where=str(directory),
-                hint="Restore the file, or set data.cache.grow=false to build a new cache of the current files",
+                hint="restore the file, or set data.cache.grow=false to build a new cache of the current files",
             )
     if not fitting:
         if problem is not None:

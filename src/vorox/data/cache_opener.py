@@ -208,7 +208,7 @@ class CacheOpener:
             raise Preempted(
                 f"Stopped while building {name}", where=str(directory),
                 saved=f"{report.units - report.units_missing:,} of {report.units:,} units of this cache",
-                hint="Run the same command again to continue",
+                hint="run the same command again to continue",
             )  # fmt: skip
 
     def _open_growing(self, location: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
@@ -238,7 +238,7 @@ class CacheOpener:
         """Wait until other processes have built the first units."""
         while not _is_done(location.directory, num_units):
             if self.options.stop():
-                raise Preempted(f"Stopped while waiting for {name}", hint="Run the same command again")
+                raise Preempted(f"Stopped while waiting for {name}", hint="run the same command again")
             self.report(f"wait {name}", 0, 0, {})
             time.sleep(_POLL_SECONDS)
 
@@ -268,7 +268,7 @@ class CacheOpener:
         if self.options.wait_for == "complete":
             raise ConfigError(
                 "A streamed corpus cannot be built in advance: chunks are built and evicted while training runs",
-                where="data.mode", hint="Set data.mode=cached to build a permanent cache",
+                where="data.mode", hint="set data.mode=cached to build a permanent cache",
             )  # fmt: skip
         location = find_location(self.root / STREAMS_NAME, source, "train", recipe, grow=False)
         self.streams.share_reads(source.stored)
@@ -354,7 +354,7 @@ def _is_done(directory: Path, num_units: int | None) -> bool:
 def not_built(source: Source, split: str, directory: Path) -> DataError:
     return DataError(
         f"The {split} cache of source {source.config.name!r} is not built", where=str(directory),
-        hint="Run `vorox data build` with the same configuration first",
+        hint="run `vorox data build` with the same configuration first",
     )  # fmt: skip
 
 
@@ -365,5 +365,5 @@ def _has_records(source: Source, units: Sequence[Unit], split: Split) -> bool:
 def _without_records(source: Source, split: Split) -> DataError:
     return DataError(
         f"The {split} files of source {source.config.name!r} contain no records", where=f"{source.key}.paths",
-        hint="Name files with text, or change the share of data.validation",
+        hint="name files with text, or change the share of data.validation",
     )  # fmt: skip

@@ -240,7 +240,7 @@ def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"Two sources are named {name!r}", where=f"data.sources.{index}.name", hint="Give each its own name"
+                f"Two sources are named {name!r}", where=f"data.sources.{index}.name", hint="give each its own name"
             )
     weights: list[Fraction] = []
     for index, source in enumerate(data.sources):
@@ -261,7 +261,7 @@ def _check_writable(root: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"Cannot create the cache directory: {error.strerror}", where=str(root),
-            hint="Set data.cache.directory or $VOROX_CACHE to a writable directory",
+            hint="set data.cache.directory or $VOROX_CACHE to a writable directory",
         ) from error  # fmt: skip
 
 

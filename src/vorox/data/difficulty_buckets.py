@@ -194,7 +194,7 @@ def measure_buckets(
             f"{statistic} does not split source {name!r} at {', '.join(f'{q:g}' for q in quantiles)}: "
             f"of its {len(rows):,} chunks, none is in one of the buckets",
             where=f"data.sources: {name}.split_quantiles",
-            hint="Decrease data.cache.unit_bytes or chunk_rows, choose other quantiles, or do not split the source",
+            hint="decrease data.cache.unit_bytes or chunk_rows, choose other quantiles, or do not split the source",
         )
     return list(zip(buckets, shares, strict=True))
 

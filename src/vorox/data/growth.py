@@ -149,7 +149,7 @@ class PlanGrower:
             f"Step {self._plan.num_positions // self._plan.start.global_batch_sequences + 1:,} has no rows yet: "
             f"{self._reason()}",
             where=str(self._plan.path),
-            hint="Build the caches with `vorox data build` and the same configuration, then run the same command again",
+            hint="build the caches with `vorox data build` and the same configuration, then run the same command again",
         )
 
     def _reason(self) -> str:

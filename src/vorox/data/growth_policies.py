@@ -130,7 +130,7 @@ class GrowthPolicies:
             return []
         num_rows, epoch = reader.rows_in(0, num_units), segments[-1].next_epoch if segments else 0
         if not num_rows:
-            raise DataError(f"Source {source.name!r} has no rows", where=str(self._path), hint="Add text to it")
+            raise DataError(f"Source {source.name!r} has no rows", where=str(self._path), hint="add text to it")
         limit = source.epoch_limit
         if limit is not None and epoch >= limit:
             return self._exhausted(state, index, num_rows) if is_required else []

@@ -216,7 +216,7 @@ def _verify_files(source: Source, report: VerifyProgress) -> None:
         if found != file.version:
             raise DataError(
                 "The file's content does not match its recorded hash", where=file.uri,
-                hint="Restore the file, or remove the folder `versions` of the cache root to build from the new file",
+                hint="restore the file, or remove the folder `versions` of the cache root to build from the new file",
             )  # fmt: skip
         done += file.size_bytes
         report(f"check {source.config.name} files", done, total)
@@ -242,7 +242,7 @@ def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
             if not any(ids[first : first + document.length] == stored for ids in ended):
                 raise DataError(
                     f"Row {row} of the cache does not match the tokens of this document", where=place,
-                    hint="The tokenizer library, a transform or the file has changed; build into a new "
+                    hint="the tokenizer library, a transform or the file has changed; build into a new "
                     "data.cache.directory",
                 )  # fmt: skip
 

@@ -138,7 +138,7 @@ def _uneven(global_batch_sequences: int, micro_batch_sequences: int, shard: Data
         f"{global_batch_sequences} rows per step on {shard.count} data-parallel ranks are {rows} rows each, which "
         f"cannot be split evenly into micro-batches of {micro_batch_sequences}",
         where="train.micro_batch_sequences",
-        hint=f"Make train.micro_batch_sequences a divisor of {rows}, or train.global_batch_sequences a multiple of "
+        hint=f"make train.micro_batch_sequences a divisor of {rows}, or train.global_batch_sequences a multiple of "
         f"{micro_batch_sequences * shard.count}",
     )
 
@@ -163,7 +163,7 @@ def validation_batches(
     starts = np.cumsum([0, *(reader.num_rows for reader in readers)])
     num_rows = int(starts[-1])
     if num_rows == 0:
-        raise DataError("No validation text is held out", where="data.validation", hint="Hold out a larger share")
+        raise DataError("No validation text is held out", where="data.validation", hint="hold out a larger share")
     shard = shard if shard is not None else DataShard()
     count = min(num_sequences, num_rows)
     step_rows = micro_batch_sequences * shard.count
@@ -236,7 +236,7 @@ def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
     if plan.digest_at(cursor.plan_events) != cursor.plan_digest or cursor.seed != plan.start.seed:
         raise DataError(
             f"The data cursor of step {cursor.step:,} does not belong to this plan", where=str(plan.path),
-            hint="Resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
+            hint="resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
         )  # fmt: skip
     if cursor.step < 0 or cursor.position != cursor.step * plan.start.global_batch_sequences:
         raise DataError(

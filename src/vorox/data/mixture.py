@@ -45,7 +45,7 @@ class Mixture:
             if weight <= 0:
                 raise ConfigError(
                     f"The weight {weight} is not above zero", where=f"data.sources.{index}.weight",
-                    hint="Remove the source instead",
+                    hint="remove the source instead",
                 )  # fmt: skip
         scale = math.lcm(*(weight.denominator for weight in weights))
         shares = [int(weight * scale) for weight in weights]

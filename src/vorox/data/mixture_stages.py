@@ -65,7 +65,7 @@ class MixtureStages:
         mixtures, active = list[Mixture](), list[npt.NDArray[np.int32]]()
         for stage in stages:
             if not stage.weights:
-                raise ConfigError("A stage has no source", where="data.stages", hint="Give it at least one weight")
+                raise ConfigError("A stage has no source", where="data.stages", hint="give it at least one weight")
             sources = sorted(stage.weights)
             mixtures.append(Mixture([stage.weights[source] for source in sources]))
             active.append(np.array(sources, np.int32))

@@ -52,7 +52,7 @@ class Plan:
         """
         log = HashChainedLog(path)
         if log.read()[0]:
-            raise DataError("A plan already exists", where=str(path), hint="Open it, or start a new run")
+            raise DataError("A plan already exists", where=str(path), hint="open it, or start a new run")
         plan = cls(path, PlanState.initial(start), LogPosition())
         plan.check(readers)
         plan._end = log.append([encode_event(start)])
@@ -67,7 +67,7 @@ class Plan:
         """
         plan = cls.find(path)
         if plan is None:
-            raise DataError("The run has no plan yet", where=str(path), hint="The first start of a run writes it")
+            raise DataError("The run has no plan yet", where=str(path), hint="the first start of a run writes it")
         return plan
 
     @classmethod
@@ -116,7 +116,7 @@ class Plan:
             if recorded.get(key) != wanted.get(key):
                 raise ConfigError(
                     f"The run's plan has {key} = {recorded.get(key)}, the configuration {wanted.get(key)}",
-                    where=str(self.path), hint="Resume with the run's original configuration, or start a new run",
+                    where=str(self.path), hint="resume with the run's original configuration, or start a new run",
                 )  # fmt: skip
         by_name = dict(zip([source.name for source in start.sources], readers, strict=True))
         self.check([by_name.get(source.name) for source in self.sources])
@@ -185,7 +185,7 @@ class Plan:
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < state.num_positions:
             raise DataError(
                 f"Position {positions.max():,} is not covered: the plan has {state.num_positions:,} positions",
-                where=str(self.path), hint="Extend the plan first",
+                where=str(self.path), hint="extend the plan first",
             )  # fmt: skip
         return state.locate(positions)
 
@@ -212,7 +212,7 @@ class Plan:
                 raise DataError(
                     f"The cache of source {source.name!r} has recipe {reader.recipe.digest} and {reader.row_tokens} "
                     f"tokens per row, the plan was made for {source.recipe_digest} and {source.row_tokens}",
-                    where=str(self.path), hint="Resume with the run's original configuration and cache",
+                    where=str(self.path), hint="resume with the run's original configuration and cache",
                 )  # fmt: skip
             for ranges, digest in {(segment.ranges, segment.content_digest): None for segment in segments}:
                 if not _holds(reader, ranges, digest):
@@ -220,7 +220,7 @@ class Plan:
                         f"The cache of source {source.name!r} changed: units {ranges[0].start} to {ranges[-1].end} no "
                         f"longer hold the {sum(part.num_rows for part in ranges):,} rows that the plan was made for",
                         where=str(self.path),
-                        hint="Restore the files as they were when the run started, or start a new run on the current "
+                        hint="restore the files as they were when the run started, or start a new run on the current "
                         "files: vorox train ... --resume never",
                     )
 
@@ -233,7 +233,7 @@ class Plan:
         if not events:
             return
         if self._log.read_after(self._end)[0]:
-            raise DataError("Another process changed the plan", where=str(self.path), hint="Reopen the plan")
+            raise DataError("Another process changed the plan", where=str(self.path), hint="reopen the plan")
         bodies = list[dict[str, Any]]()
         state = self._state
         for event in events:

@@ -174,7 +174,7 @@ def exhausted_error(state: PlanState, source_index: int, last_draw: int, num_row
         f"Source {source.name!r} is exhausted at step {draw // state.start.global_batch_sequences:,}: max_epochs is "
         f"{source.max_epochs} and an epoch has {num_rows:,} rows",
         where=f"data.sources.{source_index}.max_epochs",
-        hint="Train for fewer steps, raise max_epochs, lower the source's weight, add text, or set on_exhausted to "
+        hint="train for fewer steps, raise max_epochs, lower the source's weight, add text, or set on_exhausted to "
         "drop or repeat",
     )
 
@@ -200,7 +200,7 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
         if not weights:
             raise DataError(
                 f"All sources are exhausted at step {stage.start_position // batch:,}: {name!r} was the last",
-                where=where, hint="Train for fewer steps, raise max_epochs, or add text to the sources",
+                where=where, hint="train for fewer steps, raise max_epochs, or add text to the sources",
             )  # fmt: skip
         messages = (message,) if number == 0 else ()
         events.append(StageEvent(stage.start_position, weights, stage.row_pieces, "exhausted", messages=messages))
@@ -220,7 +220,7 @@ def _next_passes(
     epoch, num_units = segments[-1].next_epoch if segments else 0, len(reader.unit_row_starts) - 1
     num_rows = reader.rows_in(0, num_units)
     if num_rows == 0:
-        raise DataError(f"Source {source.name!r} has no rows", where=where, hint="Add text to it")
+        raise DataError(f"Source {source.name!r} has no rows", where=where, hint="add text to it")
     num_epochs = -(-(num_draws - start_draw) // num_rows)
     limit = source.epoch_limit
     if limit is not None and epoch + num_epochs > limit:
@@ -263,7 +263,7 @@ def _source_events(state: PlanState, sources: Sequence[PlanSource], position: in
                 f"Source {source.name!r} has changed since the run started: recipe {source.recipe_digest}, "
                 f"{source.row_tokens} tokens per row, bucket {source.bucket} instead of recipe {before.recipe_digest}, "
                 f"{before.row_tokens} tokens per row, bucket {before.bucket}",
-                where="data.sources", hint="Give the changed source a new name",
+                where="data.sources", hint="give the changed source a new name",
             )  # fmt: skip
         if changed != before:
             events.append(SourceEvent(changed))

@@ -89,7 +89,7 @@ class PlanState:
             ConfigError: Two sources have the same name, or the batch size or a weight is invalid.
         """
         if len({source.name for source in start.sources}) < len(start.sources):
-            raise ConfigError("Two sources have the same name", where="data.sources", hint="Give each its own name")
+            raise ConfigError("Two sources have the same name", where="data.sources", hint="give each its own name")
         if (batch := start.global_batch_sequences) < 1:
             raise ConfigError(f"A global batch of {batch} rows is impossible", where="train.global_batch_sequences")
         weights = {index: source.weight for index, source in enumerate(start.sources) if source.weight != 0}

@@ -330,7 +330,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
         more = f" and {len(uris) - _MAX_NAMES:,} more" if len(uris) > _MAX_NAMES else ""
         raise ConfigError(
             f"{name} matches {len(uris):,} files: {', '.join(uris[:_MAX_NAMES])}{more}",
-            where="--source", hint="Give more of the name",
+            where="--source", hint="give more of the name",
         )  # fmt: skip
     if is_held_out(run_data, name):
         return []

@@ -137,6 +137,6 @@ def _present(reader: RowReader | None) -> RowReader:
     if reader is None:
         raise DataError(
             "The step needs rows of a source that was removed from the configuration", where="data.sources",
-            hint="Resume from a checkpoint after the step at which the source was removed",
+            hint="resume from a checkpoint after the step at which the source was removed",
         )  # fmt: skip
     return reader

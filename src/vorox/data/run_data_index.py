@@ -87,7 +87,7 @@ class RunDataIndex:
         if not 1 <= step <= self.num_steps:
             raise ConfigError(
                 f"Step {step:,} is not in the run's plan, which has steps 1 to {self.num_steps:,}",
-                where=str(self.plan.path), hint="Steps count from 1, as in the log and in checkpoints",
+                where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
             )  # fmt: skip
         batch = self.plan.start.global_batch_sequences
         return range((step - 1) * batch, step * batch)
@@ -123,7 +123,7 @@ def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceRead
         raise DataError(
             f"Rows of source {missing} cannot be rebuilt: the run's configuration no longer has the source",
             where=str(RunLayout(run_directory).config),
-            hint="Earlier configurations of the run are in configs/ of the run directory",
+            hint="earlier configurations of the run are in configs/ of the run directory",
         )  # fmt: skip
     return readers, corpus.close
 
@@ -146,6 +146,6 @@ def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path
     if not found:
         raise DataError(
             f"The cache of source {source.name!r} is missing", where=str(paths[0]) if paths else source.name,
-            hint="Restore it, or rebuild it from the same files with `vorox data build` and the run's name",
+            hint="restore it, or rebuild it from the same files with `vorox data build` and the run's name",
         )  # fmt: skip
     return list(dict.fromkeys(found))

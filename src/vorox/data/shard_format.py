@@ -62,7 +62,7 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
         raise DataError(
             f"A file of {size_bytes} bytes is too small for a token shard",
             where=where,
-            hint="Download or write the file again",
+            hint="download or write the file again",
         )
     magic, version, num_tokens = (int(value) for value in np.frombuffer(start[:SHORT_HEADER_BYTES], "<u4"))
     token_bytes = _TOKEN_BYTES.get((magic, version))
@@ -70,7 +70,7 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
         known = " or ".join(f"{magic} version {version}" for magic, version in _TOKEN_BYTES)
         raise DataError(
             f"Not a token shard: the file starts with magic {magic}, version {version} instead of {known}", where=where,
-            hint="If the file has only token ids, like nanoGPT's train.bin, set data.sources.0.ids_dtype=uint16 or "
+            hint="if the file has only token ids, like nanoGPT's train.bin, set data.sources.0.ids_dtype=uint16 or "
             "uint32 (0 is the first source); otherwise set data.sources.0.format to its format",
         )  # fmt: skip
     for header_bytes in (HEADER_BYTES, SHORT_HEADER_BYTES):
@@ -80,7 +80,7 @@ def parse_header(start: bytes, size_bytes: int, where: str) -> ShardHeader:
     raise DataError(
         f"The header states {num_tokens:,} tokens of {token_bytes} bytes, but the file of {size_bytes:,} bytes holds "
         f"{held:,.10g}",
-        where=where, hint="The shard is truncated or its header is wrong: download or write it again",
+        where=where, hint="the shard is truncated or its header is wrong: download or write it again",
     )  # fmt: skip
 
 
@@ -95,12 +95,12 @@ def headerless(start: bytes, size_bytes: int, token_bytes: int, where: str) -> S
         if (magic, version) in _TOKEN_BYTES:
             raise DataError(
                 "The token shard has a header, which would be read as tokens", where=where,
-                hint="Remove the source's ids_dtype",
+                hint="remove the source's ids_dtype",
             )  # fmt: skip
     if size_bytes % token_bytes:
         raise DataError(
             f"A file of {size_bytes:,} bytes is not a whole number of ids of {token_bytes} bytes", where=where,
-            hint="Set the source's ids_dtype to the type that the file was written with, or download the file again",
+            hint="set the source's ids_dtype to the type that the file was written with, or download the file again",
         )  # fmt: skip
     return ShardHeader(token_bytes, size_bytes // token_bytes, 0)
 
@@ -116,7 +116,7 @@ def read_header(path: Path) -> ShardHeader:
             return parse_header(file.read(SHORT_HEADER_BYTES), path.stat().st_size, str(path))
     except OSError as error:
         reason = error.strerror or error
-        raise DataError(f"Cannot read the shard: {reason}", where=str(path), hint="Check the path") from error
+        raise DataError(f"Cannot read the shard: {reason}", where=str(path), hint="check the path") from error
 
 
 def read_shard(path: Path) -> TokenArray:
@@ -151,7 +151,7 @@ def write_shard(path: Path, tokens: npt.NDArray[np.unsignedinteger]) -> None:
     if len(tokens) > MAX_TOKENS:
         raise DataError(
             f"{len(tokens):,} tokens exceed the limit of one shard ({MAX_TOKENS:,})", where=str(path),
-            hint="Write several shards",
+            hint="write several shards",
         )  # fmt: skip
     body = np.empty(HEADER_BYTES + len(tokens) * token_bytes, np.uint8)
     body[:HEADER_BYTES] = np.frombuffer(long_header(token_bytes, len(tokens)), np.uint8)

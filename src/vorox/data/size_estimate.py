@@ -81,7 +81,7 @@ def _estimate_source(cache: CacheReader, first_units: int | None) -> tuple[int, 
     measured = manifest.units[manifest.units["unit"] < limit]
     units, tokens = measured["unit"].astype(np.int64), measured["tokens"].astype(np.int64)
     if not len(units):
-        raise DataError("No unit of the cache is built yet", where=str(cache.directory), hint="Wait for the first unit")
+        raise DataError("No unit of the cache is built yet", where=str(cache.directory), hint="wait for the first unit")
     rows, built, whole = int(np.diff(manifest.unit_row_starts)[units].sum()), size[units], int(size.sum())
     number, planned = len(units), manifest.planned_units
     if is_estimated:  # use the estimate recorded with the first units, so that the result never changes

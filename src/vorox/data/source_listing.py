@@ -142,7 +142,7 @@ def _without(source: Source, versions: frozenset[str]) -> Source:
     if len(found) == len(source.files):
         raise DataError(
             f"All files of source {source.config.name!r} are in data.validation.sources, so no training text remains",
-            where=f"{source.key}.paths", hint="Name different files in one of the two",
+            where=f"{source.key}.paths", hint="name different files in one of the two",
         )  # fmt: skip
     note = Note("validation", f"{len(found):,} of the files of source {source.config.name!r} validate and do not train")
     return without_files(source, found, note)

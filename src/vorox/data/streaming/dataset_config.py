@@ -103,7 +103,7 @@ def _source(name: str, value: str | Sequence[str] | Mapping[str, Any]) -> dict[s
     if len(formats) != 1:
         raise ConfigError(
             f"The locations of {name!r} have different formats: {', '.join(formats)}",
-            hint="Give each format its own source: {'first': [...], 'second': [...]}",
+            hint="give each format its own source: {'first': [...], 'second': [...]}",
         )
     return {"name": name, "format": formats[0], "paths": paths}
 
@@ -115,7 +115,7 @@ def _format_of(path: str) -> str:
     if known is None:
         raise ConfigError(
             f"The format of {path} cannot be inferred from its name",
-            hint="State it: {'text': {'format': 'jsonl', 'paths': ['" + path + "']}}",
+            hint="state it: {'text': {'format': 'jsonl', 'paths': ['" + path + "']}}",
         )
     return known
 
@@ -127,7 +127,7 @@ def _set_weights(sources: Sequence[dict[str, Any]], weights: Mapping[str, float 
     unknown = sorted(weights.keys() ^ set(names))
     if unknown:
         raise ConfigError(
-            f"The weights and the sources differ in {', '.join(unknown)}", hint=f"Give weights to all of {names}"
+            f"The weights and the sources differ in {', '.join(unknown)}", hint=f"give weights to all of {names}"
         )
     for source in sources:
         source["weight"] = weights[source["name"]]

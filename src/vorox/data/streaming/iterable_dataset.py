@@ -150,7 +150,7 @@ class RemoteIterableDataset:
         if state.get("seed") != self.config.run.seed:
             raise DataError(
                 f"The state was saved with seed {state.get('seed')}, the dataset has seed {self.config.run.seed}",
-                hint="Create the dataset with the seed of the state",
+                hint="create the dataset with the seed of the state",
             )
         self._start = self._position = int(state["position"])
         self._order = str(state["order"])
@@ -180,7 +180,7 @@ class RemoteIterableDataset:
             raise DataError(
                 f"The samples before position {position:,} have changed since the state was saved",
                 where=", ".join(source.name for source in self.config.data.sources),
-                hint="Restore the text and the settings of that time, or start without a state",
+                hint="restore the text and the settings of that time, or start without a state",
             )
 
     @contextlib.contextmanager
@@ -203,5 +203,5 @@ def _check_supported(config: RunConfig) -> None:
     if unsupported:
         raise ConfigError(
             f"{unsupported[0]} is not supported: a RemoteIterableDataset has one constant mixture of whole sources",
-            where=unsupported[0], hint="Remove the setting, or use `vorox train`",
+            where=unsupported[0], hint="remove the setting, or use `vorox train`",
         )  # fmt: skip

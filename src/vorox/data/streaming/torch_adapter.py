@@ -49,7 +49,7 @@ class TorchStream(_Base):
         if self._taken and self._workers != workers:
             raise ConfigError(
                 f"The state was saved with {self._workers} workers, there are {workers}", where="DataLoader",
-                hint="Keep the number of workers, or resume from state_after, which fits any number",
+                hint="keep the number of workers, or resume from state_after, which fits any number",
             )  # fmt: skip
         self._workers = workers
         dataset = self.dataset

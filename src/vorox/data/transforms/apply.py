@@ -175,7 +175,7 @@ class Applier:
     def _error(self, transform: Transform, document: AnyDocument, what: str) -> DataError:
         return DataError(
             f"Transform {transform.name} {what}", where=place_of(document, self.files),
-            hint=f"Fix {transform.identity['function']}; units that are built already are kept",
+            hint=f"fix {transform.identity['function']}; units that are built already are kept",
         )  # fmt: skip
 
 

@@ -102,13 +102,13 @@ def resolve_transforms(configs: Sequence[TransformConfig], split: str, key: str)
         if transform.kind != "tokens" and tokens_since is not None:
             raise ConfigError(
                 f"Transform {transform.name} works on text but follows {tokens_since.name}, which works on tokens",
-                where=f"{key}.{transform.number}", hint="Put all transforms of text first",
+                where=f"{key}.{transform.number}", hint="put all transforms of text first",
             )  # fmt: skip
         if transform.kind == "tokens":
             if tokens_since is not None and transform.args.get("level") == "character":
                 raise ConfigError(
                     f"Transform {transform.name} starts from the text and would undo {tokens_since.name}",
-                    where=f"{key}.{transform.number}", hint="Put it first, or set its level: token",
+                    where=f"{key}.{transform.number}", hint="put it first, or set its level: token",
                 )  # fmt: skip
             tokens_since = transform
     return tuple(found)
@@ -130,7 +130,7 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
     if config.name not in _DUPLICATES and first not in ("text", "tokens"):
         raise ConfigError(
             f"The first parameter of {path} is named {first or 'nothing'!r}", where=f"{where}.name",
-            hint="Name it text for a function of a text, tokens for a function of token ids",
+            hint="name it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
     kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
@@ -155,7 +155,7 @@ def _checked(
             near = difflib.get_close_matches(name, named, n=2)
             raise ConfigError(
                 f"Transform {config.name} has no argument {name!r}", where=f"{where}.args.{name}",
-                hint=f"Did you mean {' or '.join(near)}?" if near else f"Its arguments: {', '.join(named) or 'none'}",
+                hint=f"did you mean {' or '.join(near)}?" if near else f"Its arguments: {', '.join(named) or 'none'}",
             )  # fmt: skip
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty]
     for name in missing:
@@ -202,7 +202,7 @@ def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key
                 raise ConfigError(
                     f"Transform {transform.name} works on text, but source {source.name!r} consists of tokens",
                     where=f"{key}.{transform.number}",
-                    hint=f"Give the source its own transforms: {source_key}.transforms",
+                    hint=f"give the source its own transforms: {source_key}.transforms",
                 )
     return found
 
@@ -231,5 +231,5 @@ def check_special_tokens(transforms: Sequence[Transform], tokenizer: Any) -> Non
             raise ConfigError(
                 f"Transform {transform.name} needs the special token{'s' if len(missing) > 1 else ''} "
                 f"{', '.join(missing)}, which the tokenizer lacks", where="data.transforms",
-                hint=f"Set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
+                hint=f"set tokenizer.special_tokens=[{', '.join(missing)}], or name tokens that the tokenizer has",
             )  # fmt: skip
