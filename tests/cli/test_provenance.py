@@ -170,7 +170,7 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
         (("where", "latest", "--step", "999999"), "Step 999,999 is not in the run's plan"),
         (("where", "latest", "--step", "1", "--slot", "4"), "Slot 4 does not exist"),
         (("where", "nobody", "--step", "1"), "Run nobody not found"),
-        (("when", "latest", "--source", "txet.jsonl"), "Did you mean"),
+        (("when", "latest", "--source", "txet.jsonl"), "id you mean"),
         (("when", "latest"), "--source"),
         (("sql", "latest", "DELETE FROM run"), "must be read-only"),
         (("sql", "latest", "SELECT nobody FROM run"), "no such column"),

@@ -60,7 +60,7 @@ def test_text_that_changed_ends_a_resume_with_the_two_ways_on(
             run(config, **again)
         assert caught.value.exit_code == 4
         assert "--resume never" in (caught.value.hint or "")
-        assert "Restore the files" in (caught.value.hint or "")
+        assert "restore the files" in (caught.value.hint or "")
     text.write_text(original)
     outcome = run(config, **again)
     assert (outcome.run_directory, outcome.progress.step) == (begun, 12)

@@ -335,7 +335,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
     if is_held_out(run_data, name):
         return []
     near = _nearest(name, sorted({uri for _, _, uri in listed}))
-    hint = f"Did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows the names of files"
+    hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows the names of files"
     raise ConfigError(
         f"No file matches {name} among the {len(listed):,} files of this run", where="--source", hint=hint
     )

@@ -377,7 +377,7 @@ def test_a_transform_that_fails_names_the_document(name, message, staged):
         ({"name": "transform_functions:nothing"}, "Cannot import transform", "data.transforms.0.name"),
         ({"name": "transform_functions:one_argument"}, "first parameter .* named 'words'", "data.transforms.0.name"),
         ({"name": "transform_functions:CORPUS"}, "not a function", "data.transforms.0.name"),
-        ({"name": "length", "args": {"min_character": 3}}, "Did you mean min_characters",
+        ({"name": "length", "args": {"min_character": 3}}, "did you mean min_characters",
          "data.transforms.0.args.min_character"),
         ({"name": "length", "args": {"min_characters": -1}}, "greater than or equal to 0",
          "data.transforms.0.args.min_characters"),
