@@ -41,7 +41,7 @@ def taken(dataset: RemoteIterableDataset, count: int) -> list[tuple[Any, ...]]:
 def test_four_stores_give_one_order_whatever_fails(stores: FourStores, tmp_path: Path) -> None:
     count = 2500
     clean = taken(stream(stores, tmp_path / "clean", 1 << 30), count)
-    with stores.behind(seed=3, error_503_fraction=0.05, truncated_fraction=0.03) as proxies:
+    with stores.behind(seed=3, error_503_fraction=0.3, truncated_fraction=0.1) as proxies:
         broken = taken(stream(stores, tmp_path / "broken", 250_000), count)
         assert sum(sum(proxy.faults.values()) for proxy in proxies.values()) > 0
     assert broken == clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import threading
@@ -15,6 +16,7 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
+from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.residency import MARKER_NAME, DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
@@ -365,3 +367,37 @@ def test_a_network_that_fails_while_the_source_is_cut_is_told_and_tried_again(tm
                 errors.append(error.what)
         assert opened.reader.digest == cached.digest
     assert errors == ["the store did not answer"] * 2
+
+
+class Shared:
+    """An evictable cache of one unit on disk, which a peer reads until it is polled for the third time."""
+
+    def __init__(self, directory: Path, peers: bool) -> None:
+        self.directory, self.polls, self.evicted, self._peers = directory, 0, list[int](), peers
+        (directory / MARKER_NAME).touch()
+        chunk = chunk_path(directory, 1, 0)
+        chunk.parent.mkdir(parents=True)
+        chunk.write_bytes(bytes(800))
+
+    def poll_peers(self) -> bool:
+        self.polls += 1
+        return self._peers and self.polls < 3
+
+    def eviction_priority(self, unit: int, /) -> int:
+        return 5 if unit == 1 and self._peers and self.polls >= 3 else 0
+
+    def mark_evicted(self, unit: int, /) -> None:
+        self.evicted.append(unit)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_room_that_peers_occupy_is_waited_for(tmp_path, monkeypatch, peers):
+    monkeypatch.setattr("vorox.data.cache.residency._POLL_SECONDS", 0.001)
+    cache, budget = Shared(tmp_path, peers), DiskBudget(1000)
+    budget.join(cache)
+    with contextlib.ExitStack() as stack:
+        if not peers:
+            stack.enter_context(pytest.raises(DataError, match="need at least 1,200"))
+        with budget.room(cache, 0, 400, gives_way=lambda: False) as there_is_room:
+            assert there_is_room
+    assert (cache.polls, cache.evicted) == ((3, [1]) if peers else (1, []))

@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +31,8 @@ _MARKER = b"""The chunk files in here are made again when they are needed: a str
 What is in manifest/ cannot be made again without reading the whole source; keep it as long as the runs that use it.
 """
 _POLL_SECONDS = 1.0
+_PEER_PATIENCE_SECONDS = 60.0
+"""How long a reader waits for units that other processes read at the moment, before the budget counts as too small."""
 """Evictions by other processes are found by polling."""
 
 _CHUNK = re.compile(r"u(\d{9,})-(\d+)\.psc")
@@ -90,8 +93,8 @@ class Evictable(Protocol):
     @property
     def directory(self) -> Path: ...
 
-    def poll_peers(self) -> None:
-        """Find out what other processes read; called before units are ranked."""
+    def poll_peers(self) -> bool:
+        """Find out what other processes read, before units are ranked; return whether any does."""
         ...
 
     def eviction_priority(self, unit: int, /) -> int:
@@ -189,7 +192,7 @@ class DiskBudget:
             Whether there is room. False: a more urgent unit is pending, or the budget was closed.
 
         Raises:
-            DataError: The unit is awaited, and so is every unit on disk.
+            DataError: The unit is awaited, and so is every unit on disk; by other processes for a minute.
         """
         with self.changed:
             there_is_room = self._make_room(cache, unit, size_bytes, gives_way)
@@ -206,11 +209,11 @@ class DiskBudget:
                 self.changed.notify_all()
 
     def _make_room(self, cache: Evictable, unit: int, size_bytes: int, gives_way: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + _PEER_PATIENCE_SECONDS
         while not self.closed:
             resident = self._resident()
             used_bytes = sum(self._reserved.values()) + sum(sum(files.values()) for _, _, files in resident)
-            for one in self._caches:
-                one.poll_peers()
+            polled = [one.poll_peers() for one in self._caches]
             own = cache.eviction_priority(unit)
             ranked = [
                 (owner.eviction_priority(other), number, owner, other, files)
@@ -226,7 +229,7 @@ class DiskBudget:
                 return True
             if gives_way():
                 return False
-            if own == 0:
+            if own == 0 and not (any(polled) and time.monotonic() < deadline):
                 raise self._too_small(cache, used_bytes + size_bytes)
             self.changed.wait(_POLL_SECONDS)
         return False

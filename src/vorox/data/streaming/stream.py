@@ -196,8 +196,9 @@ class Stream:
 
     # Called by the disk budget: see ``cache.residency``.
 
-    def poll_peers(self) -> None:
+    def poll_peers(self) -> bool:
         self._peers = self._window.peers()
+        return bool(self._peers)
 
     def eviction_priority(self, unit: int, /) -> int:
         return self._queue.eviction_priority(unit, self._peers)
