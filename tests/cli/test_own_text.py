@@ -146,6 +146,28 @@ def test_the_model_grows_with_the_text_and_the_rate_falls_with_the_model() -> No
     assert configuration("--data", "large.txt", "--lr", "2e-4").optimizer.lr == 2e-4
 
 
+def test_the_heads_fit_a_width_of_the_user() -> None:
+    Path("small.txt").write_text("\n".join(TEXTS)[:30_000], encoding="utf-8")
+    assert configuration("--data", "small.txt").model.num_heads == 3
+    fitted = configuration("--data", "small.txt", "model.hidden_size=64")
+    assert (fitted.model.hidden_size, fitted.model.num_heads) == (64, 2)
+    assert configuration("--data", "small.txt", "model.hidden_size=64", "model.num_heads=4").model.num_heads == 4
+
+
+@pytest.mark.torch
+def test_starting_weights_bring_their_model_and_tokenizer_to_own_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was fitted to the size of the text is a preset: it does not contradict the weights."""
+    text = ["train", "--data", _jsonl(), "backend=torch", "runtime.device=cpu", "--steps", "2", "log.matmul_peak=false"]
+    assert main([*text, "--name", "first", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"]) == 0
+    (first,) = Path("runs").iterdir()
+    assert main([*text, "--name", "second", "--from-weights", str(first)]) == 0, capsys.readouterr().err
+    (second,) = set(Path("runs").iterdir()) - {first}
+    trained = load_config(second / "config.yaml")
+    assert (trained.model.num_layers, trained.model.hidden_size, trained.model.num_heads) == (1, 32, 2)
+    assert main([*text, "--from-weights", str(first), "model.num_layers=2"]) == 2
+    assert "model.num_layers" in capsys.readouterr().err
+
+
 def test_of_a_mixed_folder_one_format_is_read_and_the_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(_notes())
     (folder / "large.jsonl").write_bytes(Path(_jsonl()).read_bytes() * 3)

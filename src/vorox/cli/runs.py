@@ -206,6 +206,8 @@ def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
     except DataError as error:
         return {"num_equal_steps": None, "difference": None, "verdict": f"Chains cannot be compared: {error}"}
     shared = sorted(set(chains[0]) & set(chains[1]))
+    if not shared:
+        return {"num_equal_steps": None, "difference": None, "verdict": "No step is recorded in both runs"}
     for number, step in enumerate(shared):
         found = first_difference(chains[0][step], chains[1][step])
         if found is not None:

@@ -51,6 +51,12 @@ def names_warmup(assignments: Iterable[Assignment]) -> bool:
     return any(path[0] == "schedule" and (len(path) < 2 or str(path[1]).startswith("warmup")) for path in paths)
 
 
+def names_heads(assignments: Iterable[Assignment]) -> bool:
+    """Whether any assignment sets the number of attention heads."""
+    paths = (translate(assignment).path for assignment in assignments)
+    return any(path[0] == "model" and (len(path) < 2 or path[1] in {"num_heads", "preset"}) for path in paths)
+
+
 def fit_learning_rate(tree: ConfigTree) -> None:
     """Set ``optimizer.lr`` inversely proportional to the width of the model, unless it is set explicitly."""
     width = tree.get("model.hidden_size")
@@ -65,6 +71,16 @@ def fit_warmup(tree: ConfigTree) -> None:
     steps, warmup = tree.get("train.num_steps"), tree.get("schedule.warmup_steps")
     if isinstance(steps, int) and isinstance(warmup, int) and warmup > max(1, steps // 10):
         tree.set_default("schedule.warmup_steps", max(1, steps // 10), f"fitted to train.num_steps={steps}")
+
+
+def fit_heads(tree: ConfigTree) -> None:
+    """Lower the number of heads that a preset chose until heads of an even width divide the model's width."""
+    width, heads = tree.get("model.hidden_size"), tree.get("model.num_heads")
+    if not isinstance(width, int) or not isinstance(heads, int) or width < 2 or heads < 1:
+        return
+    fitting = next((count for count in range(heads, 0, -1) if width % (2 * count) == 0), heads)
+    if fitting != heads:
+        tree.set_default("model.num_heads", fitting, f"fitted to model.hidden_size={width}")
 
 
 def fill_sources(tree: ConfigTree) -> None:

@@ -22,8 +22,10 @@ from vorox.core.atomic import canonical_json
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.preset_rules import (
     WITH_ITS_SOURCES,
+    fit_heads,
     fit_learning_rate,
     fit_warmup,
+    names_heads,
     names_warmup,
     selects_sources,
 )
@@ -160,6 +162,8 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
         fit_learning_rate(tree)
     if isinstance(source, GivenConfig) and not names_warmup(explicit):
         fit_warmup(tree)
+    if isinstance(source, GivenConfig) and not names_heads(explicit):
+        fit_heads(tree)
     top = source if source is not None else (base[-1].value if base else None)
     if top is not None and not isinstance(top, Mapping):
         _name_run(tree, top.name if isinstance(top, GivenConfig) else str(top))
@@ -211,7 +215,7 @@ def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDoc
     chain: list[tuple[str, YamlDocument]] = []
     seen: list[Path] = []
     if isinstance(source, GivenConfig):
-        chain.append((source.name, YamlDocument(copy.deepcopy(source.values), {}, [])))
+        chain.append((f"preset for {source.name}", YamlDocument(copy.deepcopy(source.values), {}, [])))
         source = None
     elif isinstance(source, Mapping):
         document = mapping_document(source)
