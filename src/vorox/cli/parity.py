@@ -93,9 +93,10 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
         quantity = wrong.exceeded(tolerances) or ""
         about = f" of {wrong.worst_parameter}" if quantity == "parameters" else ""
         raise NumericalError(
-            f"Engines diverge at step {wrong.step + 1}: {quantity}{about} differ by "
-            f"{wrong.differences[quantity]:.2e}, tolerance {getattr(tolerances, quantity):.0e}",
-            hint="compare with precision.dtype=fp32; if it is set, one of the engines has a bug",
+            f"Engines diverge at step {wrong.step + 1}: the difference of {quantity}{about} is "
+            f"{wrong.differences[quantity]:.2e}, the tolerance {getattr(tolerances, quantity):.0e}",
+            hint="compare with precision.dtype=fp32 and model.dropout_fraction=0 (each engine draws its own dropout); "
+            "if both are set, one of the engines has a bug",
             saved="nothing was changed",
         )
     if not quiet:

@@ -32,7 +32,7 @@ def gc(
         str | None,
         typer.Option(
             "--older-than",
-            help="Also remove caches that no run reads, that are not pinned, and that were not opened "
+            help="Also remove caches that no run below --root reads, that are not pinned, and that were not opened "
             "for this long: 30d.",
         ),
     ] = None,
