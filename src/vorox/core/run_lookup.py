@@ -57,7 +57,8 @@ def find_run(root: Path | str, name: str) -> Path:
     if not runs:
         raise ConfigError(
             f"Run {name} not found: {root.absolute()} contains no runs", where=str(root.absolute()),
-            hint="change to the folder that contains `runs`, set --root, or start a run with `vorox train quickstart`",
+            hint="give the path of the run, change to the folder that contains `runs`, or name it: --root FOLDER "
+            "(run.directory=FOLDER for `vorox train`)",
         )  # fmt: skip
     if name == "latest":
         return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
