@@ -57,8 +57,8 @@ def find_run(root: Path | str, name: str) -> Path:
     if not runs:
         raise ConfigError(
             f"Run {name} not found: {root.absolute()} contains no runs", where=str(root.absolute()),
-            hint="give the path of the run, change to the folder that contains `runs`, or name it: --root FOLDER "
-            "(run.directory=FOLDER for `vorox train`)",
+            hint="give the path of the run, name its folder by --root FOLDER (run.directory=FOLDER for `vorox train`), "
+            "or start a run with `vorox train quickstart`",
         )  # fmt: skip
     if name == "latest":
         return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
