@@ -100,7 +100,7 @@ def train(
     dist = backends.load(config.backend).connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.propagating_failure(), StopRequest() as stop:
-        if dist.process_count > 1:
+        if dist.world_size > 1:
             _check_multi_process(config, minutes)
         if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
@@ -173,7 +173,7 @@ def _open_run(
         opened = dist.broadcast("run")
         if opened["config"] != config_digest(config):
             raise ConfigError(
-                f"The configuration of rank {dist.process_index} differs from that of rank 0",
+                f"The configuration of rank {dist.rank} differs from that of rank 0",
                 where=opened["directory"], hint="start all processes with the same command",
             )  # fmt: skip
         return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)

@@ -8,16 +8,25 @@ from pathlib import Path
 import pytest
 
 from vorox.cli import launch
-from vorox.core.distributed_context import membership
+from vorox.core.distributed_context import Membership, membership
 from vorox.core.errors import ConfigError
 
 
 def test_each_process_is_told_who_it_is() -> None:
     found = [membership(environment) for environment in launch.environments_of(3, 4321, {"HOME": "/root"})]
-    assert [(one.process_index, one.process_count, one.coordinator) for one in found if one] == [
-        (0, 3, "127.0.0.1:4321"), (1, 3, "127.0.0.1:4321"), (2, 3, "127.0.0.1:4321"),
-    ]  # fmt: skip
+    assert found == [Membership("127.0.0.1:4321", rank, 3, local_rank=rank, local_world_size=3) for rank in range(3)]
     assert launch.environments_of(2, 1, {"HOME": "/root"})[1]["HOME"] == "/root"
+
+
+def test_ranks_forget_the_run_that_the_launcher_is_part_of() -> None:
+    """Under torchrun or with the variables of a cluster set, ``--nproc`` starts a run of its own."""
+    around = {
+        "VOROX_COORDINATOR": "node7:80", "VOROX_PROCESS_COUNT": "9", "VOROX_PROCESS_INDEX": "8",
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    found = [membership(environment) for environment in launch.environments_of(2, 4321, around)]
+    assert found == [Membership("127.0.0.1:4321", rank, 2, local_rank=rank, local_world_size=2) for rank in range(2)]
 
 
 def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +34,7 @@ def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in launch.environments_of(2, 4321, {})[1].items():
         monkeypatch.setenv(name, value)
     assert launch.nproc_option() == " --nproc 2"
-    monkeypatch.setenv("VOROX_COORDINATOR", "host0:4321")
+    monkeypatch.setenv("MASTER_ADDR", "host0")
     assert launch.nproc_option() == "", "each machine has a command of its own"
 
 
@@ -39,7 +48,7 @@ def test_listed_gpus_are_divided() -> None:
 def as_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> list[str]:
     """Stands in for ``python -m vorox``: a program that sees who it is."""
     program = tmp_path / "program.sh"
-    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $VOROX_PROCESS_INDEX in\n{text}\nesac\n")
+    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $RANK in\n{text}\nesac\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     return ["train"]

@@ -55,10 +55,10 @@ def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_main_process_decides_upon_what_all_say(count: int) -> None:
     def program(dist: DistributedContext) -> Any:
-        first = dist.agree("sum", dist.process_index + 1, sum)
-        second = dist.agree("sum", first * dist.process_index, max)
+        first = dist.agree("sum", dist.rank + 1, sum)
+        second = dist.agree("sum", first * dist.rank, max)
         dist.barrier("end")
-        return first, second, dist.broadcast("name", f"from {dist.process_index}")
+        return first, second, dist.broadcast("name", f"from {dist.rank}")
 
     total = count * (count + 1) // 2
     results, store = together(count, program)
@@ -68,7 +68,7 @@ def test_the_main_process_decides_upon_what_all_say(count: int) -> None:
 
 def test_an_error_of_one_is_the_error_of_all() -> None:
     def program(dist: DistributedContext) -> Any:
-        if dist.process_index == 2:
+        if dist.rank == 2:
             raise DataError("the disk is gone", where="here", hint="bring it back")
         return dist.agree("sum", 1, sum)
 
@@ -82,7 +82,7 @@ def test_an_error_of_the_decision_too() -> None:
     def refuse(values: list[int]) -> int:
         raise ConfigError(f"not with {values}")
 
-    results, _ = together(2, lambda dist: dist.agree("sum", dist.process_index, refuse))
+    results, _ = together(2, lambda dist: dist.agree("sum", dist.rank, refuse))
     assert [str(found) for found in results] == ["not with [0, 1]", "rank 0: not with [0, 1]"]
 
 
@@ -96,24 +96,73 @@ def test_a_bug_of_one_is_not_waited_for() -> None:
         together(2, program)
 
 
-def test_who_one_is_comes_from_the_environment() -> None:
-    place = {"VOROX_COORDINATOR": "node7:1234", "VOROX_PROCESS_COUNT": "4", "VOROX_PROCESS_INDEX": "3"}
-    assert membership(place) == Membership("node7:1234", 4, 3)
+VOROX = {"VOROX_COORDINATOR": "node7:1234", "VOROX_PROCESS_COUNT": "4", "VOROX_PROCESS_INDEX": "3"}
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_the_rank_comes_from_the_environment() -> None:
+    assert membership(VOROX) == Membership("node7:1234", 3, 4, local_rank=0, local_world_size=1)
     assert membership({}) is None
-    assert membership({**place, "VOROX_PROCESS_COUNT": "1", "VOROX_PROCESS_INDEX": "0"}) is None
-    assert membership({"VOROX_COORDINATOR": "auto"}) == Membership("auto")
+    assert membership({**VOROX, "VOROX_PROCESS_COUNT": "1", "VOROX_PROCESS_INDEX": "0"}) is None
+    assert membership({"VOROX_COORDINATOR": "auto", **TORCHRUN}) == Membership("auto")
+
+
+def test_torchrun_gives_the_rank() -> None:
+    assert membership(TORCHRUN) == Membership("node0:29500", 5, 8, local_rank=1, local_world_size=4)
+    assert membership({**TORCHRUN, "MASTER_ADDR": "::1"}) == Membership("[::1]:29500", 5, 8, 1, 4)
+    assert membership({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) is None
+    one_per_machine = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL_")}
+    assert membership(one_per_machine) == Membership("node0:29500", 5, 8, local_rank=0, local_world_size=1)
+
+
+def test_our_variables_have_precedence_over_those_of_torchrun() -> None:
+    assert membership({**TORCHRUN, **VOROX}) == Membership("node7:1234", 3, 4, local_rank=1, local_world_size=4)
+    address = {**TORCHRUN, "VOROX_COORDINATOR": "node7:1234", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert membership(address) == Membership("node7:1234", 5, 8, local_rank=1, local_world_size=4)
+
+
+def test_a_port_that_the_agent_of_torchrun_has_bound_is_not_bound_again() -> None:
+    served = membership({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    unserved = membership({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert served is not None
+    assert unserved is not None
+    assert (served.agent_store, served.coordinator, served.free_address) == (True, "node0:29500", "node0:29501")
+    assert (unserved.agent_store, unserved.coordinator, unserved.free_address) == (False, "node0:29500", "node0:29500")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change"),
     [
-        {"VOROX_PROCESS_INDEX": "4"}, {"VOROX_PROCESS_INDEX": ""}, {"VOROX_PROCESS_COUNT": "0"},
-        {"VOROX_PROCESS_COUNT": "two"}, {"VOROX_COORDINATOR": "node7"}, {"VOROX_COORDINATOR": ":80"},
-        {"VOROX_COORDINATOR": "node7:70000"}, {"VOROX_PROCESS_INDEX": "-1"},
+        ("VOROX_PROCESS_INDEX", {**VOROX, "VOROX_PROCESS_INDEX": "4"}),
+        ("VOROX_PROCESS_INDEX", {**VOROX, "VOROX_PROCESS_INDEX": ""}),
+        ("VOROX_PROCESS_INDEX", {**VOROX, "VOROX_PROCESS_INDEX": "-1"}),
+        ("VOROX_PROCESS_COUNT", {**VOROX, "VOROX_PROCESS_COUNT": "0"}),
+        ("VOROX_PROCESS_COUNT", {**VOROX, "VOROX_PROCESS_COUNT": "two"}),
+        ("VOROX_PROCESS_COUNT", {"VOROX_COORDINATOR": "node7:1234"}),
+        ("VOROX_COORDINATOR", {**VOROX, "VOROX_COORDINATOR": ""}),
+        ("VOROX_COORDINATOR", {**VOROX, "VOROX_COORDINATOR": "node7"}),
+        ("VOROX_COORDINATOR", {**VOROX, "VOROX_COORDINATOR": ":80"}),
+        ("VOROX_COORDINATOR", {**VOROX, "VOROX_COORDINATOR": "node7:70000"}),
+        ("LOCAL_RANK", {**VOROX, **TORCHRUN, "LOCAL_RANK": "4"}),
+        ("RANK", {**TORCHRUN, "RANK": "8"}),
+        ("RANK", {**TORCHRUN, "RANK": ""}),
+        ("WORLD_SIZE", {**TORCHRUN, "WORLD_SIZE": ""}),
+        ("WORLD_SIZE", {**TORCHRUN, "WORLD_SIZE": "0x8"}),
+        ("LOCAL_RANK", {**TORCHRUN, "LOCAL_RANK": ""}),
+        ("LOCAL_RANK", {**TORCHRUN, "LOCAL_RANK": "4"}),
+        ("LOCAL_RANK", {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "1"}),
+        ("LOCAL_WORLD_SIZE", {**TORCHRUN, "LOCAL_WORLD_SIZE": ""}),
+        ("LOCAL_WORLD_SIZE", {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}),
+        ("MASTER_ADDR", {**TORCHRUN, "MASTER_ADDR": ""}),
+        ("MASTER_PORT", {**TORCHRUN, "MASTER_PORT": ""}),
+        ("MASTER_PORT", {**TORCHRUN, "MASTER_PORT": "65536"}),
+        ("MASTER_PORT", {**TORCHRUN, "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}),
     ],
-)  # fmt: skip
-def test_half_an_environment_is_refused(change: dict[str, str]) -> None:
-    place = {"VOROX_COORDINATOR": "node7:1234", "VOROX_PROCESS_COUNT": "4", "VOROX_PROCESS_INDEX": "3"}
-    with pytest.raises(ConfigError, match="give no valid rank") as refused:
-        membership({**place, **change})
-    assert refused.value.exit_code == 2
+)
+def test_an_inconsistent_environment_is_refused_with_the_variable(name: str, change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=rf"Environment variable {name} is ") as refused:
+        membership(change)
+    assert (refused.value.where, refused.value.exit_code) == (name, 2)

@@ -364,7 +364,7 @@ def test_there_must_be_a_run_to_open(tmp_path: Path) -> None:
 
 
 def test_other_processes_of_a_run_neither_lock_nor_write(config: RunConfig) -> None:
-    second = DistributedContext(process_index=1, process_count=2)
+    second = DistributedContext(rank=1, world_size=2)
     with RunContext.open_or_create(config) as main:
         before = {path: path.stat().st_mtime_ns for path in main.directory.rglob("*")}
 

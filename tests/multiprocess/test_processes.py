@@ -155,7 +155,7 @@ def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int
     wait_until(lambda: process.poll() is not None or any(runs.find(name).glob(saved)), PATIENCE_SECONDS)
     assert process.poll() is None, process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    is_second = b"VOROX_PROCESS_INDEX=1"
+    is_second = b"\0RANK=1\0"
     (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
     return found
 

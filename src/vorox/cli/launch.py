@@ -18,7 +18,19 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import IO
 
-from vorox.core.distributed_context import COORDINATOR, COUNT, INDEX, membership
+from vorox.core.distributed_context import (
+    AGENT_STORE,
+    COORDINATOR,
+    COUNT,
+    INDEX,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RANK,
+    WORLD_SIZE,
+    membership,
+)
 from vorox.core.errors import ConfigError, Preempted
 
 GRACE_SECONDS = 30.0
@@ -53,7 +65,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 
 
 def environments_of(count: int, port: int, base: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the environment of each rank; visible GPUs, if listed, are divided among the ranks.
+    """Return the environment of each rank, with the variables of torchrun; visible GPUs, if listed, are divided.
 
     Raises:
         ConfigError: The GPUs cannot be divided evenly.
@@ -65,11 +77,15 @@ def environments_of(count: int, port: int, base: Mapping[str, str]) -> list[dict
             hint=f"choose a divisor of {len(visible)}, or list other GPUs in {_VISIBLE}",
         )  # fmt: skip
     share = len(visible) // count
+    inherited = {name: value for name, value in base.items() if name not in {COORDINATOR, COUNT, INDEX, AGENT_STORE}}
     found: list[dict[str, str]] = []
     for index in range(count):
-        member = {COORDINATOR: f"{_HERE}:{port}", COUNT: str(count), INDEX: str(index)}
+        member = {
+            MASTER_ADDR: _HERE, MASTER_PORT: str(port), RANK: str(index), WORLD_SIZE: str(count),
+            LOCAL_RANK: str(index), LOCAL_WORLD_SIZE: str(count),
+        }  # fmt: skip
         visible_devices = {_VISIBLE: ",".join(visible[index * share : (index + 1) * share])} if share else {}
-        found.append({**base, **member, **visible_devices})
+        found.append({**inherited, **member, **visible_devices})
     return found
 
 
@@ -78,7 +94,7 @@ def nproc_option() -> str:
     member = membership()
     if member is None or not member.coordinator.startswith(f"{_HERE}:"):
         return ""
-    return f" --nproc {member.process_count}"
+    return f" --nproc {member.world_size}"
 
 
 def _free_port() -> int:

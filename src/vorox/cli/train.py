@@ -253,7 +253,7 @@ def _run(
     from vorox.run import train as train_run
 
     member = membership()
-    if member is not None and member.process_index:  # only rank 0 prints
+    if member is not None and member.rank:  # only rank 0 prints
         train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
     build_display = BuildDisplay()

@@ -23,10 +23,16 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, VoroxError
 
 COORDINATOR, COUNT, INDEX = "VOROX_COORDINATOR", "VOROX_PROCESS_COUNT", "VOROX_PROCESS_INDEX"
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 FOUND_BY_BACKEND = "auto"
 """Value of ``VOROX_COORDINATOR`` for which the backend queries the cluster (SLURM, Open MPI, Kubernetes, TPU pods)."""
+_VOROX, _TORCHRUN = (INDEX, COUNT), (RANK, WORLD_SIZE)
 _FAILED = "vorox/failed"
 _SLICE_SECONDS = 1.0
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +41,92 @@ class Membership:
 
     Attributes:
         coordinator: ``host:port`` of rank 0; ``auto`` lets the backend query the cluster.
-        process_count: World size; ``None`` under ``auto``.
-        process_index: Rank, from 0; ``None`` under ``auto``.
+        rank: Rank, from 0; ``None`` under ``auto``.
+        world_size: Number of ranks; ``None`` under ``auto``.
+        local_rank: Rank among the processes of this machine; 0 if the environment does not give it, ``None`` under
+            ``auto``.
+        local_world_size: Number of ranks on this machine; 1 if the environment does not give it.
+        agent_store: Whether torchrun's agent serves its ``TCPStore`` at ``coordinator``: ranks connect to it, and none
+            may bind the port. Restarts share the store, so keys need ``TORCHELASTIC_RESTART_COUNT`` as a prefix.
     """
 
     coordinator: str
-    process_count: int | None = None
-    process_index: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    agent_store: bool = False
+
+    @property
+    def free_address(self) -> str:
+        """``host:port`` that rank 0 may bind: ``coordinator``, or the next port if torchrun's agent has bound it."""
+        if not self.agent_store:
+            return self.coordinator
+        host, _, port = self.coordinator.rpartition(":")
+        return f"{host}:{int(port) + 1}"
 
 
 def membership(environment: Mapping[str, str] | None = None) -> Membership | None:
     """Return the membership that the environment describes; ``None`` for a run of one process.
 
+    ``VOROX_COORDINATOR`` with ``VOROX_PROCESS_INDEX`` and ``VOROX_PROCESS_COUNT`` has precedence; without it, the
+    variables of torchrun apply. If only ``VOROX_COORDINATOR`` is set, torchrun's variables give the rank.
+
     Raises:
-        ConfigError: The variables are inconsistent.
+        ConfigError: The variables are incomplete or inconsistent.
     """
     found = os.environ if environment is None else environment
     coordinator = found.get(COORDINATOR, "")
-    if not coordinator:
-        return None
     if coordinator == FOUND_BY_BACKEND:
         return Membership(coordinator)
+    of_vorox, of_torchrun = (any(found.get(name) for name in names) for names in (_VOROX, _TORCHRUN))
+    if not coordinator and not of_vorox and not of_torchrun:
+        return None
+    if of_vorox or coordinator:
+        _check_address(coordinator)
+    names = _TORCHRUN if of_torchrun and not of_vorox else _VOROX
+    world_size = _number(found, names[1], 1, None)
+    rank = _number(found, names[0], 0, world_size - 1)
+    if world_size == 1:
+        return None
+    local_rank, local_world_size = _local_numbers(found, rank, world_size)
+    if coordinator:
+        return Membership(coordinator, rank, world_size, local_rank, local_world_size)
+    host, agent_store = found.get(MASTER_ADDR, ""), found.get(AGENT_STORE) == "True"
+    if not host:
+        raise _invalid(found, MASTER_ADDR, "the address of rank 0")
+    port = _number(found, MASTER_PORT, 1, _MAX_PORT - agent_store)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return Membership(f"{host}:{port}", rank, world_size, local_rank, local_world_size, agent_store)
+
+
+def _local_numbers(found: Mapping[str, str], rank: int, world_size: int) -> tuple[int, int]:
+    if not found.get(LOCAL_RANK) and not found.get(LOCAL_WORLD_SIZE):
+        return 0, 1
+    local_world_size = _number(found, LOCAL_WORLD_SIZE, 1, world_size)
+    return _number(found, LOCAL_RANK, 0, min(rank, local_world_size - 1)), local_world_size
+
+
+def _number(found: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    text = found.get(name, "")
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    raise _invalid(found, name, f"a number of at least {least}" if most is None else f"a number from {least} to {most}")
+
+
+def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
-    numbers = [found.get(COUNT, ""), found.get(INDEX, ""), port]
-    count, index, port_number = (int(text) if text.isdecimal() else -1 for text in numbers)
-    if not host or not 0 < port_number < 1 << 16 or not 0 <= index < count:
-        given = ", ".join(f"{name}={found.get(name, '(not set)')}" for name in (COORDINATOR, COUNT, INDEX))
-        raise ConfigError(
-            f"Environment variables give no valid rank: {given}", where=COORDINATOR,
-            hint=f"set {COORDINATOR}=HOST:PORT, {COUNT}=N and {INDEX}=0..N-1, or {COORDINATOR}={FOUND_BY_BACKEND}",
-        )  # fmt: skip
-    return Membership(coordinator, count, index) if count > 1 else None
+    if not host or not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
+        raise _invalid({COORDINATOR: coordinator}, COORDINATOR, f"HOST:PORT of rank 0, or {FOUND_BY_BACKEND}")
+
+
+def _invalid(found: Mapping[str, str], name: str, wanted: str) -> ConfigError:
+    text = found.get(name, "")
+    return ConfigError(
+        f"Environment variable {name} is {text if text else 'not set'}; it must be {wanted}", where=name,
+        hint=f"start the ranks with `vorox train --nproc N` or torchrun, or set {COORDINATOR}=HOST:PORT, {COUNT}=N and "
+        f"{INDEX}=0..N-1; a single process needs none of them",
+    )  # fmt: skip
 
 
 class Channel(Protocol):
@@ -89,20 +150,20 @@ class DistributedContext:
     """This process's rank and its host-side collectives. The default is a single process.
 
     Attributes:
-        process_index: Rank, from 0.
-        process_count: World size.
+        rank: Rank, from 0.
+        world_size: Number of ranks.
         channel: The shared store; required if there are several ranks.
     """
 
-    process_index: int = 0
-    process_count: int = 1
+    rank: int = 0
+    world_size: int = 1
     channel: Channel | None = None
     _turns: Counter[str] = field(default_factory=Counter[str], init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which decides, writes files and prints."""
-        return self.process_index == 0
+        return self.rank == 0
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
         """Return rank 0's value on every rank.
@@ -111,7 +172,7 @@ class DistributedContext:
             topic: Name of a sequence of collectives.
             value: Plain JSON; ignored on other ranks.
         """
-        if self.process_count == 1:
+        if self.world_size == 1:
             return value
         key = self._next(topic)
         if self.is_main:
@@ -127,13 +188,13 @@ class DistributedContext:
             value: Plain JSON of this rank.
             decide: Called on rank 0 with the values by rank; returns plain JSON.
         """
-        if self.process_count == 1:
+        if self.world_size == 1:
             return decide([value])
         key = self._next(topic)
         if not self.is_main:
-            self._channel.put(f"{key}/{self.process_index}", canonical_json({"value": value}))
+            self._channel.put(f"{key}/{self.rank}", canonical_json({"value": value}))
             return self._wait(f"{key}/decision")["value"]
-        others = [self._wait(f"{key}/{index}")["value"] for index in range(1, self.process_count)]
+        others = [self._wait(f"{key}/{rank}")["value"] for rank in range(1, self.world_size)]
         # Every rank has read the previous collective, or it would not take part in this one.
         self._channel.remove(f"vorox/{topic}/{self._turns[topic] - 1}")
         with self.propagating_failure():
@@ -158,7 +219,7 @@ class DistributedContext:
         try:
             yield
         except BaseException as error:
-            if self.process_count > 1:
+            if self.world_size > 1:
                 with contextlib.suppress(Exception):  # do not hide the original error
                     self._channel.put(_FAILED, canonical_json(self._report(error)))
             raise
@@ -185,10 +246,10 @@ class DistributedContext:
     def _report(self, error: BaseException) -> dict[str, Any]:
         known = error if isinstance(error, VoroxError) else VoroxError(f"{type(error).__name__}: {error}")
         parts = {name: getattr(known, name) for name in ("what", "where", "hint", "saved")}
-        return {"process": self.process_index, "type": type(known).__name__, **parts}
+        return {"rank": self.rank, "type": type(known).__name__, **parts}
 
 
 def _failure(report: Mapping[str, Any]) -> VoroxError:
     kind = getattr(errors, str(report["type"]), VoroxError)
-    what = f"rank {report['process']}: {report['what']}"
+    what = f"rank {report['rank']}: {report['what']}"
     return kind(what, where=report["where"], hint=report["hint"], saved=report["saved"])

@@ -63,7 +63,7 @@ class RunLog:
         self._has_warned = False
         self._text = self._events = None
         if directory is not None:
-            layout, rank = RunLayout(directory), self._distributed.process_index
+            layout, rank = RunLayout(directory), self._distributed.rank
             self._text = LineFile(layout.of_rank(layout.log, rank))
             self._events = LineFile(layout.of_rank(layout.events, rank))
 
@@ -77,8 +77,8 @@ class RunLog:
             fields: Plain values.
         """
         record = {"time": _now(), "attempt": self._attempt, "kind": kind, "level": level, "message": redact(message)}
-        if self._distributed.process_count > 1:
-            record["process"] = self._distributed.process_index
+        if self._distributed.world_size > 1:
+            record["process"] = self._distributed.rank
         if fields:
             record["fields"] = redact_value(fields)
         self._write(self._events, encode(record))
@@ -142,7 +142,7 @@ class RunLog:
     def _emit(self, message: str, level: Level) -> None:
         self._write_text(redact(message), level)
         if self._distributed.is_main or level != "info":
-            prefix = "" if self._distributed.is_main else f"rank {self._distributed.process_index}: "
+            prefix = "" if self._distributed.is_main else f"rank {self._distributed.rank}: "
             self._show(prefix + redact(message), level)
 
     def _show(self, text: str, level: Level) -> None:

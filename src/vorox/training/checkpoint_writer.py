@@ -218,7 +218,7 @@ class CheckpointWriter:
     @property
     def saves_alone(self) -> bool:
         """Whether this process writes whole checkpoints without other ranks."""
-        return self._distributed.process_count == 1
+        return self._distributed.world_size == 1
 
     def log_failure(self, failure: Exception) -> None:
         """Log a failed checkpoint when another error ends the run."""
@@ -316,7 +316,7 @@ class CheckpointWriter:
             text = f"Renamed the older {path.name} to {renamed.name}"
             self._log.event("checkpoint_replaced", text, level="warning")
         with StagedDirectory(path) as directory:
-            if self._distributed.process_count == 1:
+            if self._distributed.world_size == 1:
                 job.snapshot.write(directory)
             else:
                 self._distributed.broadcast(_STAGED, str(directory.path))

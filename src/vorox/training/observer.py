@@ -267,4 +267,4 @@ def _matmul_rate(workload: Workload) -> float:
     workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")
     # One device is measured. CPU devices of one process share its cores.
     on_cpu = workload.engine.environment().get("device_kind") == "cpu"
-    return measured.flops_per_second * (workload.distributed.process_count if on_cpu else config.parallel.num_devices)
+    return measured.flops_per_second * (workload.distributed.world_size if on_cpu else config.parallel.num_devices)

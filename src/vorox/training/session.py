@@ -201,7 +201,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         writes=is_main,
         custom=user_functions.open_evaluations(engine, corpus.tokenizer, config, workload.spec, log),
     )  # fmt: skip
-    if validation is not None and workload.distributed.process_count > 1 and (risk := validations_without_save(config)):
+    if validation is not None and workload.distributed.world_size > 1 and (risk := validations_without_save(config)):
         log.event("validation_without_save", risk, level="warning")
     checkpoints = _checkpoint_writer(setup, evaluations)
     if is_main:
@@ -225,7 +225,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         pending = PendingSteps(
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row
         )
-        alone = engine if workload.distributed.process_count == 1 else None
+        alone = engine if workload.distributed.world_size == 1 else None
         session = Session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),

@@ -56,7 +56,7 @@ class StepSync:
         chain: ReplayChain,
     ) -> None:
         self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
-        self.stop: Stop = stop if dist.process_count == 1 else _AgreedStop()
+        self.stop: Stop = stop if dist.world_size == 1 else _AgreedStop()
 
     def after(self, progress: Progress, batch: Batch) -> StepDecision:
         """Decide what to do after a started step; ``progress`` includes it.
@@ -64,7 +64,7 @@ class StepSync:
         Raises:
             NumericalError: The ranks computed different numbers.
         """
-        if self._dist.process_count == 1:
+        if self._dist.world_size == 1:
             return StepDecision(batch.digest(), self._due(progress))
 
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class _AgreedStop:
 
 def _check_heads(heads: list[str], progress: Progress) -> None:
     """Check that all ranks have the same chain head: each sees the numbers of the whole step."""
-    different = [index for index, head in enumerate(heads) if head != heads[0]]
+    different = [rank for rank, head in enumerate(heads) if head != heads[0]]
     if different:
         raise NumericalError(
             f"Ranks diverged: rank {different[0]} recorded other numbers than rank 0",

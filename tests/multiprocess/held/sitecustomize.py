@@ -12,7 +12,7 @@ from typing import Any
 
 HELD_STEP = 8  # from 0
 
-if "VOROX_PROCESS_INDEX" in os.environ:
+if "RANK" in os.environ:
     from vorox.backends.jax_engine.engine import JaxEngine
 
     _train_step = JaxEngine.train_step

@@ -139,7 +139,7 @@ def _check_supported(config: RunConfig) -> None:
 def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
     wanted = config.runtime.device
     num_devices = config.parallel.num_devices
-    if dist.process_count == 1 and num_devices > 1 and wanted in {"auto", "cpu"}:
+    if dist.world_size == 1 and num_devices > 1 and wanted in {"auto", "cpu"}:
         with contextlib.suppress(RuntimeError):  # JAX is already initialised with a fixed number of devices
             jax.config.update("jax_num_cpu_devices", num_devices)
     present = jax.default_backend()

@@ -33,11 +33,12 @@ def _joined() -> DistributedContext:
         if found.coordinator == FOUND_BY_BACKEND:
             jax.distributed.initialize()
         else:
-            jax.distributed.initialize(found.coordinator, found.process_count, found.process_index)
+            jax.distributed.initialize(found.free_address, found.world_size, found.rank)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
-            where="VOROX_COORDINATOR", hint="rank 0 must be reachable at that address from all other ranks",
+            where=found.free_address, hint="rank 0 must be able to listen at this address, and the other ranks to "
+            "reach it; VOROX_COORDINATOR=HOST:PORT names another",
         ) from error  # fmt: skip
     # The key-value store has no public API; Orbax imports it from here too.
     from jax._src import distributed
@@ -55,10 +56,10 @@ def connect(config: RunConfig) -> DistributedContext:
         ConfigError: The environment is inconsistent, or the other processes cannot be reached.
     """
     found = membership()
-    if found is not None and found.process_count is not None and config.runtime.device in {"auto", "cpu"}:
+    if found is not None and found.world_size is not None and config.runtime.device in {"auto", "cpu"}:
         # Sets the number of host devices; without effect on accelerators.
         with contextlib.suppress(RuntimeError):  # JAX is already initialised; the mesh checks its number of devices
-            jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.process_count))
+            jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.world_size))
     return _joined()
 
 

@@ -72,7 +72,7 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    refuse_processes(dist.process_count)
+    refuse_processes(dist.world_size)
     _check_supported(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)

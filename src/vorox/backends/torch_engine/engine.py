@@ -58,7 +58,7 @@ def connect(config: RunConfig) -> DistributedContext:
     """Return the context of a single process; refuse an environment that describes several."""
     del config
     found = membership()
-    devices.refuse_processes(1 if found is None else found.process_count)
+    devices.refuse_processes(1 if found is None else found.world_size)
     return DistributedContext()
 
 
