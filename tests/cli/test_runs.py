@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +14,15 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
+from vorox import load_model
 from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
 from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RUN_FILES, RunLayout
-from vorox.core.run_lookup import find_run, run_directories
+from vorox.core.run_lookup import find_run, run_argument, run_directories
 from vorox.core.staged_directory import StagedDirectory
+from vorox.training.checkpoint_store import quarantine
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -125,6 +130,60 @@ def test_every_kind_of_file_is_removed_and_the_mirrored_ones_are_found(vorox: Ru
     assert len({known.name for known in RUN_FILES}) == len(RUN_FILES)
     assert vorox("runs", "remove", "all", "--yes")[0] == 0
     assert not directory.exists()
+
+
+# Commands that messages print
+
+
+def printed_commands(text: str) -> list[list[str]]:
+    return [shlex.split(command) for command in re.findall(r"vorox ((?:train|runs|checkpoints) [^`();\n]*)", text)]
+
+
+def test_printed_commands_work_for_a_run_in_any_folder(
+    vorox: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    config = tiny_runs.configuration(tmp_path, ["run.directory=else where", "checkpoint.keep_last=9"])
+    directory = tiny_runs.run(config).run_directory
+    path = f"else where/{directory.name}"
+    tried: list[str] = []
+
+    def follow(text: str) -> None:
+        commands = printed_commands(text.replace("CONFIG", "tiny.yaml train.num_steps=24"))
+        assert commands, text
+        for words in commands:
+            code, _, err = vorox(*words)
+            assert code == 0, (words, err)
+            tried.append(" ".join(words[:2]))
+
+    follow(vorox("runs", "show", path)[1])
+    follow(vorox("checkpoints", "verify", path, "--step", "99")[2])
+    follow(vorox("checkpoints", "save", path)[2])
+    with pytest.raises(ConfigError) as refused:
+        load_model(path, step=99)
+    follow(refused.value.hint)
+    follow(vorox("train", "--resume", path, "train.num_steps=2")[2])
+    written = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(written.replace("lr: 0.01", "lr: 0.03"))
+    follow(vorox("train", "--resume", path)[2])
+    (directory / "config.yaml").unlink()
+    follow(vorox("train", "--resume", path)[2])
+    for checkpoint in (directory / "checkpoints").iterdir():
+        quarantine(checkpoint, "corrupt", "of the test")
+    follow(vorox("generate", path)[2])
+    assert len(tried) >= 10
+    assert set(tried) == {"train --resume", "train tiny.yaml", "checkpoints verify", "checkpoints list"}
+
+
+def test_a_run_is_named_by_the_shortest_argument_that_finds_it(vorox: Run, tmp_path: Path) -> None:
+    run = make_run("one", step=5)
+    shadow, away = Path(run.name), tmp_path.parent / f"{tmp_path.name} away" / "run"
+    assert run_argument(run) == run_argument(Path("runs") / run.name) == run.name
+    shutil.copytree(run, shadow)
+    shutil.copytree(run, away)
+    for directory in (run, shadow, away):
+        (word,) = shlex.split(run_argument(directory))
+        assert find_run("runs", word).samefile(directory)
 
 
 # What a run that is refused before its first step leaves

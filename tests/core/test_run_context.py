@@ -146,7 +146,7 @@ def test_recorded_config_takes_overrides(config: RunConfig) -> None:
     assert recorded_config(run.directory, ["train.num_steps=30"]).train.num_steps == 30
     with pytest.raises(ConfigError) as lost:
         recorded_config(run.directory / "missing")
-    assert "vorox train CONFIG --resume missing" in lost.value.hint
+    assert f"vorox train CONFIG --resume runs/{run.directory.name}/missing" in lost.value.hint
 
 
 def test_notes_are_kept_and_redacted(config: RunConfig) -> None:

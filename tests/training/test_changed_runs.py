@@ -220,7 +220,7 @@ def test_a_run_whose_plan_is_of_an_earlier_version(tmp_path: Path, in_epochs: bo
         return
     with pytest.raises(DataError, match="is not recorded") as refused:
         replayed(directory)
-    assert f"vorox checkpoints list {directory.name}" in refused.value.hint
+    assert f"vorox checkpoints list {directory}" in refused.value.hint
 
 
 def without_horizons(directory: Path) -> None:
@@ -248,7 +248,7 @@ def test_fewer_steps_than_are_done_are_refused_and_rewrite_nothing(tmp_path: Pat
     with pytest.raises(ConfigError) as refused:
         run(recorded_config(directory, change), resume_from=directory)
     assert (refused.value.exit_code, refused.value.where) == (2, "train.num_steps")
-    assert f"vorox train --resume {directory.name} train.num_steps=" in refused.value.hint
+    assert f"vorox train --resume {directory} train.num_steps=" in refused.value.hint
     assert files(directory) == before
     assert run(recorded_config(directory, change), resume_from=RunLayout(directory).checkpoint(4)).progress.step == 5
 
@@ -292,7 +292,7 @@ def test_an_edited_configuration_is_refused_until_it_is_said(tmp_path: Path) -> 
     assert refused.value.where == str(directory / "config.yaml")
     assert "  optimizer.lr: 0.01 -> 0.03" in refused.value.what
     for value in ("0.01", "0.03"):
-        assert f"vorox train --resume {directory.name} optimizer.lr={value}" in refused.value.hint
+        assert f"vorox train --resume {directory} optimizer.lr={value}" in refused.value.hint
     assert files(directory) == before
     run(recorded_config(directory, ["optimizer.lr=0.03"]), resume_from=directory, named_keys=["optimizer.lr"])
     assert replayed(directory, 8).is_exact
@@ -349,7 +349,7 @@ def test_a_lost_configuration_is_taken_from_the_one_that_began_the_run(tmp_path:
     (directory / "config.yaml").unlink()
     with pytest.raises(ConfigError) as refused:
         recorded_config(directory)
-    assert f"vorox train CONFIG --resume {directory.name}" in refused.value.hint
+    assert f"vorox train CONFIG --resume {directory}" in refused.value.hint
     other = configuration(tmp_path, [KEEP, "run.seed=5"])
     with pytest.raises(ConfigError, match=r"run\.seed: 1234 -> 5"):
         run(other, resume_from=directory, named_keys=["run"])

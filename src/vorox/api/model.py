@@ -16,7 +16,7 @@ from vorox.core.engine import Engine, Tap, TapPoint, attach_taps
 from vorox.core.errors import ConfigError
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
-from vorox.core.run_lookup import find_run, is_run
+from vorox.core.run_lookup import find_run, is_run, run_argument
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.models.spec import ModelSpec
@@ -156,14 +156,14 @@ def find_checkpoint(
         if not path.is_dir():
             raise ConfigError(
                 f"Run has no checkpoint of step {step:,}", where=str(run_directory),
-                hint=f"list its checkpoints with `vorox checkpoints list {run_directory.name}`",
+                hint=f"list its checkpoints with `vorox checkpoints list {run_argument(run_directory)}`",
             )  # fmt: skip
         return verify(path)
     found = latest_valid(run_directory, on_corrupt=on_corrupt)
     if found is None:
         raise ConfigError(
             f"Run {run_directory.name} has no checkpoint yet", where=str(run_directory),
-            hint=f"while it trains, request one with `vorox checkpoints save {run_directory.name}`",
+            hint=f"while it trains, request one with `vorox checkpoints save {run_argument(run_directory)}`",
         )  # fmt: skip
     return found
 

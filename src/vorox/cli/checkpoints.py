@@ -105,7 +105,7 @@ def verify(
 ) -> None:
     """Verify every byte of the checkpoints against their manifests; exit code 5 if one is corrupt or unreadable."""
     from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-    from vorox.core.run_lookup import find_run
+    from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints, verify_checkpoint
 
     directory = find_run(root, run)
@@ -114,7 +114,7 @@ def verify(
     known = [entry for entry in list_checkpoints(directory) if step is None or entry.step == step]
     if not known:
         what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
-        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {directory.name}")
+        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {run_argument(directory)}")
     found = [verify_checkpoint(entry) for entry in known]
     _print(found, as_json)
     unreadable = [entry for entry in found if entry.state == "unreadable"]
@@ -122,7 +122,7 @@ def verify(
         raise UnreadableCheckpointError(
             f"{len(unreadable)} of {pluralize(len(found), 'checkpoint')} cannot be read: {unreadable[0].problem}",
             where=str(directory),
-            hint=f"check the disk or the network share, then `vorox checkpoints verify {directory.name}` again",
+            hint=f"check the disk or network share, then `vorox checkpoints verify {run_argument(directory)}` again",
         )
     corrupt = [entry for entry in found if entry.state == "corrupt"]
     if corrupt:
@@ -183,7 +183,7 @@ def save(
     from vorox.core.errors import ConfigError, StalledError
     from vorox.core.lock import lock_holder
     from vorox.core.run_layout import RunLayout
-    from vorox.core.run_lookup import find_run
+    from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints
     from vorox.training.checkpoint_store import request_save
 
@@ -194,7 +194,7 @@ def save(
         raise ConfigError(
             f"Run {directory.name} is not running, so there is nothing to save",
             where=str(directory),
-            hint=f"see vorox checkpoints list {directory.name}",
+            hint=f"see vorox checkpoints list {run_argument(directory)}",
         )
     before = {entry.name for entry in list_checkpoints(directory)}
     request_save(directory)
@@ -205,13 +205,13 @@ def save(
             raise ConfigError(
                 f"Run {directory.name} ended before it saved a checkpoint",
                 where=str(directory),
-                hint="see vorox runs show",
+                hint=f"see vorox runs show {run_argument(directory)}",
             )
         if time.monotonic() > deadline:
             raise StalledError(
                 f"No checkpoint after {humanize.duration(wait_seconds)}; the request is still pending",
                 where=f"{directory}, {holder}",
-                hint="wait longer with --wait, or check the run with `vorox runs show`",
+                hint=f"wait longer with --wait, or check the run with `vorox runs show {run_argument(directory)}`",
             )
         time.sleep(_POLL_SECONDS)
     if not wait_seconds:

@@ -54,7 +54,7 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
 @app.command()
 def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
     """Show the state, attempts, loss curve and checkpoints of a run."""
-    from vorox.core.run_lookup import find_run, run_attempts
+    from vorox.core.run_lookup import find_run, run_argument, run_attempts
     from vorox.experiments.artifacts import inspect_run, list_checkpoints
     from vorox.experiments.tracking import read_metrics
 
@@ -79,7 +79,7 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         _print_curve(metrics)
     if checkpoints:
         kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "quarantined")
-        print_wrapped(["", f"checkpoints  {kept}", f"  verify     vorox checkpoints verify {summary.run_id}"])
+        print_wrapped(["", f"checkpoints  {kept}", f"  verify     vorox checkpoints verify {run_argument(directory)}"])
 
 
 def _head_lines(run: RunSummary) -> list[str]:

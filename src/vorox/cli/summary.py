@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
 from vorox.cli.launch import nproc_option
 from vorox.core.pluralize import pluralize
-from vorox.core.run_lookup import short_path
+from vorox.core.run_lookup import run_argument, short_path
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vorox.core.schema import RunConfig
     from vorox.run import Outcome
 
@@ -22,7 +23,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
 
     directory = outcome.run_directory
     config = recorded_config(directory)
-    run = shell_name(directory)
+    run = run_argument(directory)
     step = outcome.progress.step
     measured = outcome.speed
     if step == outcome.start_step:
@@ -108,8 +109,3 @@ def _replayable_steps(directory: Path, step: int) -> tuple[int, int]:
     """Return the newest checkpoint before the last step, or 0, and the last step."""
     before = [known for known in _checkpoint_steps(directory) if known < step]
     return (max(before) if before else 0), step
-
-
-def shell_name(directory: Path) -> str:
-    """Return the name of a run for a shell command in the current directory."""
-    return shlex.quote(directory.name if directory.parent == Path("runs").absolute() else short_path(directory))

@@ -29,7 +29,7 @@ from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
 from vorox.core.redaction import redact_arguments, redact_value
 from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
-from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links
+from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, run_argument
 from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
 
@@ -331,7 +331,7 @@ def recorded_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig
     """
     path = RunLayout(directory).config
     if not path.exists():
-        hint = f"restore the file, or name the run's configuration: vorox train CONFIG --resume {directory.name}"
+        hint = f"restore the file, or name the configuration: vorox train CONFIG --resume {run_argument(directory)}"
         raise ConfigError("config.yaml of the run is missing", where=str(path), hint=hint)
     return load_config(path, overrides)
 

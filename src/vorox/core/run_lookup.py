@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,6 +113,15 @@ def short_path(path: Path | str) -> str:
     except OSError:  # it was removed
         return str(path)
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
+def run_argument(directory: Path) -> str:
+    """Return what every command accepts for a run, quoted for a shell: its name if in ``./runs``, else its path."""
+    name = directory.name
+    with contextlib.suppress(OSError):
+        if Path("runs", name).samefile(directory) and not is_run(Path(name)):
+            return shlex.quote(name)
+    return shlex.quote(short_path(directory))
 
 
 def is_run(path: Path) -> bool:

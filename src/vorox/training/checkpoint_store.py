@@ -24,7 +24,7 @@ from vorox.core.batch import Progress
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
-from vorox.core.run_lookup import refuse_links
+from vorox.core.run_lookup import refuse_links, run_argument
 from vorox.core.schema import CheckpointConfig
 from vorox.training.schedule import Horizon
 from vorox.training.step_history import read_history
@@ -169,7 +169,7 @@ def latest_valid(
         raise CheckpointError(
             "No checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all are quarantined"),
             where=str(RunLayout(run_directory).checkpoints),
-            hint=f"run `vorox checkpoints verify {run_directory.name} --restore` to restore those that verify; "
+            hint=f"`vorox checkpoints verify {run_argument(run_directory)} --restore` restores those that verify; "
             "otherwise restore one from a copy, or start over with --resume never",
         )
     return None

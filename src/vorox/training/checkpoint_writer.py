@@ -31,6 +31,7 @@ from vorox.core.errors import CheckpointError, NumericalError, UnreadableCheckpo
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.training.checkpoint_store import (
@@ -307,7 +308,7 @@ class CheckpointWriter:
                 f"State after step {job.step:,} is not saved: {name} holds NaN or infinity",
                 where=f"step {job.step:,}, {name}",
                 hint="resume from the last checkpoint with a lower learning rate: "
-                f"vorox train --resume {self._run_directory.name} optimizer.lr=...",
+                f"vorox train --resume {run_argument(self._run_directory)} optimizer.lr=...",
             )
 
     def _commit(self, job: _SaveJob, path: Path) -> None:
@@ -386,7 +387,7 @@ class CheckpointWriter:
         return CheckpointError(
             f"No room for the checkpoint of step {step:,}: {room_text(needed_bytes, path, error)}",
             where=str(path),
-            hint=f"free some space (vorox checkpoints remove {self._run_directory.name} STEP) or keep fewer "
+            hint=f"free some space (vorox checkpoints remove {run_argument(self._run_directory)} STEP) or keep fewer "
             "(checkpoint.keep_last), then run the same command again",
             saved=saved,
         )

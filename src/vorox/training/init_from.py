@@ -101,7 +101,7 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     if checkpoint is None:
         raise ConfigError(
             "Directory is not a checkpoint, a run with a checkpoint, or a transformers model",
-            where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
+            where=str(place), hint="a run must have saved once",
         )  # fmt: skip
     return checkpoint
 

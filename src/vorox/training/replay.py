@@ -20,6 +20,7 @@ from vorox.core.config import config_digest
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import plan_start
@@ -236,7 +237,7 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[
                 "Length of the run is not recorded for these steps, and the caches may have changed since",
                 where=str(plan.path),
                 hint="an earlier version trained them; replay from a state whose checkpoint is kept "
-                f"(vorox checkpoints list {run_directory.name})",
+                f"(vorox checkpoints list {run_argument(run_directory)})",
             )
         return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither is used
 

@@ -38,6 +38,7 @@ from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument
 from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
 from vorox.training.checkpoint_store import (
@@ -128,7 +129,7 @@ def check_unedited(
         entry for entry in edited if now.get(entry.key) == entry.after and not _has_prefix(entry.key, tuple(named_keys))
     ]
     if adopted:
-        command = f"vorox train --resume {run_directory.name}"
+        command = f"vorox train --resume {run_argument(run_directory)}"
         hint = f"to keep the earlier values: {command} {_overrides(adopted, 'before')}"
         if not any(_is_refused(entry.key) for entry in adopted):
             hint += f"; to change them from this step on: {command} {_overrides(adopted, 'after')}"

@@ -17,6 +17,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.run_context import RunContext, recorded_config
+from vorox.core.run_lookup import run_argument
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import Corpus
@@ -252,12 +253,13 @@ def _recorded_length(workload: Workload, recorded: Horizon, now: Horizon) -> Hor
 def _check_length(directory: Path, total_steps: int, step: int) -> None:
     """Refuse a length below the number of finished steps."""
     if total_steps < step:
+        run = run_argument(directory)
         raise ConfigError(
             f"Run has finished {pluralize(step, 'step')}, more than the configured {total_steps:,}",
             where="train.num_steps",
             saved="nothing was changed",
-            hint=f"set at least {step:,} (vorox train --resume {directory.name} train.num_steps={2 * step}), or resume "
-            f"from an earlier checkpoint (vorox checkpoints list {directory.name})",
+            hint=f"set at least {step:,} (vorox train --resume {run} train.num_steps={2 * step}), or resume from an "
+            f"earlier checkpoint (vorox checkpoints list {run})",
         )
 
 

@@ -240,7 +240,7 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
         if not steps:
             raise ConfigError(
                 "Directory is not a checkpoint, a run with a checkpoint, or a transformers model",
-                where=str(place), hint="the run must have saved once; see `vorox checkpoints list`",
+                where=str(place), hint="a run must have saved once",
             )  # fmt: skip
         # The run directory keeps its tokenizer even if all checkpoints are removed.
         kept = RunLayout(place).tokenizer
