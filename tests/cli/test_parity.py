@@ -27,6 +27,18 @@ def test_parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(step["differences"]["loss"] <= report["tolerances"]["loss"] for step in report["steps"])
 
 
+def test_parity_sets_dropout_to_zero_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configuration(tmp_path)
+    words = ["parity", str(tmp_path / "tiny.yaml"), "--steps", "2", "runtime.num_threads=null", "--json"]
+    assert main([*words, "model.dropout_fraction=0.5"]) == 0
+    with_dropout = capsys.readouterr()
+    assert "Dropout 0.5 is set to 0" in with_dropout.err
+    assert main(words) == 0
+    without = capsys.readouterr()
+    assert "Dropout" not in without.err
+    assert json.loads(with_dropout.out) == json.loads(without.out)
+
+
 def test_parity_in_lower_precision_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configuration(tmp_path)
     words = [str(tmp_path / "tiny.yaml"), "--steps", "2", "runtime.num_threads=null", "precision.dtype=bf16"]

@@ -186,6 +186,31 @@ def test_a_run_is_named_by_the_shortest_argument_that_finds_it(vorox: Run, tmp_p
         assert find_run("runs", word).samefile(directory)
 
 
+def test_verify_fails_when_every_checkpoint_is_quarantined(vorox: Run) -> None:
+    run = make_run("one", step=5)
+    assert vorox("checkpoints", "verify", run.name)[0] == 0
+    quarantine(run / "checkpoints" / "step-00000005", "corrupt", "of the test")
+    for words in ((), ("--step", "5")):
+        code, _, err = vorox("checkpoints", "verify", run.name, *words)
+        assert (code, "all are quarantined" in err) == (5, True)
+    assert vorox("checkpoints", "verify", run.name, "--restore")[0] == 0
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_before_anybody_is_asked(vorox: Run) -> None:
+    run = make_run("one", step=5)
+    code, _, err = vorox("checkpoints", "remove", run.name, "77")
+    assert (code, "Checkpoint 77 does not exist" in err, "terminal" in err) == (2, True, False)
+    code, _, err = vorox("checkpoints", "remove", run.name, "5")
+    assert (code, "Remove step-00000005 of" in err) == (2, True)
+
+
+def test_show_lists_checkpoints_by_step(vorox: Run) -> None:
+    run = make_run("one", step=5)
+    lines = vorox("runs", "show", run.name)[1].splitlines()
+    at = lines.index("checkpoints")
+    assert lines[at + 1 :] == ["  steps      5", f"  verify     vorox checkpoints verify {run.name}"]
+
+
 # What a run that is refused before its first step leaves
 
 

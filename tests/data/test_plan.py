@@ -324,7 +324,7 @@ def test_another_version_is_refused(tmp_path: Path, field: str) -> None:
 
 
 def test_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no plan yet"):
+    with pytest.raises(DataError, match="Run has no plan"):
         Plan.open(tmp_path / "plan.jsonl")
 
 

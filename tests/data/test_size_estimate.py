@@ -69,7 +69,7 @@ def test_the_estimate_is_as_wrong_as_it_says(cache: CacheReader) -> None:
 def test_one_unit_says_nothing_about_its_error(cache: CacheReader) -> None:
     found = estimate([with_units(cache, [2])])
     assert found.error_fraction is None
-    assert "unknown error" in str(found)
+    assert "error unknown: one unit measured" in str(found)
 
 
 def test_the_first_units_alone_give_the_same_whatever_is_built(cache: CacheReader) -> None:

@@ -273,7 +273,7 @@ def test_warm_up_comes_from_the_full_dataset_and_a_small_cache_is_warned_of(
     outcome = run(configuration(tmp_path, overrides))
     (estimate,) = events(outcome.run_directory, "dataset_estimate")
     assert "Full dataset: about" in estimate
-    assert "unknown error" in estimate
+    assert "error unknown: one unit measured" in estimate
     state = json.loads((outcome.run_directory / "checkpoints" / "step-00000012" / "state.json").read_bytes())
     horizon = state["horizon"]
     assert horizon["warmup_steps"] == -(-3 * horizon["dataset_tokens"] // (10 * 64))

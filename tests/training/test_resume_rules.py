@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 
 from numpy_engine import NumpyEngine
-from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
-from vorox.core.errors import CheckpointError, ConfigError, DataError
+from tiny_runs import Killed, NumpyBackend, at_step, configuration, events, kill, result, run, use_numpy_engine
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.lock import FileLock
+from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
+from vorox.core.schema import RunConfig
+from vorox.data.plan import Plan
 from vorox.experiments.tracking import read_metrics
+from vorox.run import make_workload
 from vorox.training.checkpoint_store import step_directories
+from vorox.training.replay import replay
+from vorox.training.workload import Workload
 
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
 
@@ -111,8 +118,28 @@ def test_the_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     directory = run(config).run_directory
     (directory / "plan.jsonl").unlink()
-    with pytest.raises(CheckpointError, match="another data plan"):
+    with pytest.raises(DataError, match="Run has no plan") as refused:
         run(recorded_config(directory, ["train.num_steps=999"]), resume_from=directory)
+
+    def open_workload(config: RunConfig) -> Workload:
+        return make_workload(config, DistributedContext(), RunLog(None), None, build=False)
+
+    for read in (lambda: Plan.open(directory / "plan.jsonl"), lambda: replay(directory, open_workload)):
+        with pytest.raises(DataError) as again:
+            read()
+        assert str(again.value) == str(refused.value), "one message, whoever reads the plan"
+
+
+def test_another_backend_is_refused_before_its_engine_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine would refuse a setting that only the recorded backend has, such as ``checkpoint.format``."""
+    directory = run(configuration(tmp_path, ["backend=jax"])).run_directory
+    monkeypatch.setattr(NumpyBackend, "create", lambda *_: pytest.fail("the engine was created"))
+    with pytest.raises(ConfigError, match="Run cannot be resumed with another configuration") as refused:
+        run(recorded_config(directory, ["backend=torch", "run.seed=2"]), resume_from=directory)
+    assert "backend: jax -> torch" in refused.value.what
+    assert "run.seed: 1234 -> 2" in refused.value.what
 
 
 def test_a_changed_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def test_a_corrupt_newest_checkpoint_costs_some_steps_and_is_said(
     said = events(directory, "checkpoint_corrupt")
     assert len(said) == 1
     assert "step-00000008" in said[0]
-    assert "falling back to the previous" in said[0]
+    assert "quarantined as step-00000008.corrupt-1" in said[0]
+    assert said[0].endswith("trying step 4")
     assert f"warning: {said[0]}" in messages
     assert events(directory, "resumed")[-1] == "Resuming from step 4"
     assert (directory / "checkpoints" / "step-00000008.corrupt-1" / "REASON.txt").exists()
@@ -72,6 +73,8 @@ def test_no_valid_checkpoint_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="No checkpoint of this run is valid") as refused:
             run(config)
         assert refused.value.exit_code == 5
+    said = events(directory, "checkpoint_corrupt")
+    assert [text.rpartition("; ")[2] for text in said] == ["trying step 8", "the run has no older one"]
 
 
 def test_disk_full_during_a_save(straight: dict[str, Any], tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def _unknown_option(name: str, options: Sequence[str]) -> Exception:
     if equivalent is not None:
         return ConfigError(f"Unknown option {name}", where=name, hint=f"write {equivalent}")
     own = (*options, "--config", "--data")
-    near = nearest(name, [*own, *(f"--{synonym}" for synonym in SYNONYMS if "." not in synonym)])
-    near = near or [f"--{key}=" for key in nearest(name.lstrip("-"))]
+    bare = name.lstrip("-")
+    near = nearest(bare, [*(option[2:] for option in own), *(synonym for synonym in SYNONYMS if "." not in synonym)])
+    near = [f"--{option}" for option in near] or [f"--{key}=" for key in nearest(bare)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(own)}; settings: --section.key=VALUE"
     return ConfigError(f"Unknown option {name}", where=name, hint=hint)

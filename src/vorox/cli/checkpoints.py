@@ -98,15 +98,16 @@ def verify(
     step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
     restore: Annotated[
         bool,
-        typer.Option("--restore", help="First restore checkpoints that were marked corrupt but verify successfully."),
+        typer.Option("--restore", help="First restore quarantined checkpoints that verify successfully."),
     ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Verify every byte of the checkpoints against their manifests; exit code 5 if one is corrupt or unreadable."""
+    """Verify every byte of the checkpoints against their manifests; exit code 5 unless all in use are valid."""
     from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
     from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints, verify_checkpoint
+    from vorox.training.checkpoint_store import none_valid_error
 
     directory = find_run(root, run)
     if restore:
@@ -134,6 +135,8 @@ def verify(
             hint="a resume uses the newest valid one" if valid else "restore one from a copy",
             saved=f"step {max(valid):,} is valid" if valid else "",
         )
+    if not any(entry.state == "valid" for entry in found):
+        raise none_valid_error(directory, "all are quarantined", "this run" if step is None else f"step {step:,}")
 
 
 def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
@@ -148,7 +151,7 @@ def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
         )
         typer.echo(text, err=echo_to_stderr)
     if not found:
-        typer.echo("No checkpoint is marked corrupt.", err=echo_to_stderr)
+        typer.echo("No quarantined checkpoint to restore.", err=echo_to_stderr)
 
 
 @app.command()
@@ -161,10 +164,11 @@ def remove(
 ) -> None:
     """Remove checkpoints of a run that is not running. The last valid one needs --force."""
     from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import remove_checkpoints
+    from vorox.experiments.artifacts import find_checkpoints, remove_checkpoints
 
     directory = find_run(root, run)
-    confirm(f"Remove checkpoints {', '.join(names)} of {directory.name}?", yes=yes)
+    chosen = ", ".join(entry.name for entry in find_checkpoints(directory, names))
+    confirm(f"Remove {chosen} of {directory.name}?", yes=yes)
     removed = remove_checkpoints(directory, names, force=force)
     size_bytes = sum(entry.size_bytes for entry in removed)
     typer.echo(f"Removed {', '.join(entry.name for entry in removed)} ({humanize.size(size_bytes)}).")

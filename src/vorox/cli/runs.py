@@ -79,7 +79,8 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         _print_curve(metrics)
     if checkpoints:
         kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "quarantined")
-        print_wrapped(["", f"checkpoints  {kept}", f"  verify     vorox checkpoints verify {run_argument(directory)}"])
+        verify = f"vorox checkpoints verify {run_argument(directory)}"
+        print_wrapped(["", "checkpoints", f"  steps      {kept or 'none in use'}", f"  verify     {verify}"])
 
 
 def _head_lines(run: RunSummary) -> list[str]:

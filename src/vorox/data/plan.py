@@ -67,7 +67,11 @@ class Plan:
         """
         plan = cls.find(path)
         if plan is None:
-            raise DataError("The run has no plan yet", where=str(path), hint="the first start of a run writes it")
+            raise DataError(
+                f"Run has no plan: {path.name} is missing or empty", where=str(path),
+                hint="a run writes it before its first step; if the run has trained, restore the file from a copy: "
+                "without it the order of the data is unknown",
+            )  # fmt: skip
         return plan
 
     @classmethod

@@ -46,7 +46,11 @@ class DatasetEstimate:
     def __str__(self) -> str:
         if self.is_exact:
             return f"{pluralize(self.tokens, 'token')} in {pluralize(self.rows, 'row')}"
-        error = "unknown error" if self.error_fraction is None else f"standard error {self.error_fraction:.1%}"
+        error = (
+            "error unknown: one unit measured"
+            if self.error_fraction is None
+            else f"standard error {self.error_fraction:.1%}"
+        )
         return (
             f"about {pluralize(self.tokens, 'token')} in {pluralize(self.rows, 'row')}, "
             f"from {self.built_bytes:,} of {self.all_bytes:,} bytes that are built ({error})"

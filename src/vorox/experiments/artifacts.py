@@ -217,7 +217,7 @@ def _eval_losses(run_directory: Path) -> dict[int, float]:
 
 def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> CheckpointSummary:
     state: CheckpointState = "quarantined" if aside else "unverified"
-    problem = {"corrupt": "was found corrupt", "replaced": "was written again by a later attempt"}.get(aside, "")
+    problem = {"corrupt": "did not verify", "replaced": "was written again by a later attempt"}.get(aside, "")
     try:
         manifest = staged_directory.read_manifest(path)
         size_bytes = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
@@ -247,6 +247,17 @@ def verify_checkpoint(summary: CheckpointSummary) -> CheckpointSummary:
     return replace(summary, state="valid")
 
 
+def find_checkpoints(run_directory: Path, names: Sequence[str]) -> list[CheckpointSummary]:
+    """Return the checkpoints of a run with these steps or directory names, by step.
+
+    Raises:
+        ConfigError: One does not exist.
+    """
+    known = list_checkpoints(run_directory)
+    chosen = {_find(known, name, run_directory).name for name in names}
+    return [summary for summary in known if summary.name in chosen]
+
+
 def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool = False) -> list[CheckpointSummary]:
     """Remove checkpoints of a run that no process trains.
 
@@ -265,8 +276,8 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
     refuse_links(run_directory)
     with lock_run(run_directory):
         known = list_checkpoints(run_directory)
-        chosen_names = {_find(known, name, run_directory).name for name in names}
-        chosen = [summary for summary in known if summary.name in chosen_names]
+        chosen = find_checkpoints(run_directory, names)
+        chosen_names = {summary.name for summary in chosen}
         kept = [entry for entry in known if entry.name not in chosen_names and entry.state != "quarantined"]
         readable = any(summary.state == "unverified" for summary in chosen)
         if readable and not force and not any(verify_checkpoint(entry).state == "valid" for entry in reversed(kept)):

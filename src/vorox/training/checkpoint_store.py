@@ -166,13 +166,18 @@ def latest_valid(
             if on_corrupt is not None:
                 on_corrupt(directories[step], error)
     if failures or (at_or_before is None and corrupt_checkpoints(run_directory)):
-        raise CheckpointError(
-            "No checkpoint of this run is valid: " + ("; ".join(map(str, failures)) or "all are quarantined"),
-            where=str(RunLayout(run_directory).checkpoints),
-            hint=f"`vorox checkpoints verify {run_argument(run_directory)} --restore` restores those that verify; "
-            "otherwise restore one from a copy, or start over with --resume never",
-        )
+        raise none_valid_error(run_directory, "; ".join(map(str, failures)) or "all are quarantined")
     return None
+
+
+def none_valid_error(run_directory: Path, why: str, whose: str = "this run") -> CheckpointError:
+    """Return the error for a run (or one of its steps) whose checkpoints are all corrupt or quarantined."""
+    return CheckpointError(
+        f"No checkpoint of {whose} is valid: {why}",
+        where=str(RunLayout(run_directory).checkpoints),
+        hint=f"`vorox checkpoints verify {run_argument(run_directory)} --restore` restores those that verify; "
+        "otherwise restore one from a copy, or start over with --resume never",
+    )
 
 
 def corrupt_checkpoints(run_directory: Path) -> list[tuple[int, Path]]:
@@ -201,9 +206,12 @@ def quarantine_corrupt(log: RunLog) -> Callable[[Path, CheckpointError], None]:
 
     def on_corrupt(path: Path, error: CheckpointError) -> None:
         target = quarantine(path, "corrupt", str(error))
+        step = parse_checkpoint_name(path.name)
+        older = [known for known in step_directories(path.parent.parent) if step and known < step.step]
+        following = f"trying step {max(older):,}" if older else "the run has no older one"
         log.event(
             "checkpoint_corrupt",
-            f"Checkpoint {path.name} is corrupt, renamed to {target.name} ({error}); falling back to the previous one",
+            f"Checkpoint {path.name} is corrupt and was quarantined as {target.name} ({error}); {following}",
             level="warning",
             renamed_to=str(target),
             reason=str(error),

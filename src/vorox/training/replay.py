@@ -192,8 +192,7 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
 def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Plan:
     """Copy the run's plan, which a live run may extend, and check it against configuration and caches."""
     original = RunLayout(run_directory).plan
-    if not original.exists():
-        raise DataError("Run has no plan", where=str(original), hint="restore the file from a copy")
+    Plan.open(original)
     copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
     plan = Plan.open(copy)
@@ -215,7 +214,7 @@ def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Pro
         return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
     resume.load(workload.engine, checkpoint, workload.spec.to_json())
     progress = read_state(checkpoint.path).progress
-    resume.check_plan(plan, plan.path, progress.cursor)
+    resume.check_plan(plan, progress.cursor)
     return progress
 
 

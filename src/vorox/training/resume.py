@@ -90,6 +90,17 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
     return found
 
 
+def check_backend(run_directory: Path, current: RunConfig) -> None:
+    """Refuse another backend before its engine is created, which may refuse settings of the recorded backend.
+
+    Raises:
+        ConfigError: The backend differs from the recorded one.
+    """
+    path = RunLayout(run_directory).config
+    if path.exists() and (recorded := load_config(path)).backend != current.backend:
+        check_config(recorded, current)
+
+
 def settings_for_manifest(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as a checkpoint records it, without secrets."""
     return redact_value(config_values(config))
@@ -228,9 +239,9 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
 
     Raises:
         CheckpointError: It belongs to a different model or data plan.
-        DataError: The plan is damaged, or the replay chain belongs to a different run history.
+        DataError: The plan is missing or damaged, or the replay chain belongs to a different run history.
     """
-    plan = Plan.find(RunLayout(run_directory).plan)
+    plan = Plan.open(RunLayout(run_directory).plan)
     load(workload.engine, found, workload.spec.to_json())
     changed = environment_differences(found.metadata["environment"], environment(workload.engine))
     if changed:
@@ -241,7 +252,7 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
             changes=changed,
         )
     state = read_state(found.path)
-    plan = check_plan(plan, RunLayout(run_directory).plan, state.progress.cursor)
+    check_plan(plan, state.progress.cursor)
     return RestoredRun(state, plan, _check_chain(run_directory, state.progress, workload.log))
 
 
@@ -311,28 +322,19 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
     ]
 
 
-def check_plan(plan: Plan | None, path: Path, cursor: DataCursor) -> Plan:
-    """Check that the plan on disk starts with the events that the checkpoint was written under.
-
-    Args:
-        plan: The plan; ``None`` if there is none.
-        path: Its file.
-        cursor: The data cursor of the checkpoint.
-
-    Returns:
-        The plan.
+def check_plan(plan: Plan, cursor: DataCursor) -> None:
+    """Check that a plan starts with the events that the checkpoint of a data cursor was written under.
 
     Raises:
-        CheckpointError: The plan was changed, truncated, replaced or removed.
+        CheckpointError: The plan was changed, truncated or replaced.
     """
-    if plan is None or (plan.digest_at(cursor.plan_events), plan.start.seed) != (cursor.plan_digest, cursor.seed):
+    if (plan.digest_at(cursor.plan_events), plan.start.seed) != (cursor.plan_digest, cursor.seed):
         raise CheckpointError(
             f"Checkpoint was written under another data plan ({cursor.plan_digest[:16]} "
             f"after {cursor.plan_events} events, seed {cursor.seed})",
-            where=str(path),
+            where=str(plan.path),
             hint="restore plan.jsonl from a copy; without it the order of the data is unknown",
         )
-    return plan
 
 
 def record_config_change(run_directory: Path, recorded: RunConfig, current: RunConfig, step: int) -> None:

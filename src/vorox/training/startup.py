@@ -130,7 +130,7 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
         resume.load(workload.engine, Checkpoint(Path(path), manifest["metadata"]), workload.spec.to_json())
     state = RunState.from_json(workload.distributed.broadcast(_STATE))
     plan = Plan.open(run.layout.plan)
-    resume.check_plan(plan, run.layout.plan, state.progress.cursor)
+    resume.check_plan(plan, state.progress.cursor)
     return TrainingSetup(workload, run, mirror, plan, state)
 
 

@@ -126,8 +126,8 @@ def when(
             if not found
             else "No step of this run."
         )
-    if byte is not None and found:
-        typer.echo(_granularity(byte, {one.granularity for one in found}))
+    if byte is not None and shown:
+        typer.echo(_granularity(byte, {one.granularity for one in shown}))
     if len(found) > len(shown):
         beyond = len(found) - len(shown)
         typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} after the run's last step.")

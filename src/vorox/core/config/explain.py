@@ -12,9 +12,9 @@ from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest
 from vorox.core.config.schema_fields import (
     REQUIRED,
     SchemaField,
+    did_you_mean,
     find_field,
     in_yaml_words,
-    nearest,
     schema_fields,
     wildcard,
 )
@@ -108,8 +108,11 @@ def known_key(key: str) -> str:
     """
     current = key_of(key)
     if find_field(current) is None:
-        near = nearest(key)
-        raise ConfigError(f"Unknown key {key}", hint=f"did you mean {' or '.join(near)}?" if near else "")
+        sections = ", ".join(name for name, field in schema_fields().items() if field.is_section and "." not in name)
+        raise ConfigError(
+            f"Unknown key {key}",
+            hint=did_you_mean(key) or f"`vorox config explain SECTION` lists keys; sections: {sections}",
+        )
     return current
 
 
