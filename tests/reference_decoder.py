@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from vorox.models.rotary import scale_frequencies
+
 
 def _norm(spec: Any, x: np.ndarray, weights: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if spec.norm == "layer_norm":
@@ -32,13 +34,15 @@ def _activation(name: str, x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
-def _rotate(x_BTNH: np.ndarray, theta: float) -> np.ndarray:
-    width = x_BTNH.shape[-1]
+def _rotate(spec: Any, x_BTNH: np.ndarray) -> np.ndarray:
+    """Scaled frequencies are compared with those of transformers in tests/huggingface/test_rotary.py."""
+    width = int(spec.head_dim * spec.rotary_fraction)
     half = width // 2
-    angles_TH = np.outer(np.arange(x_BTNH.shape[1]), theta ** (-2 * np.arange(half) / width))
-    turn_TH = np.exp(1j * angles_TH)[None, :, None, :]
-    turned = (x_BTNH[..., :half] + 1j * x_BTNH[..., half:]) * turn_TH
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    frequencies = spec.rope_theta ** (-2 * np.arange(half) / width)
+    scaled, factor = scale_frequencies(frequencies, spec.rope_theta, spec.rope_scaling)
+    turn_TH = factor * np.exp(1j * np.outer(np.arange(x_BTNH.shape[1]), scaled))[None, :, None, :]
+    turned = (x_BTNH[..., :half] + 1j * x_BTNH[..., half:width]) * turn_TH
+    return np.concatenate([turned.real, turned.imag, x_BTNH[..., width:]], axis=-1)
 
 
 def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.ndarray) -> np.ndarray:
@@ -65,7 +69,7 @@ def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.
             scale = weights[f"{block}.attention.{part}_norm.weight"]
             heads[place] = heads[place] / np.sqrt(square + spec.norm_eps) * scale
         if spec.positions == "rope":
-            heads[0], heads[1] = (_rotate(head, spec.rope_theta) for head in heads[:2])
+            heads[0], heads[1] = (_rotate(spec, head) for head in heads[:2])
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (np.repeat(head, groups, axis=2) for head in heads[1:])
         scores = np.einsum("bqnh,bknh->bnqk", heads[0], key) / math.sqrt(spec.head_dim)

@@ -26,6 +26,16 @@ LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }  # fmt: skip
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def scaled(**parameters: Any) -> dict[str, Any]:
+    return LLAMA | {"rope_parameters": {"rope_theta": 1000.0, **parameters}}
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False},
@@ -40,6 +50,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "llama-mlp-bias": LLAMA | {"mlp_bias": True},
     "llama-wide-heads": LLAMA | {"head_dim": 20},
     "llama-gelu": LLAMA | {"hidden_act": "gelu"},
+    "llama-rope-llama3": scaled(**LLAMA3) | {"head_dim": 20},
+    "llama-rope-linear": scaled(rope_type="linear", factor=2.5),
+    "llama-rope-dynamic": scaled(rope_type="dynamic", factor=2.0),
+    "llama-rope-yarn": scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     "qwen3": QWEN3,
     "qwen3-tied": QWEN3 | {"tie_word_embeddings": True},
     "qwen3-attention-bias": QWEN3 | {"attention_bias": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -43,6 +44,12 @@ def test_what_is_given_wins() -> None:
         ({"hidden_size": 30, "num_heads": 6}, "even head_dim, but it is 5"),
         ({"norm_bias": True}, "rms_norm has no bias"),
         ({"vocab_size": 99}, "vocab_size = 99, but the tokenizer has 100 tokens"),
+        ({"rotary_fraction": 0.6, "head_dim": 6}, "rotary_fraction = 0.6 of head_dim = 6 is 3 dimensions"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = yarn needs rope_scaling.factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}},
+            "high_freq_factor = 4.0 is not above low_freq_factor = 4.0",
+        ),
         ({"max_positions_tokens": 63}, "max_positions_tokens = 63, but data.sequence_length_tokens = 64"),
     ],
 )
@@ -123,6 +130,36 @@ def test_residual_projections_start_smaller(scaled: bool) -> None:
         if row.init == "normal":
             is_residual = row.name.endswith(("attention.output.weight", "mlp.down.weight"))
             assert row.std == pytest.approx(0.02 / math.sqrt(16) if scaled and is_residual else 0.02)
+
+
+FIRST_KEYS = {
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
+    "max_positions_tokens", "positions", "rope_theta", "norm", "norm_eps", "norm_bias", "activation", "qk_norm",
+    "attention_bias", "mlp_bias", "tie_embeddings", "dropout_fraction", "init_std", "scale_residual_init",
+}  # fmt: skip
+"""What checkpoints of the first version record."""
+
+LATER = {
+    "rotary_fraction": 0.5,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_positions_tokens": 32},
+}
+
+
+def test_checkpoints_of_earlier_versions_hold_the_same_spec() -> None:
+    assert set(resolve().to_json()) == FIRST_KEYS
+    assert ModelSpec(**resolve(**GPT2).to_json()) == resolve(**GPT2)
+    assert set(resolve(**LATER).to_json()) == FIRST_KEYS | set(LATER)
+
+
+@pytest.mark.parametrize("fields", [{}, GPT2, LATER, *({key: value} for key, value in LATER.items())], ids=str)
+def test_a_spec_is_read_back_from_json_and_from_its_settings(fields: dict[str, Any]) -> None:
+    spec = resolve(**fields)
+    assert ModelSpec(**json.loads(json.dumps(spec.to_json()))) == spec
+    sections: dict[str, Any] = {}
+    for key, value in spec.settings().items():
+        section, _, name = key.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[name] = value
+    assert resolve(**sections) == spec
 
 
 def test_json_tells_specs_apart() -> None:

@@ -14,14 +14,15 @@ import pytest
 from servers.hub import model_hub
 from tiny_runs import configuration, use_numpy_engine, write_text
 from vorox.cli import main
-from vorox.core.config import load_config
+from vorox.core.config import flat_values, load_config
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.schema import RunConfig
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.huggingface_config import huggingface_files
+from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
@@ -93,6 +94,50 @@ def test_a_silent_configuration_adopts_architecture_and_tokenizer(
     assert tokenizers.load(str(config.tokenizer.path)).fingerprint == BYTE.fingerprint
     assert config.data.sequence_length_tokens == 128, "no row is longer than the model's positions"
     check_weights(config, tokenizer=BYTE)
+
+
+LLAMA_CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": BYTE.vocab_size, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
+EXPECTED_OF: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (LLAMA_CONFIG, "llama", {"model.rope_scaling.rope_type": "llama3", "model.rope_scaling.factor": 8.0}),
+]
+
+
+@pytest.mark.parametrize(("config", "family", "settings"), EXPECTED_OF, ids=lambda value: str(value)[:20])
+def test_a_published_architecture_is_adopted_with_every_part(
+    config: dict[str, Any], family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    place = tmp_path / "weights"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    BYTE.save(place)
+    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=2, sequence_length_tokens=2)
+    with (place / "model.safetensors").open("wb") as file:
+        zeros = ((part.name, np.zeros(part.shape, np.float32)) for part in spec.parameters)
+        write_weights(file, huggingface_entries(spec), to_huggingface(spec, zeros))
+    adopted = load_config_with_weights("quickstart", [f"train.from_weights={place}"])
+    assert model_spec(adopted.model, tokenizer_vocab_size=2, sequence_length_tokens=2) == spec
+    assert adopted.model.family == family
+    assert settings.items() <= flat_values(adopted).items()
+    check_weights(adopted, tokenizer=BYTE)
+    again = load_config(dict_of(adopted))
+    check_weights(again, tokenizer=BYTE)
+    for key, value in settings.items():
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            with pytest.raises(ConfigError, match=key.removeprefix("model.")):
+                load_config_with_weights("quickstart", [f"train.from_weights={place}", f"{key}={value * 2}"])
+            with pytest.raises(ConfigError, match=key.removeprefix("model.")):
+                check_weights(load_config(dict_of(adopted), [f"{key}={value * 2}"]), tokenizer=BYTE)
+
+
+def dict_of(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
 
 
 def test_what_the_user_sets_is_kept_where_it_agrees_and_refused_where_not(tmp_path: Path) -> None:

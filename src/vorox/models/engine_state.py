@@ -258,9 +258,9 @@ def _read_body(path: Path) -> dict[str, Any]:
 def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> None:
     wanted = spec.to_json()
     differing = [
-        f"{name} = {stored.get(name)} (here {value})"
-        for name, value in sorted(wanted.items())
-        if name not in FREE_TO_CHANGE and stored.get(name) != value
+        f"{name} = {stored.get(name)} (here {wanted.get(name)})"
+        for name in sorted({*wanted, *stored})
+        if name not in FREE_TO_CHANGE and stored.get(name) != wanted.get(name)
     ]
     if differing:
         raise CheckpointError(f"Checkpoint belongs to a different model: {', '.join(differing)}", where=where)

@@ -1,8 +1,8 @@
 """Conversion between the model spec and the ``config.json`` of Hugging Face transformers.
 
 Written for transformers 5, and for older readers that expect ``rope_theta``. Read with the defaults of transformers,
-because files omit them. A setting that our engines do not implement (scaled rotary frequencies, sliding windows,
-quantisation, remote code, ...) is refused with its key and value; keys that no model of the family reads are ignored.
+because files omit them. A setting that our engines do not implement (sliding windows, quantisation, remote code) is
+refused with its key and value; keys that no model of the family reads are ignored.
 
 Invariant: ``spec_from_huggingface(huggingface_config(spec, ...))`` describes the same network.
 """
@@ -10,13 +10,13 @@ Invariant: ``spec_from_huggingface(huggingface_config(spec, ...))`` describes th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
 from vorox.core.atomic import pretty_json
-from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
+from vorox.models.huggingface_rope import read_rope, refuse, write_rope
 from vorox.models.huggingface_weights import Family, huggingface_family, require_family
 from vorox.models.spec import ModelSpec
 
@@ -138,12 +138,8 @@ def huggingface_config(
     if family == "gpt2":
         dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop"), spec.dropout_fraction)
         return shared | dropouts | {"n_ctx": spec.max_positions_tokens}
-    rotary = {
-        "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "attention_dropout": 0.0,  # transformers applies dropout in fewer places, so none is the closest setting
-    }
-    return shared | rotary
+    # transformers applies dropout in fewer places, so none is the closest setting
+    return shared | write_rope(spec) | {"attention_dropout": 0.0}
 
 
 def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | None = None) -> dict[str, Any]:
@@ -171,17 +167,17 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     """
     family: Family | None = next((name for name in _ARCHITECTURES if name == config.get("model_type")), None)
     if family is None:
-        _refuse("model_type", config.get("model_type"), f"known are {', '.join(_ARCHITECTURES)}")
+        refuse("model_type", config.get("model_type"), f"known are {', '.join(_ARCHITECTURES)}")
     for key, accepted in {**_ONLY_EVERYWHERE, **_ONLY[family]}.items():
         if key in config and config[key] not in accepted:
-            _refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
+            refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
     values = {key: config.get(key, default) for key, default in DEFAULTS[family].items()}
     fields = {field: values[key] for field, key in _KEYS[family].items()} | dict(_FIXED[family])
     fields["activation"] = _activation(family, values)
     if family == "gpt2":
         _check_dropouts(values)
     else:
-        fields["rope_theta"] = _rope_theta(config)
+        fields |= read_rope(config, default_theta=DEFAULT_ROPE_THETA)
     if family == "qwen3":
         _check_windows(config, fields["num_layers"])
     try:
@@ -189,57 +185,29 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         problem = error.errors()[0]
         field = str(problem["loc"][0])
-        _refuse(_KEYS[family].get(field, field), problem["input"], problem["msg"])
+        refuse(_KEYS[family].get(field, field), problem["input"], problem["msg"])
 
 
 def _check_dropouts(values: Mapping[str, Any]) -> None:
     dropouts = (values["embd_pdrop"], values["resid_pdrop"], values["attn_pdrop"])
     if dropouts.count(dropouts[0]) < 3:
-        _refuse("embd_pdrop, resid_pdrop, attn_pdrop", dropouts, "only equal values are implemented")
+        refuse("embd_pdrop, resid_pdrop, attn_pdrop", dropouts, "only equal values are implemented")
 
 
 def _activation(family: Family, values: Mapping[str, Any]) -> str:
     key = _ACTIVATION_KEY[family]
     known, name = _ACTIVATIONS[family], values[key]
     if not isinstance(name, str) or name not in known:
-        _refuse(key, name, f"implemented are {', '.join(known)}")
+        refuse(key, name, f"implemented are {', '.join(known)}")
     return known[name]
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base of plain rotary frequencies, from any of the keys that versions of transformers use."""
-    stated: dict[str, Any] = {}
-    if config.get("rope_theta") is not None:
-        stated["rope_theta"] = config["rope_theta"]
-    for key in ("rope_scaling", "rope_parameters"):
-        table = config.get(key)
-        if table is None:
-            continue
-        if not isinstance(table, Mapping):
-            _refuse(key, table, "it must be a mapping")
-        for name, value in table.items():
-            if name in ("rope_type", "type"):
-                if value != "default":
-                    _refuse(f"{key}.{name}", value, "only unscaled rotary positions (default) are implemented")
-            elif name == "rope_theta":
-                stated[f"{key}.{name}"] = value
-            elif value is not None and (name, value) != ("partial_rotary_factor", 1):
-                _refuse(f"{key}.{name}", value, "only unscaled rotary positions (default) are implemented")
-    if any(value != next(iter(stated.values())) for value in stated.values()):
-        _refuse(" and ".join(stated), tuple(stated.values()), "they contradict each other")
-    return next(iter(stated.values()), DEFAULT_ROPE_THETA)
 
 
 def _check_windows(config: Mapping[str, Any], num_layers: Any) -> None:
     layers = config.get("layer_types")
     if layers is not None:
         if layers != ["full_attention"] * len(layers if isinstance(layers, list) else ()):
-            _refuse("layer_types", layers, "only full_attention is implemented")
+            refuse("layer_types", layers, "only full_attention is implemented")
     elif config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or not isinstance(num_layers, int) or first < num_layers:
-            _refuse("use_sliding_window", True, f"sliding windows (from layer {first}) are not implemented")
-
-
-def _refuse(key: str, value: Any, why: str) -> NoReturn:
-    raise ConfigError(f"{key} = {value!r} in config.json is not supported: {why}", where="config.json")
+            refuse("use_sliding_window", True, f"sliding windows (from layer {first}) are not implemented")

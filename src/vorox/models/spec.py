@@ -10,13 +10,15 @@ is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
-from vorox.core.schema.model import Activation, ModelConfig
+from vorox.core.schema.model import Activation, ModelConfig, RopeScalingConfig
+from vorox.models.rotary import RopeScaling
 
 Kind = Literal["embedding", "matrix", "head", "norm", "bias"]
 Init = Literal["normal", "ones", "zeros"]
@@ -55,7 +57,10 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder with all dimensions resolved. Fields are those of ``ModelConfig``."""
+    """A decoder with all dimensions resolved. Fields are those of ``ModelConfig``.
+
+    Fields with a default are younger than the first checkpoints; JSON omits them where they have it.
+    """
 
     num_layers: int
     hidden_size: int
@@ -78,6 +83,17 @@ class ModelSpec:
     dropout_fraction: float
     init_std: float
     scale_residual_init: bool
+    rotary_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rope_scaling, Mapping):  # from JSON
+            object.__setattr__(self, "rope_scaling", RopeScaling(**cast("dict[str, Any]", self.rope_scaling)))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated, the first ones."""
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def is_gated(self) -> bool:
@@ -95,7 +111,19 @@ class ModelSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec for manifests; two models are the same if and only if it is equal."""
-        return asdict(self)
+        young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        values = {name: value for name, value in asdict(self).items() if name not in young or value != young[name]}
+        if self.rope_scaling is not None:
+            values["rope_scaling"] = {
+                name: value for name, value in values["rope_scaling"].items() if value is not None
+            }
+        return values
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the section ``model`` that give this spec, by dotted key."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rope_scaling"}
+        scaling = {"rope_type": "default"} if self.rope_scaling is None else asdict(self.rope_scaling)
+        return values | {f"rope_scaling.{name}": value for name, value in scaling.items()}
 
 
 def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_length_tokens: int) -> ModelSpec:
@@ -130,6 +158,11 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
         raise _contradiction(
             f"rotary positions need an even head_dim, but it is {head_dim}", "or set positions: learned"
         )
+    if config.positions == "rope" and int(head_dim * config.rotary_fraction) % 2:
+        raise _contradiction(
+            f"rotary_fraction = {config.rotary_fraction} of head_dim = {head_dim} is "
+            f"{int(head_dim * config.rotary_fraction)} dimensions; rotary positions need an even number"
+        )
     if config.norm == "rms_norm" and config.norm_bias:
         raise _contradiction("norm_bias = true, but rms_norm has no bias", "set norm: layer_norm or norm_bias: false")
     if vocab_size < tokenizer_vocab_size:
@@ -160,6 +193,34 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
         dropout_fraction=config.dropout_fraction,
         init_std=config.init_std,
         scale_residual_init=config.scale_residual_init,
+        rotary_fraction=config.rotary_fraction,
+        rope_scaling=_rope_scaling(config.rope_scaling, max_positions),
+    )
+
+
+def _rope_scaling(config: RopeScalingConfig, max_positions: int) -> RopeScaling | None:
+    """Return the scaling with the defaults of transformers for its type."""
+    if config.rope_type == "default":
+        return None
+    if config.factor is None:
+        raise _contradiction(f"rope_scaling.rope_type = {config.rope_type} needs rope_scaling.factor")
+    scaling = RopeScaling(config.rope_type, config.factor)
+    if config.rope_type not in ("llama3", "yarn"):
+        return scaling
+    original = max_positions if config.original_max_positions_tokens is None else config.original_max_positions_tokens
+    if config.rope_type == "llama3":
+        low = 1.0 if config.low_freq_factor is None else config.low_freq_factor
+        high = 4.0 if config.high_freq_factor is None else config.high_freq_factor
+        if high <= low:
+            raise _contradiction(f"rope_scaling.high_freq_factor = {high} is not above low_freq_factor = {low}")
+        return replace(scaling, original_max_positions_tokens=original, low_freq_factor=low, high_freq_factor=high)
+    return replace(
+        scaling,
+        original_max_positions_tokens=original,
+        beta_fast=32.0 if config.beta_fast is None else config.beta_fast,
+        beta_slow=1.0 if config.beta_slow is None else config.beta_slow,
+        attention_factor=config.attention_factor,
+        truncate=True if config.truncate is None else config.truncate,
     )
 
 

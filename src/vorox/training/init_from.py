@@ -111,6 +111,6 @@ def _import_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
         values = json.loads((place / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
-    theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1).to_json()
-    require_equal_models(theirs, spec.to_json(), str(place))
+    theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    require_equal_models(theirs, spec, str(place))
     engine.import_weights(from_huggingface(spec, (pair for file in open_directory(place) for pair in file)))

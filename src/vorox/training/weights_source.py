@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import TokenizerConfig
-from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.huggingface import download_repository, load_huggingface
@@ -104,14 +104,14 @@ def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> N
 
 
 def _check_model(config: RunConfig, weights: WeightsDescription, tokenizer_vocab_size: int | None) -> None:
-    theirs = weights.spec.to_json()
+    theirs = weights.spec
     ours = model_spec(
         config.model,
         tokenizer_vocab_size=tokenizer_vocab_size or 1,
         sequence_length_tokens=config.data.sequence_length_tokens,
-    ).to_json()
+    )
     unknown = {"vocab_size"} if config.model.vocab_size is None and tokenizer_vocab_size is None else set[str]()
-    if theirs["positions"] == "rope" and config.model.max_positions_tokens is None:
+    if theirs.positions == "rope" and config.model.max_positions_tokens is None:
         unknown.add("max_positions_tokens")  # with rotary positions, no parameter depends on it
     require_equal_models(theirs, ours, weights.location, ignored=unknown)
 
@@ -160,19 +160,18 @@ def _tokenizer_of(weights: WeightsDescription) -> Tokenizer | None:
         return None
 
 
-def require_equal_models(
-    theirs: dict[str, Any], ours: dict[str, Any], location: str, *, ignored: set[str] | None = None
-) -> None:
+def require_equal_models(theirs: ModelSpec, ours: ModelSpec, location: str, *, ignored: set[str] | None = None) -> None:
     """Check that weights are of the configured model.
 
     Raises:
         ConfigError: Some keys differ; the message lists all.
     """
     free = FREE_TO_CHANGE | (ignored or set[str]())
-    differing = [key for key in ours if key not in free and theirs[key] != ours[key]]
-    if differing:
-        listed = ", ".join(f"{key} = {theirs[key]} (here {ours[key]})" for key in differing)
-        wanted = " ".join(f"model.{key}={write_inline(theirs[key])}" for key in differing)
+    stored, here = theirs.settings(), ours.settings()
+    keys = [key for key in {**here, **stored} if key not in free and stored.get(key) != here.get(key)]
+    if keys:
+        listed = ", ".join(f"{key} = {stored.get(key)} (here {here.get(key)})" for key in keys)
+        wanted = " ".join(f"model.{key}={write_inline(stored.get(key))}" for key in keys)
         raise ConfigError(
             f"Weights at {location} belong to a different model: {listed}", where=_KEY, hint=f"set {wanted}"
         )
@@ -277,10 +276,9 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
     Raises:
         ConfigError: It sets conflicting ones.
     """
-    theirs = {key: value for key, value in weights.spec.to_json().items() if key in ModelConfig.model_fields}
     adopted: dict[str, Any] = {}
-    for key, value in theirs.items():
-        given = getattr(resolved.config.model, key)
+    for key, value in weights.spec.settings().items():
+        given = attrgetter(key)(resolved.config.model)
         if given == value:
             continue
         if not _is_explicit(resolved, f"model.{key}"):

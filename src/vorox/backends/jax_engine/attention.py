@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vorox.models.rotary import RopeScaling, scale_frequencies
+from vorox.models.spec import ModelSpec
+
 Array = jax.Array
 Attend = Callable[[Array, Array, Array, "AttentionMask", "Dropout | None"], Array]
 """(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout) -> mixed_BTNH."""
@@ -52,18 +55,35 @@ class AttentionMask:
         return mask
 
 
-def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+    """Return the rotary table of a model; ``None`` with learned positions."""
+    if spec.positions == "learned":
+        return None
+    return rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
+
+
+def rotary_table(
+    rotary_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return cosines and sines ``[positions, H / 2]`` in fp32, computed as in Hugging Face transformers."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = np.float32(1.0) / np.power(np.float32(theta), exponents, dtype=np.float32)
-    angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
-    return np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    frequencies = np.divide(1.0, np.power(np.float32(theta), exponents, dtype=np.float32), dtype=np.float32)
+    scaled, factor = scale_frequencies(frequencies, theta, scaling)
+    angles = np.outer(np.arange(num_positions, dtype=np.float32), scaled)
+    return np.cos(angles, dtype=np.float32) * np.float32(factor), np.sin(angles, dtype=np.float32) * np.float32(factor)
 
 
 def apply_rotary(x_BTXH: Array, cosines: Array, sines: Array) -> Array:
-    """Rotate the two halves of every head; ``cosines`` and ``sines`` are ``[B or 1, T, 1, H / 2]``."""
-    left, right = jnp.split(x_BTXH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([left * cosines - right * sines, right * cosines + left * sines], axis=-1)
+    """Rotate the two halves of every head, or of its first dimensions.
+
+    Args:
+        x_BTXH: Queries or keys.
+        cosines: ``[B or 1, T, 1, R / 2]`` for R rotated dimensions.
+        sines: The same shape.
+    """
+    half = cosines.shape[-1]
+    left, right, rest = jnp.split(x_BTXH.astype(jnp.float32), (half, 2 * half), axis=-1)
+    rotated = jnp.concatenate([left * cosines - right * sines, right * cosines + left * sines, rest], axis=-1)
     return rotated.astype(x_BTXH.dtype)
 
 

@@ -91,12 +91,9 @@ class JaxEngine:
         devices.check_divisible(self.layout, compute.mesh)
         self.data_shard = distributed.data_shard(compute.mesh)
         self.taps = Taps(spec.num_layers, self._reset_compiled)
-        rotary = None
-        if spec.positions == "rope":
-            rotary = attention.rotary_table(spec.head_dim, spec.max_positions_tokens, spec.rope_theta)
         self._decoder = Decoder(
-            self.layout, attention.ATTENTION[compute.attention], rotary, dtype=compute.dtype, taps=self.taps,
-            remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
+            self.layout, attention.ATTENTION[compute.attention], attention.rotary_tables(spec), dtype=compute.dtype,
+            taps=self.taps, remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
         )  # fmt: skip
         self._optimizer = Optimizer(config.optimizer, self.layout)
         self._reset_compiled()

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vorox.core.batch import Int32Array
+from vorox.models.rotary import RopeScaling, scale_frequencies
+from vorox.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,22 @@ def decoding_mask(num_past: int, num_new: int, device: torch.device) -> Attentio
     return AttentionMask((key_S <= query_T1)[None, None], False)
 
 
-def rotary_table(head_dim: int, num_positions: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return the rotary table of a model; ``None`` with learned positions."""
+    if spec.positions == "learned":
+        return None
+    table = rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
+    return table[0].to(device), table[1].to(device)
+
+
+def rotary_table(
+    rotary_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines ``[positions, H / 2]`` in fp32, computed as in Hugging Face transformers."""
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+    frequencies = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
+    scaled, factor = scale_frequencies(frequencies.numpy(), theta, scaling)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), torch.from_numpy(scaled))
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def sdpa(

@@ -110,10 +110,7 @@ class TorchEngine:
         self._loss = HeadLoss(
             config.loss, self._head, self._products, compute.dtype, count_correct=config.log.accuracy
         )  # fmt: skip
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        if spec.positions == "rope":
-            table = attention.rotary_table(spec.head_dim, spec.max_positions_tokens, spec.rope_theta)
-            self._rotary = (table[0].to(compute.device), table[1].to(compute.device))
+        self._rotary = attention.rotary_tables(spec, compute.device)
         self.optimizer = Optimizer(config, self.store, compute)
         checkpoint.set_parameters(self.store, initial_weights(spec, config.run.seed))
 

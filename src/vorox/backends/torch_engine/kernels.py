@@ -65,7 +65,7 @@ class Kernels:
         rms_norm: (x_MD, weight_D, eps) -> y_MD.
         gate: (gate_and_up_M2F, activation) -> hidden_MF.
         rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; cosines and sines are
-            ``[B or 1, T, 1, H / 2]``.
+            ``[B or 1, T, 1, H / 2]``, or fewer for the first dimensions of each head.
     """
 
     embed: Callable[[Tensor, nn.Parameter], Tensor]
@@ -116,8 +116,9 @@ def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:
 
 def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
     rotated_BTRH, rest = x_BTXH[:, :, :num_rotated], x_BTXH[:, :, num_rotated:]
-    first, second = rotated_BTRH.chunk(2, dim=-1)
-    turned_BTRH = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    half = cosines.shape[-1]
+    first, second, still = rotated_BTRH.split((half, half, rotated_BTRH.shape[-1] - 2 * half), dim=-1)
+    turned_BTRH = torch.cat([first * cosines - second * sines, second * cosines + first * sines, still], dim=-1)
     return torch.cat([turned_BTRH.to(x_BTXH.dtype), rest], dim=2)
 
 
@@ -257,10 +258,13 @@ class _Rotate(torch.autograd.Function):
 def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, direction: int) -> Tensor:
     """Return a new tensor with the first ``num_rotated`` heads rotated (``direction`` 1 or -1), the others copied."""
     y_BTXH = torch.empty_like(x_BTXH, memory_format=torch.contiguous_format)
-    first, second = x_BTXH[:, :, :num_rotated].chunk(2, dim=-1)
-    new_first, new_second = y_BTXH[:, :, :num_rotated].chunk(2, dim=-1)
+    half = cosines.shape[-1]
+    first, second = x_BTXH[:, :, :num_rotated, :half], x_BTXH[:, :, :num_rotated, half : 2 * half]
+    new_first, new_second = y_BTXH[:, :, :num_rotated, :half], y_BTXH[:, :, :num_rotated, half : 2 * half]
     torch.mul(first, cosines, out=new_first).addcmul_(second, sines, value=-direction)
     torch.mul(second, cosines, out=new_second).addcmul_(first, sines, value=direction)
+    if 2 * half < x_BTXH.shape[3]:
+        y_BTXH[:, :, :num_rotated, 2 * half :].copy_(x_BTXH[:, :, :num_rotated, 2 * half :])
     if num_rotated < x_BTXH.shape[2]:
         y_BTXH[:, :, num_rotated:].copy_(x_BTXH[:, :, num_rotated:])
     return y_BTXH

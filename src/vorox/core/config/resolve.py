@@ -31,7 +31,7 @@ from vorox.core.config.preset_rules import (
 )
 from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.python_file import mapping_document, read_python
-from vorox.core.config.schema_fields import nearest, wildcard
+from vorox.core.config.schema_fields import nearest, schema_fields, wildcard
 from vorox.core.config.schema_validation import validate
 from vorox.core.config.section_synonyms import translate_sections
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
@@ -77,6 +77,12 @@ NOT_IN_DIGEST = (
 Names and paths, prefetching, checkpoints, validation and logging. ``model.preset``, ``model.family`` and a source's
 ``preset`` only fill in keys that are in the digest themselves.
 """
+
+DIGEST_OMITS_DEFAULT = (
+    "model.rope_scaling",
+    "model.rotary_fraction",
+)
+"""Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""
 
 _MAX_PRESET_CHAIN = 8
 
@@ -335,8 +341,12 @@ def flatten(values: Json) -> dict[str, Json]:
 
 def in_digest(key: str) -> bool:
     """Whether a key is part of a run's identity."""
-    name = wildcard(key)
-    return not any(name == excluded or name.startswith(f"{excluded}.") for excluded in NOT_IN_DIGEST)
+    return not _is_within(wildcard(key), NOT_IN_DIGEST)
+
+
+def _is_within(key: str, names: Sequence[str]) -> bool:
+    """Whether a list of keys and sections includes a key."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def config_digest(config: RunConfig) -> str:
@@ -346,7 +356,11 @@ def config_digest(config: RunConfig) -> str:
 
 def digest_values(config: RunConfig) -> dict[str, Json]:
     """Return the keys that decide the bits of the run, with their values as digests spell them."""
-    return {key: value_in_digest(key, value) for key, value in flat_values(config).items() if in_digest(key)}
+    return {
+        key: value_in_digest(key, value)
+        for key, value in flat_values(config).items()
+        if in_digest(key) and not (_is_within(key, DIGEST_OMITS_DEFAULT) and value == schema_fields()[key].default)
+    }
 
 
 def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:

@@ -155,7 +155,20 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     Dependency("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),
     Dependency("tokenizer.pattern", "tokenizer.kind", _is("tiktoken"), "kind tiktoken"),
-    Dependency("model.rope_theta", "model.positions", _is("rope"), "positions rope"),
+    *(
+        Dependency(f"model.{key}", "model.positions", _is("rope"), "positions rope")
+        for key in ("rope_theta", "rope_scaling.rope_type", "rotary_fraction")
+    ),
+    *(
+        Dependency(f"model.rope_scaling.{key}", "model.rope_scaling.rope_type", _is(*types), f"rope_type {types[-1]}")
+        for types, keys in (
+            (("linear", "dynamic", "yarn", "llama3"), ("factor",)),
+            (("yarn", "llama3"), ("original_max_positions_tokens",)),
+            (("llama3",), ("low_freq_factor", "high_freq_factor")),
+            (("yarn",), ("beta_fast", "beta_slow", "attention_factor", "truncate")),
+        )
+        for key in keys
+    ),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),

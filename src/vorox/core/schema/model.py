@@ -11,6 +11,38 @@ from vorox.core.schema.section import Section
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 
 
+class RopeScalingConfig(Section):
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = Field(
+        default="default",
+        description="Scaling of the rotary frequencies, as in transformers. default: none; dynamic: none up to "
+        "max_positions_tokens, and longer rows are refused.",
+    )
+    factor: float | None = Field(default=None, gt=0, description="By how much the frequencies are divided.")
+    original_max_positions_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum sequence length before scaling (llama3, yarn). None: max_positions_tokens.",
+    )
+    low_freq_factor: float | None = Field(
+        default=None, gt=0, description="llama3: scale fully below this many rotations per original length. None: 1."
+    )
+    high_freq_factor: float | None = Field(
+        default=None, gt=0, description="llama3: no scaling above this many rotations per original length. None: 4."
+    )
+    beta_fast: float | None = Field(
+        default=None, gt=0, description="yarn: no scaling above this many rotations per original length. None: 32."
+    )
+    beta_slow: float | None = Field(
+        default=None, gt=0, description="yarn: scale fully below this many rotations per original length. None: 1."
+    )
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="yarn: factor on cosines and sines. None: 0.1 x ln(factor) + 1."
+    )
+    truncate: bool | None = Field(
+        default=None, description="yarn: round the ends of the ramp to whole dimensions. None: true."
+    )
+
+
 class ModelConfig(Section):
     preset: str | None = Field(
         default=None,
@@ -46,6 +78,12 @@ class ModelConfig(Section):
     )
     positions: Literal["rope", "learned"] = Field(default="rope", description="Rotary or learned absolute positions.")
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScalingConfig = Field(
+        default=RopeScalingConfig(), description="Scaling of the rotary frequencies for longer rows (Llama 3.x)."
+    )
+    rotary_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Share of each head's dimensions that is rotated, the first ones."
+    )
     norm: Literal["rms_norm", "layer_norm"] = Field(default="rms_norm", description="Normalisation layer (pre-norm).")
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon added to the variance in every norm.")
     activation: Activation = Field(default="swiglu", description="MLP non-linearity; swiglu and geglu are gated.")

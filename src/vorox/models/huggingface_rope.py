@@ -1,0 +1,105 @@
+"""Rotary positions in ``config.json``: under the keys of transformers 4 and 5, in both directions.
+
+transformers 5 reads ``rope_parameters``; older versions read ``rope_theta`` and ``rope_scaling``. Both are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from pydantic import ValidationError
+
+from vorox.core.errors import ConfigError
+from vorox.core.schema.model import RopeScalingConfig
+from vorox.models.spec import ModelSpec
+
+_KEYS = {
+    "rope_type": "rope_type", "factor": "factor", "original_max_position_embeddings": "original_max_positions_tokens",
+    "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow", "attention_factor": "attention_factor", "truncate": "truncate",
+}  # fmt: skip
+"""Their keys to ours."""
+
+_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""The keys that a type reads, besides ``rope_theta`` and ``partial_rotary_factor``."""
+
+
+def refuse(key: str, value: Any, why: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r} in config.json is not supported: {why}", where="config.json")
+
+
+def read_rope(config: Mapping[str, Any], *, default_theta: float) -> dict[str, Any]:
+    """Return the rotary keys of the section ``model``.
+
+    Raises:
+        ConfigError: A key has an invalid value or is not implemented, or two places contradict each other.
+    """
+    stated = _stated(config)
+    theta = stated.pop("rope_theta", ("rope_theta", default_theta))[1]
+    share = stated.pop("partial_rotary_factor", ("partial_rotary_factor", 1.0))[1]
+    type_place, rope_type = stated.pop("rope_type", ("rope_type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in _OF_TYPE:
+        refuse(type_place, rope_type, f"implemented are {', '.join(_OF_TYPE)}")
+    for name, (place, value) in stated.items():
+        if name not in _OF_TYPE[rope_type]:
+            refuse(place, value, f"rotary positions of type {rope_type} have no such key")
+    if "factor" in _OF_TYPE[rope_type] and "factor" not in stated:
+        refuse(type_place, rope_type, "it needs a factor")
+    scaling = {_KEYS[name]: value for name, (_, value) in stated.items()} | {"rope_type": rope_type}
+    try:
+        checked = RopeScalingConfig.model_validate(scaling, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = next(theirs for theirs, ours in _KEYS.items() if ours == problem["loc"][0])
+        refuse(stated[name][0], problem["input"], problem["msg"])
+    return {"rope_theta": theta, "rotary_fraction": share, "rope_scaling": checked}
+
+
+def _stated(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the rotary keys of all places that are not null, by name: where, and the value."""
+    places: list[tuple[str, str, Any]] = [
+        (name, name, config.get(name)) for name in ("rope_theta", "partial_rotary_factor")
+    ]
+    for key in ("rope_scaling", "rope_parameters"):
+        table = config.get(key)
+        if table is None:
+            continue
+        if not isinstance(table, Mapping):
+            refuse(key, table, "it must be a mapping")
+        for name, value in cast("Mapping[str, Any]", table).items():
+            places.append(("rope_type" if name == "type" else name, f"{key}.{name}", value))
+    stated: dict[str, tuple[str, Any]] = {}
+    for name, place, value in places:
+        if value is None:
+            continue
+        earlier_place, earlier = stated.setdefault(name, (place, value))
+        if value != earlier:
+            refuse(f"{earlier_place} and {place}", (earlier, value), "they contradict each other")
+    if stated.get("rope_type", ("", None))[1] in ("llama3", "yarn"):
+        outside = config.get("original_max_position_embeddings")  # takes precedence in transformers
+        if outside is not None:
+            stated["original_max_position_embeddings"] = ("original_max_position_embeddings", outside)
+    return stated
+
+
+def write_rope(spec: ModelSpec) -> dict[str, Any]:
+    """Return the rotary keys of a ``config.json``."""
+    if spec.rope_scaling is None:
+        table: dict[str, Any] = {"rope_type": "default"}
+    else:
+        values = {theirs: getattr(spec.rope_scaling, ours) for theirs, ours in _KEYS.items()}
+        table = {name: value for name, value in values.items() if value is not None}
+    keys: dict[str, Any] = {
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {**table, "rope_theta": spec.rope_theta},
+    }
+    if spec.rope_scaling is not None:
+        keys["rope_scaling"] = table
+    return keys
