@@ -215,6 +215,16 @@ def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_is_reported_where_the_directory_is_gone(tmp_path: Path) -> None:
+    def break_off() -> None:
+        with StagedDirectory(tmp_path / "c") as stage:
+            stage.path.rmdir()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        break_off()
+
+
 def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path: Path) -> None:
     directory = staged(tmp_path / "c")
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):

@@ -308,6 +308,27 @@ def test_elastic_repeats_what_is_there_rather_than_wait(tmp_path: Path) -> None:
     assert (units[4], epochs[4]) == ([(1, 3)], 3)
 
 
+def test_repeated_passes_end_at_the_limit(tmp_path: Path) -> None:
+    built = {1}
+    reader = GrowingRows("code", [2, 3, 4], built)
+    start = start_of([reader], GrowthRule("elastic"), batch=1, max_epochs=2)
+    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    grower = grower_of(plan, [reader], on_starve="repeat")
+    grower.cover(2)
+    built.add(2)
+    grower.cover(14)
+    with pytest.raises(DataError, match="exhausted at step 14: max_epochs is 2 and an epoch has 7 rows"):
+        grower.cover(15)
+
+
+def test_one_segment_has_the_later_passes_of_the_horizon(tmp_path: Path) -> None:
+    reader = GrowingRows("code", [2] * 4, set(range(4)))
+    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 4, 4)), [reader])
+    grower_of(plan, [reader], horizon_steps=10).cover(8)
+    passes = [(segment.epoch, segment.num_epochs) for segment in plan.segments[0]]
+    assert passes == [(0, 1), (1, 5)]  # from row 8, ten steps of 4 rows
+
+
 def test_gaps_are_recorded_and_survive_their_filling(tmp_path: Path) -> None:
     """Rows behind a gap move when it is filled; their addresses do not."""
     built = {1, 3, 4}

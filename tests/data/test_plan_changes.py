@@ -338,6 +338,7 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
     events = mixture_update_events(plan.state, sources, wanted(code="0.5", web="0.5"), 60)
     plan.add(events)
     plan.extend_to(140, [readers[0], None, web])
+    plan.check([readers[0], None, web])
     assert says(events) == [
         "code: 70.0% -> 50.0%; goes on after 42 rows, nothing repeats or is skipped",
         "text: 30.0% -> no longer drawn; 12 unread rows of pass 1 are skipped",
@@ -367,6 +368,9 @@ def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None
     assert {source for source, *_ in found[100:]} == {0}
     assert "'text' is used up after 1 pass and no longer drawn from step 10 on; the 0 rows" in says(added)[0]
     assert plan.positions_of(1, 7, readers[1]).size == 1
+    web = source_of(FakeRows("web", [9]), "0")  # a new source that is not sampled leaves the mixture as it is
+    events = mixture_update_events(plan.state, [*start.sources, web], wanted(code="7", text="3"), 150)
+    assert events == [SourceEvent(web)]
     # Dropping holds for the later stages too, and more passes bring it back, from where the run then stands.
     more = replace(start.sources[1], max_epochs=3)
     plan.add(mixture_update_events(plan.state, [start.sources[0], more], wanted(code="7", text="3"), 150))
@@ -414,7 +418,9 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     third = [(unit, row) for _, epoch, unit, row in after if epoch == 2]
     assert sorted(third) == [(0, row) for row in range(17)]
     assert cache_growth_events(plan.state, [extended], 16) == []
-    assert cache_growth_events(plan.state, [FakeRows("code", [6, 6, 5, 1])], 60) == []  # nothing is left to replan
+    more = FakeRows("code", [6, 6, 5, 1])
+    assert cache_growth_events(plan.state, [more], 28) == [CutEvent("code", 3)]  # in the third pass, of 17 rows
+    assert cache_growth_events(plan.state, [more], 60) == []  # nothing is left to replan
 
 
 def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> None:
