@@ -1,4 +1,4 @@
-"""``--nproc`` and ``--max-restarts``: start the ranks of a run on this machine, wait for them, start them again.
+"""``--nproc`` and ``--max-restarts``: a launcher of the ranks of a run on this machine.
 
 Rank 0 has the terminal; the others write their own logs into the run directory. Ctrl-C reaches all ranks, SIGTERM is
 forwarded. When a rank fails, the others have a grace period to exit, then they are killed. The output of the first
