@@ -357,6 +357,23 @@ def test_a_careless_change_of_the_chain_is_refused(directory: Path) -> None:
         again(directory)
 
 
+@pytest.mark.parametrize(
+    ("step", "ranges"), [(1, [(4, None)]), (3, [(0, 2), (4, None)]), (6, [(0, 5), (8, None)]), (9, [(0, 8)])]
+)
+def test_the_hint_at_a_damaged_step_names_the_ranges_that_replay(
+    tmp_path: Path, step: int, ranges: list[tuple[int, int | None]]
+) -> None:
+    directory = run(configuration(tmp_path, ["checkpoint.keep_last=9"])).run_directory
+    path = RunLayout(directory).chain
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[: step - 1], *lines[step:]]) + "\n")
+    with pytest.raises(DataError, match=f"Step {step} cannot be compared: it is not recorded") as refused:
+        again(directory)
+    words = [f"--from {first}" + (f" --to {last}" if last else "") for first, last in ranges]
+    assert refused.value.hint == ", or replay with ".join(["restore the file from a copy", *words])
+    assert all(again(directory, *states).is_exact for states in ranges)
+
+
 # The arithmetic changed
 
 
