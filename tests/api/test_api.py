@@ -151,6 +151,14 @@ def test_the_validation_set_and_a_model_give_the_loss_that_the_run_recorded(trai
     assert vorox.load_model(trained, step=8).path == run.checkpoints[8]
 
 
+def test_a_directory_of_transformers_is_not_a_run_and_is_told_apart(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a run or a checkpoint of one") as refused:
+        vorox.load_model(tmp_path)
+    assert f"--from-weights {tmp_path}" in refused.value.hint
+    assert vorox.load_model(trained).step == 12
+
+
 def test_logits_of_one_sequence_and_of_several(trained: Path) -> None:
     model = vorox.load_model(trained)
     ids = [int(token) for token in model.tokenizer.encode_batch(["the step"])[0]]

@@ -18,6 +18,7 @@ from vorox.cli import main
 from vorox.cli.arguments import parse_arguments
 from vorox.cli.config import source_and_overrides
 from vorox.core.config import load_config
+from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
 
 TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon. " * 40 for number in range(40)]
@@ -174,11 +175,41 @@ def test_of_a_mixed_folder_one_format_is_read_and_the_others_are_named(capsys: p
     (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     assert configuration("--data", "notes").data.sources[0].format == "jsonl"
     said = capsys.readouterr().err
-    assert "data.sources.0.format=txt" in said
+    assert "left out: 41 files (txt, .png); data.sources.0.format=txt" in said
     assert max(map(len, said.splitlines())) < 120
     source = configuration("--data", "notes", "data.sources.0.format=txt").data.sources[0]
     assert source.format == "txt"
     assert not any("png" in path or "jsonl" in path for path in source.paths)
+
+
+@pytest.mark.parametrize(("chosen", "others"), [("csv", "jsonl, txt"), ("jsonl", "csv, txt"), ("txt", "csv, jsonl")])
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_every_format_that_is_left_out_is_named(
+    chosen: str, others: str, is_compressed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = " ".join(TEXTS[:2])
+    files = {"txt": words, "jsonl": json.dumps({"text": words}), "csv": f"number,text\n1,{words}\n"}
+    Path("mixed").mkdir()
+    for name, text in files.items():
+        data = (text * (9 if name == chosen == "txt" else 1)).encode() + b"\n" * (9999 * (name == chosen))
+        path = Path("mixed", f"a.{name}")
+        path.write_bytes(data)
+        if is_compressed and name != chosen:
+            path.with_name(f"a.{name}.gz").write_bytes(gzip.compress(data))
+            path.unlink()
+    assert configuration("--data", "mixed").data.sources[0].format == chosen
+    assert f"left out: 2 files ({others})" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_named() -> None:
+    Path("empty.txt").touch()
+    with pytest.raises(DataError, match=r"empty\.txt is empty"):
+        configuration("--data", "empty.txt")
+    Path("none").mkdir()
+    for name in ("a.txt", "b.md"):
+        Path("none", name).touch()
+    with pytest.raises(DataError, match="All 2 txt files are empty"):
+        configuration("--data", "none")
 
 
 def test_the_warm_up_follows_the_length_unless_somebody_said_it() -> None:

@@ -155,6 +155,20 @@ def test_when_of_a_whole_file_prints_the_first_of_many(vorox: Run) -> None:
     assert len(as_json(vorox("data", "when", "latest", "--source", "text.jsonl", "--json"))) > 48
 
 
+def test_when_of_text_after_the_last_step_describes_no_rows(vorox: Run, trained: Path) -> None:
+    lines = (trained / "text" / "text.jsonl").read_bytes().splitlines(keepends=True)
+    ask = ("data", "when", "latest", "--source", "text.jsonl")
+    for record in range(len(lines)):
+        found = as_json(vorox(*ask, "--record", str(record), "--json"))
+        if found and all(one["state"] == "beyond" for one in found):
+            break
+    else:
+        pytest.fail("every document is trained on")
+    out = vorox(*ask, "--byte", str(sum(map(len, lines[:record]))))[1].splitlines()
+    assert out[0] == "No step of this run."
+    assert [line for line in out[1:] if "after the run's last step" not in line] == []
+
+
 def test_when_of_nothing_says_so(vorox: Run) -> None:
     code, out, _ = vorox("data", "when", "latest", "--source", "text.jsonl", "--byte", str(10**12))
     assert code == 0

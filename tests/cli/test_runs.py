@@ -211,6 +211,12 @@ def test_show_lists_checkpoints_by_step(vorox: Run) -> None:
     assert lines[at + 1 :] == ["  steps      5", f"  verify     vorox checkpoints verify {run.name}"]
 
 
+def test_a_checkpoint_is_not_a_run(vorox: Run) -> None:
+    run = make_run("one", step=5)
+    code, _, err = vorox("runs", "show", str(run / "checkpoints" / "step-00000005"))
+    assert (code, f"name its run: {run.name}" in err) == (2, True)
+
+
 # What a run that is refused before its first step leaves
 
 

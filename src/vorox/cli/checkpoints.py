@@ -147,7 +147,7 @@ def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
         text = (
             f"Restored step {entry.step:,}."
             if not entry.problem
-            else f"{entry.name} stays in quarantine: {entry.problem}"
+            else f"{entry.name} stays quarantined: {entry.problem}"
         )
         typer.echo(text, err=echo_to_stderr)
     if not found:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config.schema_fields import nearest
 from vorox.core.errors import ConfigError
-from vorox.core.run_layout import RunLayout, parse_checkpoint_name
+from vorox.core.run_layout import RunLayout, parse_checkpoint_name, run_of_checkpoint
 
 
 def run_directories(root: Path) -> list[Path]:
@@ -55,6 +55,15 @@ def find_run(root: Path | str, name: str) -> Path:
     root = Path(root)
     if name and is_run(Path(name)):
         return Path(name)
+    run = run_of_checkpoint(Path(name))
+    if run is not None and is_run(run):
+        raise ConfigError(f"{name} is a checkpoint, not a run", where=name, hint=f"name its run: {run_argument(run)}")
+    if name and (Path(name) / "config.json").is_file():
+        raise ConfigError(
+            f"{name} holds model files of Hugging Face, not a run or a checkpoint of one", where=name,
+            hint=f"train from its weights with `vorox train CONFIG --from-weights {shlex.quote(name)}`; to generate or "
+            "evaluate, name a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-N)",
+        )  # fmt: skip
     runs = run_directories(root)
     if not runs:
         raise ConfigError(

@@ -227,7 +227,7 @@ class RestoreResult:
     Attributes:
         name: Its directory's name.
         step: Finished steps.
-        problem: Why it stays in quarantine; empty if it is restored.
+        problem: Why it stays quarantined; empty if it is restored.
     """
 
     name: str

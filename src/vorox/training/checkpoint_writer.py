@@ -314,7 +314,7 @@ class CheckpointWriter:
     def _commit(self, job: _SaveJob, path: Path) -> None:
         if os.path.lexists(path):
             renamed = quarantine(path, "replaced", "the run resumed from an earlier step and reached this one again")
-            text = f"Renamed the older {path.name} to {renamed.name}"
+            text = f"Quarantined the older {path.name} as {renamed.name}"
             self._log.event("checkpoint_replaced", text, level="warning")
         with StagedDirectory(path) as directory:
             if self._distributed.world_size == 1:

@@ -116,10 +116,11 @@ def replay(
         DataError: A cache, the plan or the chain differs from the record.
     """
     recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
-    config, changed_at = resume.config_in_force(run_directory, first_step)
-    last_step = _check_range(recorded, first_step, last_step, changed_at, run_directory)
+    last_step = _check_range(recorded, first_step, last_step, run_directory)
     checkpoint = latest_valid(run_directory, at_or_before=first_step)
-    _check_start(recorded, 0 if checkpoint is None else checkpoint.step, first_step, last_step, run_directory)
+    start = 0 if checkpoint is None else checkpoint.step
+    _check_start(recorded, start, first_step, last_step, run_directory)
+    config, _ = resume.config_in_force(run_directory, start)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"Checkpoint of step {checkpoint.step:,} was written under another configuration",
@@ -141,9 +142,7 @@ def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
     return any(resume.is_made_with(checkpoint, config) for config in in_force)
 
 
-def _check_range(
-    recorded: RecordedChain, first_step: int, last_step: int | None, changed_at: int | None, run_directory: Path
-) -> int:
+def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None, run_directory: Path) -> int:
     """Check that a range can be replayed; return its last step."""
     known = max([*recorded.entries, *(gap[-1] for gap in recorded.missing)], default=0)
     last_step = known if last_step is None else last_step
@@ -153,27 +152,40 @@ def _check_range(
         raise ConfigError(
             f"--from {first_step} --to {last_step} is not a range of this run; it recorded {pluralize(known, 'step')}",
             where=str(recorded.path),
-            hint=f"replay all of it: --from 0 --to {known}",
+            hint=_possible_replays(run_directory, known),
         )
+    changed_at = resume.next_change(run_directory, first_step)
     if changed_at is not None and changed_at < last_step:
         raise ConfigError(
-            f"Configuration of this run changed at step {changed_at:,}, between {first_step:,} and {last_step:,}",
+            f"Settings of this run changed at step {changed_at:,}; a replay of steps {first_step:,} to {last_step:,} "
+            "would need both configurations",
             where=str(RunLayout(run_directory).configs),
-            hint=f"replay to {changed_at:,}, then from there",
+            hint=_possible_replays(run_directory, known),
         )
     return last_step
+
+
+def _possible_replays(run_directory: Path, known: int) -> str:
+    """Return a hint with the commands that replay as many steps as possible, each under one configuration."""
+    starts: dict[int, int] = {}
+    for start in (0, *step_directories(run_directory)):
+        end = min(known, resume.next_change(run_directory, start) or known)
+        if start < end:
+            starts.setdefault(end, start)
+    run = run_argument(run_directory)
+    return "run " + " and ".join(f"`vorox replay {run} --from {start} --to {end}`" for end, start in starts.items())
 
 
 def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
     """Check that all steps from the checkpoint on are recorded, under one configuration."""
     kept = list(step_directories(run_directory))
-    _, changed_at = resume.config_in_force(run_directory, start)
+    changed_at = resume.next_change(run_directory, start)
     if changed_at is not None and changed_at <= first_step:
         raise ConfigError(
-            f"Newest checkpoint up to state {first_step:,} is of state {start:,}, and the configuration of this run "
-            f"changed at step {changed_at:,} in between",
+            f"Step {first_step:,} has no checkpoint; the way from step {start:,} leads through step {changed_at:,}, at "
+            "which settings of this run changed",
             where=str(RunLayout(run_directory).configs),
-            hint=f"replay from a state whose checkpoint is kept: {', '.join(map(str, kept))}",
+            hint=_possible_replays(run_directory, max(recorded.entries)),
         )
     damage = recorded.first_damage(start + 1, last_step)
     if damage is not None:
@@ -218,12 +230,21 @@ def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Pro
     return progress
 
 
-def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[[int], Schedule]:
+def _schedules(run_directory: Path, workload: Workload, plan: Plan, start: int) -> Callable[[int], Schedule]:
     """Return a function from a step (from 1) to its schedule, under the length recorded for that step.
 
-    Plans of earlier versions lack the warm-up or the length; these come from a checkpoint of the same configuration.
+    Plans of earlier versions lack the warm-up or the length; up to a change of the length, these come from a checkpoint
+    of the same configuration.
     """
-    config = workload.config
+    config, changed_at = workload.config, resume.config_in_force(run_directory, start)[1]
+
+    def unrecorded_error() -> DataError:
+        return DataError(
+            "Length of the run is not recorded for these steps, and the caches may have changed since",
+            where=str(plan.path),
+            hint="an earlier version trained them; replay from a state whose checkpoint is kept "
+            f"(vorox checkpoints list {run_argument(run_directory)})",
+        )
 
     @functools.cache
     def unrecorded() -> Horizon:
@@ -232,16 +253,14 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan) -> Callable[
             if metadata["config_digest"] == digest:
                 return Horizon.from_json(metadata["horizon"])
         if config.train.num_epochs is not None or config.schedule.warmup_fraction is not None:
-            raise DataError(
-                "Length of the run is not recorded for these steps, and the caches may have changed since",
-                where=str(plan.path),
-                hint="an earlier version trained them; replay from a state whose checkpoint is kept "
-                f"(vorox checkpoints list {run_argument(run_directory)})",
-            )
+            raise unrecorded_error()
         return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither is used
 
     def schedule_of(step: int) -> Schedule:
         known = plan.horizon_at((step - 1) * config.train.global_batch_sequences)
+        is_recorded = known is not None and known.warmup_steps is not None
+        if not is_recorded and changed_at is not None and step > changed_at:
+            raise unrecorded_error()
         if known is None:
             return Schedule.from_config(config.schedule, config.optimizer, unrecorded())
         warmup_steps = unrecorded().warmup_steps if known.warmup_steps is None else known.warmup_steps
@@ -271,7 +290,8 @@ def _compare(
     on_step: OnStep,
 ) -> ReplayReport:
     config, engine, recorded = workload.config, workload.engine, chain.entries
-    manifests, start, schedule_of = _manifests(run_directory), progress.step, _schedules(run_directory, workload, plan)
+    manifests, start = _manifests(run_directory), progress.step
+    schedule_of = _schedules(run_directory, workload, plan, start)
     environments = [metadata["environment"] for metadata in manifests.values()]
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
     changes += changed_functions(next(iter(manifests.values()), dict[str, Any]()), config)

@@ -67,6 +67,11 @@ ALLOWED = (
 RECORDED = ("data.stages", "data.sources")
 """Exceptions that change the mixture, which the plan records from the resumed step on."""
 
+_LENGTH_KEYS = (
+    "train.num_steps", "train.num_tokens", "train.num_epochs", "train.epoch_dataset_fraction", "schedule.warmup"
+)  # fmt: skip
+"""Starts of the keys that decide length and warm-up, which the plan records."""
+
 _MIXTURE_KEYS = ("weight", "max_epochs", "on_exhausted")
 """Keys that may change in a source of the same name."""
 
@@ -279,7 +284,7 @@ def quarantine_later_checkpoints(run_directory: Path, step: int, log: RunLog) ->
     for later, path in step_directories(run_directory).items():
         if later > step:
             renamed = quarantine(path, "replaced", f"the run was resumed from step {step}")
-            text = f"Renamed {path.name} of an abandoned attempt to {renamed.name}"
+            text = f"Quarantined {path.name} of an abandoned attempt as {renamed.name}"
             log.event("checkpoint_replaced", text, level="warning")
 
 
@@ -359,6 +364,26 @@ def record_config_change(run_directory: Path, recorded: RunConfig, current: RunC
     if before is None:
         atomic.write_file(layout.config_from(0), dump_yaml(previous).encode())
     atomic.write_file(layout.config_from(step), dump_yaml(current).encode())
+
+
+def decides_length(key: str) -> bool:
+    """Whether a setting decides only the length of the run or its warm-up."""
+    return key.startswith(_LENGTH_KEYS)
+
+
+def next_change(run_directory: Path, step: int) -> int | None:
+    """Return the step from which other settings than those after ``step`` are in force; a new length is none.
+
+    The plan records the length, so steps on both sides of such a change are a function of one configuration and the
+    plan.
+    """
+    config, changed_at = config_in_force(run_directory, step)
+    while changed_at is not None:
+        following, next_at = config_in_force(run_directory, changed_at)
+        if any(in_digest(entry.key) and not decides_length(entry.key) for entry in differences(config, following)):
+            return changed_at
+        changed_at = next_at
+    return None
 
 
 def config_in_force(run_directory: Path, step: int) -> tuple[RunConfig, int | None]:

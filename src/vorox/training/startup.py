@@ -35,9 +35,6 @@ from vorox.training.workload import Workload
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
 """Topics that the main rank broadcasts."""
-_LENGTH_KEYS = (
-    "train.num_steps", "train.num_tokens", "train.num_epochs", "train.epoch_dataset_fraction", "schedule.warmup"
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ def _listed(changes: Sequence[Difference]) -> str:
 def _is_length_changed(directory: Path, config: RunConfig, step: int) -> bool:
     """Whether the configured length has changed since the checkpoint of a step."""
     before, _ = resume.config_in_force(directory, step - 1)
-    return any(change.key.startswith(_LENGTH_KEYS) for change in differences(before, config))
+    return any(resume.decides_length(change.key) for change in differences(before, config))
 
 
 def _length(workload: Workload) -> Horizon:

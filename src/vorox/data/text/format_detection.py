@@ -66,7 +66,7 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
 
     Raises:
         ConfigError: The format or the text column is ambiguous.
-        DataError: Nothing is found, or it cannot be read.
+        DataError: Nothing is found, all files are empty, or one cannot be read.
     """
     given = given or {}
     files = [file for path in paths for file in storage.list_files(path, ("",))]
@@ -79,6 +79,9 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
         )  # fmt: skip
     name = str(given.get("format") or max(sizes, key=lambda key: sizes[key]))
     chosen = [file for file in files if format_of_path(file.uri) == name] or files
+    if chosen and not any(file.size_bytes for file in chosen):
+        what = f"{chosen[0].uri} is" if len(chosen) == 1 else f"All {len(chosen):,} {name} files are"
+        raise DataError(f"{what} empty: 0 bytes", where=", ".join(paths), hint="give a path to text")
     source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
     if name == "csv" and "delimiter" not in given:
         source["delimiter"] = _delimiter(chosen[0])
@@ -282,9 +285,12 @@ def _summary(
         "bin": "token shards",
     }[str(source["format"])]
     others = sorted(name for name in sizes if name != source["format"])
-    left_out = len(files) - len(chosen)
-    instead = f" ({', '.join(others)}: data.sources.0.format={others[0]} reads these instead)" if others else ""
-    rest = f"\n  left out: {left_out:,} other{instead}" if left_out else ""
+    read = {file.uri for file in chosen}
+    left_out = [file.uri for file in files if file.uri not in read]
+    unknown = sorted({PurePath(uri).suffix or "no suffix" for uri in left_out if format_of_path(uri) is None})
+    instead = f"; data.sources.0.format={others[0]} reads {others[0]} instead" if others else ""
+    kinds = ", ".join([*others, *unknown[:3]])
+    rest = f"\n  left out: {pluralize(len(left_out), 'file')} ({kinds}){instead}" if left_out else ""
     return (
         f"Data {source['name']}: {source['format']}, {pluralize(len(chosen), 'file')}, {size:,} bytes, {detail}{rest}"
     )

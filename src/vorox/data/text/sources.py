@@ -275,7 +275,8 @@ def _empty_source_error(
     elif not found:
         what, hint = f"Source {config.name!r} is empty: no file was found", f"add files, or change {key}.paths"
     else:
-        what, hint = f"Source {config.name!r} is empty: every file has 0 bytes", f"check {key}.paths"
+        which = found[0].stored.uri if len(found) == 1 else "every file"
+        what, hint = f"Source {config.name!r} is empty: {which} has 0 bytes", f"check {key}.paths"
     return DataError(what, where=", ".join(config.paths) or key, hint=hint)
 
 

@@ -75,7 +75,7 @@ def restore_run(found: Contents, directory: Path, echo: Echo, *, step: int | Non
             ) from error  # fmt: skip
         except CheckpointError as error:
             failures.append(f"{candidate.name}: {error.what}")
-            echo(f"Mirrored checkpoint {candidate.name} is damaged ({error}); trying the previous one", "warning")
+            echo(f"Mirrored checkpoint {candidate.name} is corrupt ({error}); skipping it", "warning")
         else:
             echo(f"Restored step {candidate.step:,} from the mirror {found.uri} to {directory}", "info")
             return path

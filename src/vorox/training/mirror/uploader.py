@@ -198,7 +198,7 @@ class Uploader:
                 manifest = staged_directory.read_manifest(source)
             except CheckpointError as error:
                 self._skip(
-                    step, f"Checkpoint {path.name} is damaged on this machine ({error.what}) and is not mirrored"
+                    step, f"Checkpoint {path.name} is corrupt on this machine ({error.what}) and is not mirrored"
                 )
                 return
             snapshot_name = f"{name}-r1"
@@ -209,7 +209,7 @@ class Uploader:
                     continue  # by an earlier attempt
                 found = staged_directory.hash_file(source / file)
                 if (found.size_bytes, found.xxh3_128) != (entry["size_bytes"], entry["xxh3_128"]):
-                    self._skip(step, f"Checkpoint {path.name} is damaged on this machine ({file}) and is not mirrored")
+                    self._skip(step, f"Checkpoint {path.name} is corrupt on this machine ({file}) and is not mirrored")
                     return
                 put_file(source / file, f"{self._uri}/{CHECKPOINTS}/{name}/{file}")
                 self._uploaded_files.add((step, file))
