@@ -157,7 +157,7 @@ def test_runs_show(vorox: Run, house: Path) -> None:
     _, out, _ = vorox("runs", "show", "latest")
     assert "finished" in out
     assert "12 of 12" in out
-    assert "checkpoints  8, 12" in out
+    assert "  steps      8, 12\n" in out
     shown = as_json(vorox("runs", "show", "latest", "--json"))
     assert [entry["step"] for entry in shown["metrics"]] == [1, 2, 4, 6, 8, 10, 12]
     assert "eval/loss" in shown["metrics"][3]
