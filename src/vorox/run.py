@@ -17,13 +17,13 @@ import psutil
 
 from vorox import backends
 from vorox.core.batch import Progress
-from vorox.core.config import config_digest
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
+from vorox.core.rank_comparison import compare_ranks
 from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
@@ -39,7 +39,7 @@ from vorox.training.display import Display, NoDisplay
 from vorox.training.mirror import open_mirror
 from vorox.training.resume import check_backend
 from vorox.training.session import open_log, open_session
-from vorox.training.startup import attach, initialize_or_resume
+from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
 from vorox.training.user_functions import attach_and_record_taps, report_changed_functions
 from vorox.training.weights_source import check_weights
@@ -98,7 +98,7 @@ def train(
         VoroxError: The run stopped before its end; ``exit_code`` gives the kind of error.
     """
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
-    dist = backends.load(config.backend).connect(config)
+    dist = backends.connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.propagating_failure(), StopRequest() as stop:
         if dist.world_size > 1:
@@ -121,6 +121,7 @@ def train(
                 setup = initialize_or_resume(workload, run, mirror, _named_checkpoint(resume_from), named_keys)
             else:
                 setup = attach(workload, run, mirror)
+            compare_plans(setup)
             attach_and_record_taps(taps, workload.engine, run, log)
             report_changed_functions(run.directory, setup.state.progress.step, config, log)
             with stop.deferred(), open_session(setup, display, stop) as session:
@@ -160,7 +161,10 @@ def make_workload(
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,
     )
+    compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)
+    device_facts = {name: engine.environment().get(name) for name in ("device_kind", "dtype", "determinism")}
+    compare_ranks(dist, "devices", device_facts, "all ranks need the same kind of device")
     if engine.environment().get("device_kind") == "cpu":
         check_host_memory(spec, config, psutil.virtual_memory().total)
     return Workload(config, corpus, spec, engine, log, dist)
@@ -172,15 +176,10 @@ def _open_run(
     """Open the run on the main rank; join it on the others."""
     if not dist.is_main:
         opened = dist.broadcast("run")
-        if opened["config"] != config_digest(config):
-            raise ConfigError(
-                f"The configuration of rank {dist.rank} differs from that of rank 0",
-                where=opened["directory"], hint="start all processes with the same command",
-            )  # fmt: skip
         return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)
     run = _open_as_main(config, resume_from, argv, dist)
     directory = str(run.directory.absolute())
-    dist.broadcast("run", {"directory": directory, "attempt": run.attempt, "config": config_digest(config)})
+    dist.broadcast("run", {"directory": directory, "attempt": run.attempt})
     return run
 
 

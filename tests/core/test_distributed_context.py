@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from rank_threads import together
 from vorox.core.distributed_context import DistributedContext, Membership, membership
-from vorox.core.errors import ConfigError, DataError, VoroxError
-
-
-class Store:
-    """A channel in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self.values.setdefault(key, value)
-            self._changed.notify_all()
-
-    def get(self, key: str, timeout_seconds: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self.values, timeout_seconds)
-            return self.values.get(key)
-
-    def remove(self, key: str) -> None:
-        with self._changed:
-            for known in [known for known in self.values if known == key or known.startswith(f"{key}/")]:
-                del self.values[known]
-
-
-def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[list[Any], Store]:
-    """What every process of a run gets from one program; an error is a result."""
-    store = Store()
-
-    def one(index: int) -> Any:
-        dist = DistributedContext(index, count, store)
-        try:
-            with dist.propagating_failure():
-                return program(dist)
-        except VoroxError as error:
-            return error
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count))), store
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.rank_comparison import compare_ranks
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -94,6 +54,35 @@ def test_a_bug_of_one_is_not_waited_for() -> None:
 
     with pytest.raises(AssertionError, match="a bug"):
         together(2, program)
+
+
+def test_ranks_that_differ_are_named_with_the_field() -> None:
+    facts = [
+        {"jax": "0.7.0", "optimizer.lr": 0.01},
+        {"jax": "0.7.0", "optimizer.lr": 0.01},
+        {"jax": "0.7.1", "optimizer.lr": 0.02, "extra": None},
+    ]
+    results, _ = together(3, lambda dist: compare_ranks(dist, "start", facts[dist.rank], "start them equally"))
+    assert {type(error) for error in results} == {ConfigError}
+    assert {error.what for error in results} == {
+        "Rank 2 differs from rank 0: jax is 0.7.1, on rank 0 0.7.0; optimizer.lr is 0.02, on rank 0 0.01"
+    }
+    assert (results[1].where, results[1].hint) == ("jax", "start them equally")
+    results, _ = together(2, lambda dist: compare_ranks(dist, "start", {"all": [1, {"equal": True}]}, ""))
+    assert results == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ({"a": 1}, {}, "a is missing, on rank 0 1"),
+        ({}, {"a": 1}, "a is 1, on rank 0 missing"),
+        ({"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}, {}, "; 2 more differ"),
+    ],
+)
+def test_missing_and_many_fields(first: dict[str, int], second: dict[str, int], text: str) -> None:
+    results, _ = together(2, lambda dist: compare_ranks(dist, "start", (first, second)[dist.rank], ""))
+    assert [text in error.what for error in results] == [True, True]
 
 
 VOROX = {"VOROX_COORDINATOR": "node7:1234", "VOROX_PROCESS_COUNT": "4", "VOROX_PROCESS_INDEX": "3"}

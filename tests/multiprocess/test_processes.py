@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -180,6 +181,46 @@ def test_a_mesh_that_is_not_all_devices_is_refused(runs: Runs, alone: Path) -> N
 
 
 FITTING = ["train.global_batch_sequences=6"]
+
+
+def separately(runs: Runs, *ranks: tuple[list[str], dict[str, str]], size: int = 2) -> list[tuple[int, str]]:
+    """Start ranks as a cluster does, with overrides and variables per rank; return exit codes and errors."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    processes = [
+        subprocess.Popen(
+            runs.command("separately", [*MESHES["fsdp 4"], *overrides]),
+            env={**os.environ, **place, "RANK": str(rank), **variables}, cwd=runs.directory, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank, (overrides, variables) in enumerate(ranks)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
+    assert not any((runs.directory / "runs").glob("separately*")), "nothing was written"
+    return [(process.returncode, text) for process, text in zip(processes, errors, strict=True)]
+
+
+def test_ranks_with_other_settings_or_versions_are_named(runs: Runs) -> None:
+    for code, errors in separately(
+        runs, ([], {}), (["optimizer.lr=0.02", "eval.every_steps=4", "log.every_steps=3"], {})
+    ):
+        assert code == 2
+        assert "Rank 1 differs from rank 0: " in errors
+        assert "optimizer.lr is 0.02, on rank 0 0.01" in errors
+        assert "eval.every_steps is 4, on rank 0 6" in errors
+        assert "log.every_steps" not in errors, "which need not be equal"
+    other = {"PYTHONPATH": str(Path(__file__).with_name("other_version"))}
+    for code, errors in separately(runs, ([], {}), ([], other)):
+        assert code == 2
+        assert "Rank 1 differs from rank 0: jaxlib is 0.0.1, on rank 0 " in errors
+
+
+def test_a_rank_that_does_not_start_is_named(runs: Runs) -> None:
+    [(code, errors)] = separately(runs, (["parallel.start_timeout_seconds=1"], {}))
+    assert code == 6
+    assert "Rank 1 of 2 did not start within 1 second" in errors
 
 
 def test_minutes_and_torch_are_refused(runs: Runs, alone: Path) -> None:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import platform
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.config import flat_values, in_digest
+from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import Engine
+from vorox.core.environment import package_versions
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
+from vorox.core.rank_comparison import compare_ranks, first_difference, raise_difference
+from vorox.core.redaction import redact_value
+from vorox.core.rendezvous import Rendezvous
 from vorox.core.schema import RunConfig
+from vorox.core.version import __version__
 from vorox.models.spec import ModelSpec
 
 _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -23,6 +30,9 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("vorox.backends.torch_engine.engine", ("torch",)),
 }
 """Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
+
+_SECTIONS_WITH_COLLECTIVES = ("checkpoint.", "eval.")
+"""Sections that are not part of a run's identity, but decide when the ranks exchange arrays."""
 
 
 class Backend(Protocol):
@@ -66,6 +76,39 @@ def load(name: str) -> Backend:
     """
     check_installed(name)
     return cast(Backend, importlib.import_module(_MODULES[name][0]))
+
+
+def connect(config: RunConfig) -> DistributedContext:
+    """Wait for all ranks that the environment describes, compare versions and settings, and connect them.
+
+    Raises:
+        StalledError: A rank did not start within ``parallel.start_timeout_seconds``.
+        ConfigError: The ranks have different versions or settings; or as ``load`` and ``Backend.connect``.
+    """
+    backend, member = load(config.backend), membership()
+    if member is None:
+        return backend.connect(config)
+    facts, hint = _start_facts(config), "start all ranks with the same command, in the same environment"
+    if member.rank is None:  # the backend finds the ranks
+        dist = backend.connect(config)
+        compare_ranks(dist, "start", facts, hint)
+        return dist
+    meeting = Rendezvous.of(member, config.parallel.start_timeout_seconds)
+    raise_difference(meeting.agree(facts, first_difference), hint)
+    return backend.connect(config)
+
+
+def _start_facts(config: RunConfig) -> dict[str, Any]:
+    """Return what must be equal on all ranks before they connect: versions, and settings of bits and collectives."""
+    versions = package_versions()
+    engine = {name: versions.get(name) for name in (*_MODULES[config.backend][1], "jaxlib", "numpy")}
+    python = ".".join(platform.python_version_tuple()[:2])
+    settings = {
+        key: value
+        for key, value in flat_values(config).items()
+        if in_digest(key) or key.startswith(_SECTIONS_WITH_COLLECTIVES)
+    }
+    return {"vorox": __version__, "Python": python, **engine, **redact_value(settings)}
 
 
 def _is_installed(package: str) -> bool:

@@ -72,7 +72,7 @@ def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
     from vorox.core.run_layout import RunLayout
     from vorox.run import make_workload
 
-    kept, dist = RunLayout(run_directory).tokenizer, backends.load(config.backend).connect(config)
+    kept, dist = RunLayout(run_directory).tokenizer, backends.connect(config)
     return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
 
 

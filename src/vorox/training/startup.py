@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import xxhash
+
 from vorox.core.batch import Progress
 from vorox.core.config import Difference, differences
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
+from vorox.core.rank_comparison import compare_ranks
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.run_lookup import run_argument
 from vorox.core.schema import RunConfig
@@ -129,6 +133,24 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
     plan = Plan.open(run.layout.plan)
     resume.check_plan(plan, state.progress.cursor)
     return TrainingSetup(workload, run, mirror, plan, state)
+
+
+def compare_plans(setup: TrainingSetup) -> None:
+    """Check that all ranks have the same plan, and compute the same rows for the first batch from it. A collective.
+
+    Raises:
+        ConfigError: A rank differs from rank 0.
+    """
+    dist, plan, cursor = setup.workload.distributed, setup.plan, setup.state.progress.cursor
+    if dist.world_size == 1:
+        return
+    end = min(cursor.position + plan.start.global_batch_sequences, plan.num_positions)
+    rows = plan.locate(np.arange(cursor.position, end, dtype=np.int64))
+    columns = (rows.source_index, rows.epoch, rows.unit_start, rows.row)
+    digest = xxhash.xxh3_128_hexdigest(b"".join(column.astype("<i8").tobytes() for column in columns))
+    facts = {"plan": plan.digest, "step": setup.state.progress.step, "first batch": digest}
+    hint = "all ranks need the same run directory and caches"
+    compare_ranks(dist, "plan", facts, hint)
 
 
 def check_resume(

@@ -66,6 +66,7 @@ NOT_IN_DIGEST = (
     "data.mode",
     "data.streaming",
     "tokenizer.fast_path",
+    "parallel.start_timeout_seconds",
     "checkpoint",
     "eval",
     "log",

@@ -61,6 +61,13 @@ class ParallelConfig(Section):
         default=1, ge=1, description="Devices that every matrix product of the model is sharded over."
     )
 
+    start_timeout_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Time that ranks wait for each other at the start; then the run ends and names the missing ranks.",
+    )
+
     @property
     def num_row_parts(self) -> int:
         """Parts that the rows of a batch are divided into."""
