@@ -246,7 +246,7 @@ def test_any_stages_invert_and_count(data: st.DataObject) -> None:
     draws = np.arange(600)
     source, draw = stages.locate(draws)
     assert np.array_equal(stages.invert(source, draw), draws)
-    for end in [*starts, 17, 401, 600]:
+    for end in [*starts, *(start + 1 for start in starts), 17, 401, 600]:
         assert stages.counts(end) == tuple(np.bincount(source[:end], minlength=number).tolist())
     far = np.arange(10**12, 10**12 + 100)
     assert np.array_equal(stages.invert(*stages.locate(far)), far)

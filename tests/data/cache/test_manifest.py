@@ -61,7 +61,8 @@ def manifest_in(directory: Path, entries: Sequence[dict]) -> Manifest:
 
 
 def assert_same(left: Manifest, right: Manifest) -> None:
-    assert left.planned_units == right.planned_units
+    numbers = [field.name for field in dataclasses.fields(Manifest) if field.name not in ("chunks", "units")]
+    assert [getattr(left, name) for name in numbers] == [getattr(right, name) for name in numbers]
     assert left.chunks.tobytes() == right.chunks.tobytes()
     assert left.units.tobytes() == right.units.tobytes()
 
@@ -280,6 +281,27 @@ def test_a_snapshot_of_another_history_is_ignored(tmp_path):
     other = manifest_in(tmp_path / "b", [planned_entry(3), unit_of(1, [6])])
     (tmp_path / "b" / SNAPSHOT_NAME).write_bytes((tmp_path / "a" / SNAPSHOT_NAME).read_bytes())
     assert_same(Manifest.open(tmp_path / "b"), other)
+
+
+@pytest.mark.parametrize("recipe", ["", "ab" * 32])
+def test_a_snapshot_holds_the_whole_state(tmp_path, recipe):
+    planned = planned_entry(3, recipe, 5, estimated_bytes=70_000)
+    manifest_in(tmp_path, [planned, unit_of(0, [7])]).write_snapshot(tmp_path)
+    state = Manifest.open(tmp_path)
+    assert_same(state, Manifest.read_log(tmp_path))
+    assert (state.recipe, state.planned_files, state.units_final, state.estimated_bytes) == (recipe, 5, False, 70_000)
+
+
+@pytest.mark.parametrize(("recipe", "rows", "is_followed"), [("ab", 8, True), ("ab", 9, False), ("cd", 8, False)])
+def test_a_rebuilt_log_is_followed_if_it_holds_the_same_content(tmp_path, recipe, rows, is_followed):
+    manifest = manifest_in(tmp_path, [planned_entry(2, "ab" * 32), unit_of(0, [8])])
+    (tmp_path / LOG_NAME).unlink()
+    HashChainedLog(tmp_path / LOG_NAME).append([planned_entry(2, recipe * 32), unit_of(1, [5]), unit_of(0, [rows])])
+    if is_followed:
+        assert_same(manifest.refreshed(tmp_path), Manifest.read_log(tmp_path))
+    else:
+        with pytest.raises(DataError, match="damaged or out of sequence"):
+            manifest.refreshed(tmp_path)
 
 
 def test_a_repair_may_change_the_file_and_never_the_content(tmp_path):
