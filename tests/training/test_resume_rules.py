@@ -11,7 +11,7 @@ import pytest
 from numpy_engine import NumpyEngine
 from tiny_runs import Killed, NumpyBackend, at_step, configuration, events, kill, result, run, use_numpy_engine
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.errors import ConfigError, DataError
+from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.lock import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
@@ -20,7 +20,8 @@ from vorox.core.schema import RunConfig
 from vorox.data.plan import Plan
 from vorox.experiments.tracking import read_metrics
 from vorox.run import make_workload
-from vorox.training.checkpoint_store import step_directories
+from vorox.training import resume
+from vorox.training.checkpoint_store import Checkpoint, step_directories
 from vorox.training.replay import replay
 from vorox.training.workload import Workload
 
@@ -150,3 +151,11 @@ def test_a_changed_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "text" / "text.jsonl").write_text('{"text": "something else"}\n' * 200)
     with pytest.raises(DataError, match="no longer"):
         run(config)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {"spec": {"num_layers": 2, "width": 4, "bias": True}})
+    with pytest.raises(CheckpointError, match="belongs to a different model") as refused:
+        resume.load(NumpyEngine(8), checkpoint, {"num_layers": 3, "width": 4})
+    _, _, fields = refused.value.what.partition(": ")
+    assert fields == "bias = True, configured is None, num_layers = 2, configured is 3"
