@@ -56,33 +56,41 @@ def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.
     x = weights["embedding.weight"][tokens_BT]
     if spec.positions == "learned":
         x = x + weights["position_embedding.weight"][:length]
-    future = np.triu(np.ones((length, length), bool), 1)
+    ahead = np.arange(length)[None, :] - np.arange(length)[:, None]
     for index in range(spec.num_layers):
         block = f"blocks.{index}"
-        h = _norm(spec, x, weights, f"{block}.attention_norm")
+        window = length if spec.layer_windows[index] is None else spec.layer_windows[index]
+        hidden = (ahead > 0) | (ahead <= -window)
+
+        def norm(y: np.ndarray, name: str, block: str = block) -> np.ndarray:
+            return _norm(spec, y, weights, f"{block}.{name}") if f"{block}.{name}.weight" in weights else y
+
+        h = norm(x, "attention_norm")
         heads = [
             linear(h, f"{block}.attention.{part}").reshape(batch, length, -1, spec.head_dim)
             for part in ("query", "key", "value")
         ]
         for place, part in enumerate(("query", "key") if spec.qk_norm else ()):
-            square = (heads[place] ** 2).mean(-1, keepdims=True)
             scale = weights[f"{block}.attention.{part}_norm.weight"]
-            heads[place] = heads[place] / np.sqrt(square + spec.norm_eps) * scale
+            grouped = heads[place].reshape(batch, length, -1, len(scale))
+            square = (grouped**2).mean(-1, keepdims=True)
+            heads[place] = (grouped / np.sqrt(square + spec.norm_eps) * scale).reshape(heads[place].shape)
         if spec.positions == "rope":
             heads[0], heads[1] = (_rotate(spec, head) for head in heads[:2])
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (np.repeat(head, groups, axis=2) for head in heads[1:])
         scores = np.einsum("bqnh,bknh->bnqk", heads[0], key) / math.sqrt(spec.head_dim)
-        scores = np.where(future, -np.inf, scores)
+        scores = np.where(hidden, -np.inf, scores)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)
-        x = x + linear(mixed.reshape(batch, length, -1), f"{block}.attention.output")
-        h = _norm(spec, x, weights, f"{block}.mlp_norm")
+        mixed = linear(mixed.reshape(batch, length, -1), f"{block}.attention.output")
+        x = x + norm(mixed, "attention_output_norm")
+        h = norm(x, "mlp_norm")
         inner = linear(h, f"{block}.mlp.up")
         if f"{block}.mlp.gate.weight" in weights:
             inner = _activation(spec.activation, linear(h, f"{block}.mlp.gate")) * inner
         else:
             inner = _activation(spec.activation, inner)
-        x = x + linear(inner, f"{block}.mlp.down")
+        x = x + norm(linear(inner, f"{block}.mlp.down"), "mlp_output_norm")
     head = weights.get("head.weight", weights["embedding.weight"])
     return _norm(spec, x, weights, "final_norm") @ head.T

@@ -36,6 +36,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama layer norm": LLAMA | {"norm": "layer_norm"},
     "qwen3": QWEN3,
     "qwen3 learned positions": QWEN3 | {"positions": "learned"},
+    "mistral, scaled positions": LLAMA
+    | {
+        "sliding_window_tokens": 5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    },
+    "qwen2, some windows": LLAMA
+    | {
+        "attention_bias": "qkv",
+        "sliding_window_tokens": 6,
+        "layer_types": ("full_attention", "sliding_attention"),
+    },
+    "phi3": LLAMA | {"rotary_fraction": 0.5},
+    "olmo2": LLAMA | {"qk_norm": "full_width", "norm_placement": "post", "num_kv_heads": 2},
 }
 
 

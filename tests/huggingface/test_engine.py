@@ -34,15 +34,15 @@ TEXT = "def greet(name):\n    return f'hello {name}'\n"
 
 
 def engine_of(
-    config: dict[str, Any], tokenizer_vocab_size: int, backend: Any = "torch"
-) -> tuple[ModelSpec, Engine]:  # fmt: skip
+    config: dict[str, Any], tokenizer_vocab_size: int, backend: Any = "torch", **runtime: Any
+) -> tuple[ModelSpec, Engine]:
     model = spec_from_huggingface(config)
     run = RunConfig(
         backend=backend,
         model=model,
         data=DataConfig(sources=(SourceConfig(name="none", format="txt", paths=("none",)),), sequence_length_tokens=32),
         train=TrainConfig(num_steps=1, global_batch_sequences=1, micro_batch_sequences=1),
-        runtime=RuntimeConfig(device="cpu", num_threads=1 if backend == "torch" else None),
+        runtime=RuntimeConfig(device="cpu", num_threads=1 if backend == "torch" else None, **runtime),
     )
     spec = model_spec(model, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=32)
     return spec, backends.load(backend).create(run, spec, DistributedContext())

@@ -23,6 +23,22 @@ def test_gpt2_124m_is_the_published_figure() -> None:
     assert causal_flops_per_token(spec, 1024) < flops_per_token(spec, 1024)
 
 
+@pytest.mark.parametrize("window", [1, 7, 63, 64, 100])
+def test_layers_with_a_window_attend_to_less(window: int) -> None:
+    """Counted pair by pair: half of the layers have the window."""
+    length, shape = 64, ["model.num_layers=4", "model.hidden_size=96", "model.num_heads=4", "model.head_dim=null"]
+    overrides = [
+        *shape, f"model.sliding_window_tokens={window}", "model.layer_types=[full_attention, sliding_attention]"
+    ]  # fmt: skip
+    spec = spec_of(overrides, vocab_size=256, length=length)
+    pairs = [(query, key) for query in range(length) for key in range(query + 1)]
+    near = sum(query - key < window for query, key in pairs)
+    visible = 2 * (len(pairs) + near) * 12 * 96 / length
+    matmuls = 6.0 * num_matmul_weights(spec)
+    assert causal_flops_per_token(spec, length) == pytest.approx(matmuls + visible)
+    assert flops_per_token(spec, length) == pytest.approx(matmuls + 12 * 96 * 2 * (length + min(window, length)))
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("products", ["onednn", "blas"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])

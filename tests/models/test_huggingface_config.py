@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.huggingface_config import DEFAULTS, generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.huggingface_config import generation_config, huggingface_config, spec_from_huggingface
+from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 
 GPT2_HUB: dict[str, Any] = {
@@ -43,6 +44,43 @@ QWEN3_HUB: dict[str, Any] = {
 }  # fmt: skip
 
 
+MISTRAL_HUB: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN2_HUB: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "transformers_version": "4.43.1", "use_cache": True, "vocab_size": 151936,
+}  # fmt: skip
+PHI3_HUB: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999,
+    "embd_pdrop": 0.0, "eos_token_id": 199999, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+    "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
+}  # fmt: skip
+OLMO2_HUB: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 16, "num_hidden_layers": 16,
+    "num_key_value_heads": 16, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.50.0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+PUBLISHED = [MISTRAL_HUB, QWEN2_HUB, PHI3_HUB, OLMO2_HUB]
+COUNTS = {"mistral": 7_241_732_096, "qwen2": 494_032_768, "phi3": 3_836_021_760, "olmo2": 1_484_916_736}
+"""Parameters of Mistral 7B v0.1, Qwen2.5 0.5B, Phi-4 mini and OLMo 2 1B."""
+
+
 def spec_of(config: ModelConfig) -> ModelSpec:
     return model_spec(config, tokenizer_vocab_size=2, sequence_length_tokens=8)
 
@@ -59,7 +97,18 @@ def test_published_files_are_read() -> None:
     assert counts == [1_557_611_200, 8_030_261_248, 596_049_920]
 
 
-@pytest.mark.parametrize("hub", [GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB], ids=lambda hub: hub["model_type"])
+@pytest.mark.parametrize("hub", PUBLISHED, ids=lambda hub: hub["model_type"])
+def test_other_published_files_are_read(hub: dict[str, Any]) -> None:
+    spec = spec_of(spec_from_huggingface(hub))
+    assert sum(prod(part.shape) for part in spec.parameters) == COUNTS[hub["model_type"]]
+    assert huggingface_family(spec) == hub["model_type"]
+    assert (spec.sliding_window_tokens, spec.rotary_dim) == (
+        4096 if hub is MISTRAL_HUB else None,
+        96 if hub is PHI3_HUB else spec.head_dim,
+    )
+
+
+@pytest.mark.parametrize("hub", [GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB, *PUBLISHED], ids=lambda hub: hub["model_type"])
 def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None:
     spec = spec_of(spec_from_huggingface(hub))
     config = json.loads(json.dumps(huggingface_config(spec, end_of_text_id=7)))
@@ -98,7 +147,7 @@ def test_rotary_base_is_found_wherever_it_is_kept() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (LLAMA_3_8B_HUB, {"model_type": "mistral"}, "model_type = 'mistral'.*gpt2, llama, qwen3"),
+        (LLAMA_3_8B_HUB, {"model_type": "gemma"}, "model_type = 'gemma'.*gpt2, llama, qwen3, mistral"),
         (LLAMA_3_8B_HUB, {"model_type": None}, "model_type = None"),
         (LLAMA_3_8B_HUB, {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type = 'longrope'.*llama3"),
         (LLAMA_3_8B_HUB, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2'"),
@@ -127,8 +176,23 @@ def test_rotary_base_is_found_wherever_it_is_kept() -> None:
         (LLAMA_3_8B_HUB, {"hidden_size": "4096"}, "hidden_size = '4096'"),
         (LLAMA_3_8B_HUB, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         (LLAMA_3_8B_HUB, {"attention_bias": "yes"}, "attention_bias = 'yes'"),
-        (QWEN3_HUB, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 20}, "layer 20"),
-        (QWEN3_HUB, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3_HUB, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0"),
+        (QWEN3_HUB, {"use_sliding_window": True, "sliding_window": True}, "sliding_window = True"),
+        (
+            QWEN3_HUB,
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": None},
+            "max_window_layers = None",
+        ),
+        (QWEN3_HUB, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*28 layers"),
+        (QWEN3_HUB, {"layer_types": ["chunked_attention"] * 28}, "layer_types"),
+        (QWEN3_HUB, {"layer_types": ["sliding_attention"] * 28}, "layer_types.*use_sliding_window"),
+        (MISTRAL_HUB, {"sliding_window": 0}, "sliding_window = 0"),
+        (MISTRAL_HUB, {"sliding_window": "4096"}, "sliding_window = '4096'"),
+        (PHI3_HUB, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.type = 'longrope'"),
+        (PHI3_HUB, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type = 'yarn'.*this model_type"),
+        (PHI3_HUB, {"resid_pdrop": 0.1}, "resid_pdrop = 0.1"),
+        (PHI3_HUB, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (OLMO2_HUB, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         (QWEN3_HUB, {"mlp_bias": True}, "mlp_bias = True"),
         (GPT2_HUB, {"attn_pdrop": 0.0}, "embd_pdrop, resid_pdrop, attn_pdrop"),
         (GPT2_HUB, {"activation_function": "gelu_fast"}, "activation_function = 'gelu_fast'"),
@@ -153,6 +217,19 @@ def test_windows_that_reach_no_layer_are_no_windows() -> None:
     assert spec_from_huggingface(QWEN3_HUB | wide | listed) == spec_from_huggingface(QWEN3_HUB)
 
 
+@pytest.mark.parametrize(("first", "listed"), [(0, None), (20, None), (28, [3, 27])])
+def test_the_layers_of_a_window_are_read_and_written(first: int, listed: list[int] | None) -> None:
+    change: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": first}
+    if listed is not None:
+        change["layer_types"] = ["sliding_attention" if layer in listed else "full_attention" for layer in range(28)]
+    spec = spec_of(spec_from_huggingface(QWEN3_HUB | change))
+    chosen = range(first, 28) if listed is None else listed
+    assert spec.layer_windows == tuple(9 if layer in chosen else None for layer in range(28))
+    written = huggingface_config(spec, end_of_text_id=0)
+    assert spec_of(spec_from_huggingface(written)) == spec
+    assert (written["sliding_window"], written["use_sliding_window"]) == (9, True)
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -163,8 +240,8 @@ ANYTHING = st.recursive(
 @settings(max_examples=400, deadline=None, database=None)
 @given(data=st.data())
 def test_any_file_is_read_or_refused_never_a_crash(data: st.DataObject) -> None:
-    base = data.draw(st.sampled_from([GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB]))
-    keys = [*base, *DEFAULTS[base["model_type"]], "rope_parameters", "layer_types", "use_sliding_window"]
+    base = data.draw(st.sampled_from([GPT2_HUB, LLAMA_3_8B_HUB, QWEN3_HUB, *PUBLISHED]))
+    keys = [*base, *ARCHITECTURES[base["model_type"]].defaults, "rope_parameters", "layer_types", "use_sliding_window"]
     config = base | {data.draw(st.sampled_from(keys)): data.draw(ANYTHING) for _ in range(2)}
     with contextlib.suppress(ConfigError):
         assert isinstance(spec_from_huggingface(config), ModelConfig)

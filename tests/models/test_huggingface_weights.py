@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,8 @@ import pytest
 
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.huggingface_weights import (
-    from_huggingface,
-    huggingface_entries,
-    huggingface_family,
-    huggingface_tensors,
-    require_family,
-    to_huggingface,
-)
+from vorox.models.huggingface_families import huggingface_family, require_family
+from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_tensors, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "vocab_size": 11, "intermediate_size": 20}
@@ -181,3 +177,57 @@ def test_the_family_follows_what_is_computed_not_the_label() -> None:
             require_family(spec)
         with pytest.raises(ConfigError, match=f"positions = {spec.positions}"):
             huggingface_tensors(spec)
+
+
+def first_family(spec: ModelSpec) -> str | None:
+    """The rule of the first version, which decides the names in its checkpoints."""
+    plain = spec.head_dim * spec.num_heads == spec.hidden_size and spec.num_kv_heads == spec.num_heads
+    if spec.positions == "learned":
+        layers = spec.norm == "layer_norm" and spec.norm_bias and spec.attention_bias and spec.mlp_bias
+        return "gpt2" if plain and layers and not spec.is_gated and not spec.qk_norm else None
+    if spec.norm != "rms_norm" or not spec.is_gated:
+        return None
+    if spec.qk_norm:
+        return None if spec.mlp_bias else "qwen3"
+    return "llama" if spec.hidden_size % spec.num_heads == 0 else None
+
+
+def test_the_family_of_an_earlier_checkpoint_never_changes() -> None:
+    booleans = (False, True)
+    found = set()
+    for positions, norm, activation, heads, kv_heads in product(
+        ("rope", "learned"), ("rms_norm", "layer_norm"), ("swiglu", "geglu", "relu"), (3, 5), (1, None)
+    ):
+        for norm_bias, qk_norm, attention_bias, mlp_bias in product(booleans, repeat=4):
+            if norm == "rms_norm" and norm_bias:
+                continue
+            fields = {
+                "positions": positions, "norm": norm, "activation": activation, "num_heads": heads, "head_dim": 4,
+                "num_kv_heads": kv_heads, "norm_bias": norm_bias, "qk_norm": qk_norm, "attention_bias": attention_bias,
+                "mlp_bias": mlp_bias,
+            }  # fmt: skip
+            spec = spec_of(SMALL | fields)
+            assert huggingface_family(spec) == first_family(spec), fields
+            found.add(first_family(spec))
+    assert found == {"gpt2", "llama", "qwen3", None}
+
+
+def test_fused_projections_are_read_into_separate_ones() -> None:
+    """Phi-3 without windows and with whole heads is a Llama; its files have fused projections."""
+    spec = spec_of(LLAMA)
+    fused = replace(spec, rotary_fraction=0.5)
+    assert (huggingface_family(spec), huggingface_family(fused)) == ("llama", "phi3")
+    weights = random_weights(spec)
+    stored = dict(to_huggingface(fused, weights.items()))
+    assert "model.layers.0.self_attn.qkv_proj.weight" in stored
+    found = dict(from_huggingface(spec, stored.items()))
+    assert found.keys() == weights.keys()
+    assert all(np.array_equal(found[name], array) for name, array in weights.items())
+    separate = dict(to_huggingface(spec, weights.items()))
+    for name, array in separate.items():
+        if ".q_proj." in name:
+            with pytest.raises(CheckpointError, match="duplicated"):
+                dict(from_huggingface(spec, [*stored.items(), (name, array)]))
+    del stored["model.layers.1.mlp.gate_up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight is missing"):
+        dict(from_huggingface(spec, stored.items()))

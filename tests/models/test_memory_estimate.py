@@ -79,11 +79,30 @@ def test_the_remedy_is_of_what_is_too_large() -> None:
 
 
 def test_the_mask_of_documents_grows_with_the_square_of_a_row() -> None:
-    _, short = estimate([], document_mask=True)
-    _, long = estimate([], document_mask=True, sequence_length_tokens=4096)
+    _, short = estimate([], dense_masks=1)
+    _, long = estimate([], dense_masks=1, sequence_length_tokens=4096)
     assert short.mask_bytes == 8 * 1024**2 * 3  # a byte and a bf16 for every pair of positions
     assert long.mask_bytes == 16 * short.mask_bytes
     assert estimate([])[1].mask_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "num_masks"),
+    [
+        ([], (0, 1)),
+        (["model.sliding_window_tokens=512"], (1, 1)),
+        (["model.sliding_window_tokens=512", "model.layer_types=[sliding_attention, full_attention]"], (1, 2)),
+        (["model.sliding_window_tokens=1024"], (0, 1)),
+    ],
+)
+def test_a_window_shorter_than_the_row_has_a_mask(model: list[str], num_masks: tuple[int, int]) -> None:
+    """A flash kernel for full attention has none; with document masks, each kind of layer has one."""
+    for is_packed, expected in zip((False, True), num_masks, strict=True):
+        overrides = [*model, "data.sequence_length_tokens=1024", f"data.document_mask={str(is_packed).lower()}"]
+        config = load_config("quickstart", overrides)
+        spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=1024)
+        pairs = config.train.micro_batch_sequences * 1024**2
+        assert planned_memory(spec, config).mask_bytes == expected * pairs * (1 + 4), overrides
 
 
 @pytest.mark.parametrize(

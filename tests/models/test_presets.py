@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from vorox.core.config.presets import model_presets
 from vorox.core.schema.model import ModelConfig
-from vorox.models.huggingface_weights import huggingface_family
+from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
@@ -38,16 +39,20 @@ def spec_of(size: str, tokenizer_vocab_size: int = 512) -> ModelSpec:
     return model_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
 
 
-LEFT_TO_WEIGHTS = {"rope_scaling", "rotary_fraction"}
-"""No family and no size sets them."""
+LEFT_TO_WEIGHTS = {"rope_scaling"}
+"""No family and no size sets it."""
 
 
 def test_families_fill_every_knob_that_a_size_leaves_open() -> None:
     assert set(PRESETS) == {"families", "sizes"}
-    assert set(PRESETS["families"]) == {"gpt2", "llama", "qwen3"}
-    for family, knobs in PRESETS["families"].items():
+    assert (
+        set(PRESETS["families"]) == set(ARCHITECTURES) == set(get_args(ModelConfig.model_fields["family"].annotation))
+    )
+    for family, knobs in model_presets().families.items():
         assert set(knobs) == set(ModelConfig.model_fields) - NOT_ARCHITECTURE - SHAPE - LEFT_TO_WEIGHTS, family
-        ModelConfig.model_validate({"family": family, **knobs}, strict=True)
+        config = ModelConfig.model_validate({"family": family, **knobs}, strict=True)
+        spec = model_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
+        assert huggingface_family(spec) == family
 
 
 @pytest.mark.parametrize("size", PRESETS["sizes"])

@@ -140,6 +140,9 @@ FIRST_KEYS = {
 """What checkpoints of the first version record."""
 
 LATER = {
+    "sliding_window_tokens": 12,
+    "layer_types": ("full_attention", "sliding_attention"),
+    "norm_placement": "post",
     "rotary_fraction": 0.5,
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_positions_tokens": 32},
 }
@@ -151,7 +154,9 @@ def test_checkpoints_of_earlier_versions_hold_the_same_spec() -> None:
     assert set(resolve(**LATER).to_json()) == FIRST_KEYS | set(LATER)
 
 
-@pytest.mark.parametrize("fields", [{}, GPT2, LATER, *({key: value} for key, value in LATER.items())], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, GPT2, LATER, *({key: LATER[key]} for key in LATER if key != "layer_types")], ids=str
+)
 def test_a_spec_is_read_back_from_json_and_from_its_settings(fields: dict[str, Any]) -> None:
     spec = resolve(**fields)
     assert ModelSpec(**json.loads(json.dumps(spec.to_json()))) == spec
@@ -160,6 +165,17 @@ def test_a_spec_is_read_back_from_json_and_from_its_settings(fields: dict[str, A
         section, _, name = key.rpartition(".")
         (sections.setdefault(section, {}) if section else sections)[name] = value
     assert resolve(**sections) == spec
+
+
+def test_windows_are_told_by_layer() -> None:
+    windows = {"sliding_window_tokens": 12, "num_layers": 3}
+    assert resolve(num_layers=3).layer_windows == (None,) * 3
+    assert resolve(**windows).layer_windows == (12,) * 3
+    mixed = resolve(**windows, layer_types=("sliding_attention", "full_attention"))
+    assert mixed.layer_windows == (12, None, 12)
+    assert mixed.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
+    assert resolve(**windows, layer_types=("full_attention",)) == resolve(num_layers=3), "no layer has it"
+    assert resolve(**windows, layer_types=("sliding_attention",)) == resolve(**windows), "all have it"
 
 
 def test_json_tells_specs_apart() -> None:

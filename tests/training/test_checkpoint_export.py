@@ -29,7 +29,8 @@ from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.huggingface_config import huggingface_config, huggingface_files
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.huggingface_families import huggingface_family
+from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
 from vorox.training.checkpoint_export import export

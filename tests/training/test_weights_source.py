@@ -98,7 +98,8 @@ def test_a_silent_configuration_adopts_architecture_and_tokenizer(
 
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": BYTE.vocab_size, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "rope_theta": 500000.0,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rope_theta": 500000.0,
     "rope_scaling": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
@@ -106,7 +107,25 @@ LLAMA_CONFIG: dict[str, Any] = {
 }  # fmt: skip
 EXPECTED_OF: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (LLAMA_CONFIG, "llama", {"model.rope_scaling.rope_type": "llama3", "model.rope_scaling.factor": 8.0}),
-]
+    (LLAMA_CONFIG | {"model_type": "mistral", "sliding_window": 32}, "mistral", {"model.sliding_window_tokens": 32}),
+    (
+        LLAMA_CONFIG | {
+            "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1,
+        },
+        "qwen2",
+        {"model.attention_bias": "qkv", "model.layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    (
+        LLAMA_CONFIG | {"model_type": "phi3", "rope_scaling": None, "partial_rotary_factor": 0.5},
+        "phi3",
+        {"model.rotary_fraction": 0.5},
+    ),
+    (
+        LLAMA_CONFIG | {"model_type": "olmo2"},
+        "olmo2",
+        {"model.qk_norm": "full_width", "model.norm_placement": "post", "model.rope_scaling.factor": 8.0},
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "family", "settings"), EXPECTED_OF, ids=lambda value: str(value)[:20])

@@ -26,7 +26,8 @@ from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.schema import CheckpointFormat
 from vorox.core.staged_directory import StagedDirectory
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_family, to_huggingface
+from vorox.models.huggingface_families import huggingface_family
+from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.orbax_arrays import OrbaxArrays, weight_entries
 from vorox.models.spec import ModelSpec
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights

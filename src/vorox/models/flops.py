@@ -3,7 +3,8 @@
 ``flops_per_token`` is the convention of published MFU figures (PaLM, arXiv 2204.02311, appendix B): ``6 N + 12 L W T``
 with N matmul weights (all blocks, and the head once; no embedding look-up, norms or biases), L layers, W the attention
 width over all heads and T positions per row. It includes attention to the future, which causal kernels skip;
-``causal_flops_per_token`` excludes it, and is a lower bound for any implementation.
+``causal_flops_per_token`` excludes it, and is a lower bound for any implementation. In a layer with a sliding window, T
+is the window.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ def num_matmul_weights(spec: ModelSpec) -> int:
 
 def flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> float:
     """Return the FLOPs of forward and backward pass per position: 6 N + 12 L W T."""
-    return 6.0 * num_matmul_weights(spec) + _attention_flops(spec, sequence_length_tokens)
+    length = sequence_length_tokens
+    keys = sum(length if window is None else min(window, length) for window in spec.layer_windows)
+    return 6.0 * num_matmul_weights(spec) + _attention_flops_per_position(spec) * keys
 
 
 def causal_flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> float:
-    """Return the same with causal attention only: on average (T + 1) / 2 of the T positions."""
-    visible_fraction = (sequence_length_tokens + 1) / (2 * sequence_length_tokens)
-    return 6.0 * num_matmul_weights(spec) + visible_fraction * _attention_flops(spec, sequence_length_tokens)
+    """Return the same with causal attention only: on average (T + 1) / 2 of the T positions, less behind a window."""
+    length = sequence_length_tokens
+    windows = [length if window is None else min(window, length) for window in spec.layer_windows]
+    visible = sum(window - window * (window - 1) / (2 * length) for window in windows)
+    return 6.0 * num_matmul_weights(spec) + _attention_flops_per_position(spec) * visible
 
 
-def _attention_flops(spec: ModelSpec, sequence_length_tokens: int) -> float:
-    width = spec.num_heads * spec.head_dim
-    return 12.0 * spec.num_layers * width * sequence_length_tokens
+def _attention_flops_per_position(spec: ModelSpec) -> float:
+    """Return the FLOPs of one layer for one query and one key."""
+    return 12.0 * spec.num_heads * spec.head_dim

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import RopeScalingConfig
+from vorox.models.huggingface_families import Rules
 from vorox.models.spec import ModelSpec
 
 _KEYS = {
@@ -35,18 +36,27 @@ def refuse(key: str, value: Any, why: str) -> NoReturn:
     raise ConfigError(f"{key} = {value!r} in config.json is not supported: {why}", where="config.json")
 
 
-def read_rope(config: Mapping[str, Any], *, default_theta: float) -> dict[str, Any]:
+def read_rope(config: Mapping[str, Any], rules: Rules, *, default_theta: float) -> dict[str, Any]:
     """Return the rotary keys of the section ``model``.
+
+    Args:
+        config: A ``config.json``.
+        rules: What its architecture computes.
+        default_theta: Base of the frequencies that a file omits.
 
     Raises:
         ConfigError: A key has an invalid value or is not implemented, or two places contradict each other.
     """
     stated = _stated(config)
     theta = stated.pop("rope_theta", ("rope_theta", default_theta))[1]
-    share = stated.pop("partial_rotary_factor", ("partial_rotary_factor", 1.0))[1]
+    share_place, share = stated.pop("partial_rotary_factor", ("partial_rotary_factor", 1.0))
+    if "rotary_fraction" not in rules and share != 1:
+        refuse(share_place, share, "only 1 is implemented")
     type_place, rope_type = stated.pop("rope_type", ("rope_type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _OF_TYPE:
         refuse(type_place, rope_type, f"implemented are {', '.join(_OF_TYPE)}")
+    if "rope_scaling" in rules and rope_type != "default":
+        refuse(type_place, rope_type, "only default is implemented for this model_type")
     for name, (place, value) in stated.items():
         if name not in _OF_TYPE[rope_type]:
             refuse(place, value, f"rotary positions of type {rope_type} have no such key")
@@ -100,6 +110,8 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
         "rope_theta": spec.rope_theta,
         "rope_parameters": {**table, "rope_theta": spec.rope_theta},
     }
+    if spec.rotary_fraction != 1:
+        keys["partial_rotary_factor"] = keys["rope_parameters"]["partial_rotary_factor"] = spec.rotary_fraction
     if spec.rope_scaling is not None:
         keys["rope_scaling"] = table
     return keys

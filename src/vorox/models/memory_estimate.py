@@ -26,7 +26,7 @@ class MemoryEstimate:
         optimizer_bytes: Optimizer moments.
         activation_bytes: Activations saved for the backward pass.
         logits_bytes: Logits of a chunk and their gradient.
-        mask_bytes: Dense attention mask, with ``data.document_mask``.
+        mask_bytes: Dense attention masks, with ``data.document_mask`` or sliding windows.
         snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
     """
 
@@ -65,7 +65,7 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         optimizer=config.optimizer.name,
         recompute_blocks=config.train.activation_checkpointing == "block",
         loss_chunk_tokens=config.loss.chunk_tokens,
-        document_mask=config.data.document_mask,
+        dense_masks=_dense_masks(spec, config),
     )
     return replace(
         step, snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0
@@ -81,7 +81,7 @@ def training_memory(
     optimizer: str,
     recompute_blocks: bool,
     loss_chunk_tokens: int,
-    document_mask: bool = False,
+    dense_masks: int = 0,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one training step.
 
@@ -93,7 +93,7 @@ def training_memory(
         optimizer: ``adamw`` has two moments per parameter, ``muon`` one for matrices.
         recompute_blocks: Activation checkpointing: only block inputs are saved, and blocks are recomputed one by one.
         loss_chunk_tokens: Positions per chunk of logits.
-        document_mask: Whether attention materialises a dense mask, as booleans and as additive floats.
+        dense_masks: Number of dense attention masks, each as booleans and as additive floats.
     """
     weights = FP32_BYTES * spec.num_parameters
     state = 2 * weights
@@ -110,8 +110,15 @@ def training_memory(
         optimizer_bytes=state,
         activation_bytes=blocks + 2 * stream,
         logits_bytes=2 * FP32_BYTES * chunk * spec.vocab_size,
-        mask_bytes=positions * sequence_length_tokens * (1 + dtype_bytes) if document_mask else 0,
+        mask_bytes=dense_masks * positions * sequence_length_tokens * (1 + dtype_bytes),
     )
+
+
+def _dense_masks(spec: ModelSpec, config: RunConfig) -> int:
+    """Return the number of kinds of layers whose attention mask is dense: full, and with a sliding window."""
+    length = config.data.sequence_length_tokens
+    windows = {None if window is None or window >= length else window for window in spec.layer_windows}
+    return len(windows) if config.data.document_mask else len(windows - {None})
 
 
 def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:

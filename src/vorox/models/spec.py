@@ -5,7 +5,8 @@ source of canonical names, shapes, initial distributions, weight decay and logic
 exports and cost estimates.
 
 Canonical weights are ``[out, in]``. Rotary embeddings rotate halves of a head (Hugging Face's convention). A gated MLP
-is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``.
+is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``. A layer with a sliding window of W lets position q
+attend to the positions from q - W + 1 to q.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import prod, sqrt
 from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
-from vorox.core.schema.model import Activation, ModelConfig, RopeScalingConfig
+from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
 from vorox.models.rotary import RopeScaling
 
 Kind = Literal["embedding", "matrix", "head", "norm", "bias"]
@@ -76,8 +77,8 @@ class ModelSpec:
     norm_eps: float
     norm_bias: bool
     activation: Activation
-    qk_norm: bool
-    attention_bias: bool
+    qk_norm: bool | Literal["full_width"]
+    attention_bias: bool | Literal["qkv"]
     mlp_bias: bool
     tie_embeddings: bool
     dropout_fraction: float
@@ -85,8 +86,13 @@ class ModelSpec:
     scale_residual_init: bool
     rotary_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
+    sliding_window_tokens: int | None = None
+    layer_types: tuple[LayerType, ...] | None = None
+    norm_placement: Literal["pre", "post"] = "pre"
 
     def __post_init__(self) -> None:
+        if self.layer_types is not None:  # JSON has lists
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if isinstance(self.rope_scaling, Mapping):  # from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**cast("dict[str, Any]", self.rope_scaling)))
 
@@ -94,6 +100,15 @@ class ModelSpec:
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that are rotated, the first ones."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, in positions; ``None`` for full attention."""
+        if self.layer_types is None:
+            return (self.sliding_window_tokens,) * self.num_layers
+        return tuple(
+            self.sliding_window_tokens if layer_type == "sliding_attention" else None for layer_type in self.layer_types
+        )
 
     @property
     def is_gated(self) -> bool:
@@ -113,6 +128,8 @@ class ModelSpec:
         """Return the spec for manifests; two models are the same if and only if it is equal."""
         young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         values = {name: value for name, value in asdict(self).items() if name not in young or value != young[name]}
+        if self.layer_types is not None:
+            values["layer_types"] = list(self.layer_types)
         if self.rope_scaling is not None:
             values["rope_scaling"] = {
                 name: value for name, value in values["rope_scaling"].items() if value is not None
@@ -152,6 +169,8 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
         if config.activation in GATED_ACTIVATIONS:
             multiples = -(-8 * config.hidden_size // (3 * GATED_WIDTH_MULTIPLE))
             intermediate_size = multiples * GATED_WIDTH_MULTIPLE
+    pattern: tuple[LayerType, ...] = config.layer_types or ()
+    layer_types = (pattern * config.num_layers)[: config.num_layers]
     if config.num_heads % num_kv_heads:
         raise _contradiction(f"num_heads = {config.num_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
     if config.positions == "rope" and head_dim % 2:
@@ -171,31 +190,17 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
         raise _contradiction(
             f"max_positions_tokens = {max_positions}, but data.sequence_length_tokens = {sequence_length_tokens}"
         )
-    return ModelSpec(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate_size,
-        vocab_size=vocab_size,
-        max_positions_tokens=max_positions,
-        positions=config.positions,
-        rope_theta=config.rope_theta,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        norm_bias=config.norm_bias,
-        activation=config.activation,
-        qk_norm=config.qk_norm,
-        attention_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-        tie_embeddings=config.tie_embeddings,
-        dropout_fraction=config.dropout_fraction,
-        init_std=config.init_std,
-        scale_residual_init=config.scale_residual_init,
-        rotary_fraction=config.rotary_fraction,
-        rope_scaling=_rope_scaling(config.rope_scaling, max_positions),
-    )
+    resolved: dict[str, Any] = {
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        "max_positions_tokens": max_positions,
+        "rope_scaling": _rope_scaling(config.rope_scaling, max_positions),
+        "sliding_window_tokens": None if set(layer_types) == {"full_attention"} else config.sliding_window_tokens,
+        "layer_types": layer_types if len(set(layer_types)) > 1 else None,
+    }
+    return ModelSpec(**{field.name: getattr(config, field.name) for field in fields(ModelSpec)} | resolved)
 
 
 def _rope_scaling(config: RopeScalingConfig, max_positions: int) -> RopeScaling | None:
@@ -256,21 +261,27 @@ def _block_table(spec: ModelSpec, prefix: str) -> list[ParameterSpec]:
         return [weight, extra] if bias else [weight]
 
     hidden, heads, kv_heads, mlp = (width, "hidden"), (query, "heads"), (key_value, "kv_heads"), (inner, "mlp")
-    rows = _norm(spec, f"{prefix}attention_norm")
-    rows += linear("attention.query", heads, hidden, spec.init_std, spec.attention_bias)
-    rows += linear("attention.key", kv_heads, hidden, spec.init_std, spec.attention_bias)
-    rows += linear("attention.value", kv_heads, hidden, spec.init_std, spec.attention_bias)
+    rows = _norm(spec, f"{prefix}attention_norm") if spec.norm_placement == "pre" else []
+    rows += linear("attention.query", heads, hidden, spec.init_std, bool(spec.attention_bias))
+    rows += linear("attention.key", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
+    rows += linear("attention.value", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
     if spec.qk_norm:
+        whole = spec.qk_norm == "full_width"
         rows += [
-            ParameterSpec(f"{prefix}attention.{name}.weight", (spec.head_dim,), "ones", 0.0, False, "norm", ("head",))
-            for name in ("query_norm", "key_norm")
+            ParameterSpec(f"{prefix}attention.{name}.weight", (width,), "ones", 0.0, False, "norm", (axis,))
+            for name, (width, axis) in (
+                ("query_norm", heads if whole else (spec.head_dim, "head")),
+                ("key_norm", kv_heads if whole else (spec.head_dim, "head")),
+            )
         ]
-    rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias)
-    rows += _norm(spec, f"{prefix}mlp_norm")
+    rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias is True)
+    rows += _norm(spec, f"{prefix}mlp_norm" if spec.norm_placement == "pre" else f"{prefix}attention_output_norm")
     if spec.is_gated:
         rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias)
     rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
     rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
+    if spec.norm_placement == "post":
+        rows += _norm(spec, f"{prefix}mlp_output_norm")
     return rows
 
 

@@ -29,7 +29,8 @@ from vorox.data.tokenizers import loading as tokenizers
 from vorox.data.tokenizers.token_ids import IDS_NAME
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface_config import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, require_family, to_huggingface
+from vorox.models.huggingface_families import require_family
+from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config import ConfigSource, ResolvedConfig, resolve_config
+from vorox.core.config.presets import model_presets
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.run_layout import RunLayout
@@ -33,7 +34,7 @@ from vorox.data.tokenizers.store import load_untrained
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.models.engine_state import FREE_TO_CHANGE
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
-from vorox.models.huggingface_weights import huggingface_family
+from vorox.models.huggingface_families import huggingface_family
 from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import step_directories
@@ -276,14 +277,16 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
     Raises:
         ConfigError: It sets conflicting ones.
     """
+    family = None if _is_explicit(resolved, "model.family") else huggingface_family(weights.spec)
+    filled: Mapping[str, Any] = {} if family is None else model_presets().families[family]
     adopted: dict[str, Any] = {}
     for key, value in weights.spec.settings().items():
         given = attrgetter(key)(resolved.config.model)
-        if given == value:
+        if given == value and filled.get(key, value) == value:
             continue
         if not _is_explicit(resolved, f"model.{key}"):
             adopted[f"model.{key}"] = value
-        elif given is not None and key not in FREE_TO_CHANGE:
+        elif given not in (None, value) and key not in FREE_TO_CHANGE:
             raise ConfigError(
                 f"Weights at {weights.location} have model.{key}={write_inline(value)}, not {write_inline(given)}",
                 where=resolved.origin(f"model.{key}"),
@@ -291,7 +294,7 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
             )
     if adopted and resolved.config.model.preset is not None:
         adopted["model.preset"] = None
-    if (family := huggingface_family(weights.spec)) is not None and not _is_explicit(resolved, "model.family"):
+    if family is not None:
         adopted["model.family"] = family
     section = [
         key for key in type(resolved.config.tokenizer).model_fields if _is_explicit(resolved, f"tokenizer.{key}")

@@ -15,7 +15,7 @@ from backends.torch_engine.small_models import GPT2, LLAMA, MODELS, QWEN3, make,
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory, verify_directory
-from vorox.models.huggingface_weights import huggingface_family
+from vorox.models.huggingface_families import huggingface_family
 
 pytestmark = pytest.mark.torch
 SETTINGS: dict[str, dict[str, Any]] = {

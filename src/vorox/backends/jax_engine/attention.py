@@ -29,30 +29,59 @@ Dropout = tuple[float, Array]
 
 
 class AttentionMask:
-    """A causal mask, restricted to the same document if segment ids are given.
+    """A causal mask, restricted to the same document and to a sliding window if given.
 
     Args:
         segment_ids_BT: Document of each position, 0 for padding; ``None`` for one document.
         query_positions_T: Absolute position of each query; for decoding, where there are more keys than queries.
+        window_tokens: Number of positions that a query attends to, itself included; an array if it depends on the
+            layer of a scan.
     """
 
-    def __init__(self, segment_ids_BT: Array | None = None, query_positions_T: Array | None = None) -> None:
+    def __init__(
+        self,
+        segment_ids_BT: Array | None = None,
+        query_positions_T: Array | None = None,
+        window_tokens: int | Array | None = None,
+    ) -> None:
         self.segment_ids_BT = segment_ids_BT
         self.query_positions_T = query_positions_T
+        self.window_tokens = window_tokens
+
+    def with_window(self, window_tokens: int | Array | None) -> AttentionMask:
+        """Return the mask of a layer with a sliding window."""
+        return AttentionMask(self.segment_ids_BT, self.query_positions_T, window_tokens)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask is causal and nothing else."""
-        return self.segment_ids_BT is None and self.query_positions_T is None
+        """Whether the mask is causal, perhaps with a window, and nothing else."""
+        return (
+            self.segment_ids_BT is None
+            and self.query_positions_T is None
+            and not isinstance(self.window_tokens, jax.Array)
+        )
 
     def dense(self, num_queries: int, num_keys: int) -> Array:
         """Return the mask ``[B or 1, 1, T, S]``, true where a query may attend to a key."""
         queries_T = jnp.arange(num_queries) if self.query_positions_T is None else self.query_positions_T
-        mask = (jnp.arange(num_keys)[None, :] <= queries_T[:, None])[None, None]
+        keys_S = jnp.arange(num_keys)
+        mask = (keys_S[None, :] <= queries_T[:, None])[None, None]
+        if self.window_tokens is not None:
+            mask = mask & (keys_S[None, :] > queries_T[:, None] - self.window_tokens)
         if self.segment_ids_BT is not None:
             segments = self.segment_ids_BT
             mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
         return mask
+
+
+def layer_window(spec: ModelSpec, layer: Array | int) -> int | Array | None:
+    """Return the sliding window of a layer; an array if layers differ and the layer is traced."""
+    windows = spec.layer_windows
+    if len(set(windows)) == 1:
+        return windows[0]
+    if isinstance(layer, int):
+        return windows[layer]
+    return jnp.asarray([spec.max_positions_tokens if window is None else window for window in windows])[layer]
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
@@ -118,8 +147,11 @@ def _fused(implementation: Literal["xla", "cudnn"]) -> Attend:
         if dropout is not None:
             return reference(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout)
         mask = None if attention_mask.is_plain else attention_mask.dense(query_BTNH.shape[1], key_BSKH.shape[1])
+        window = attention_mask.window_tokens
+        local = (window - 1, 0) if mask is None and isinstance(window, int) else None
         return jax.nn.dot_product_attention(
-            query_BTNH, key_BSKH, value_BSKH, mask=mask, is_causal=mask is None, implementation=implementation
+            query_BTNH, key_BSKH, value_BSKH, mask=mask, is_causal=mask is None, local_window_size=local,
+            implementation=implementation,
         )  # fmt: skip
 
     return attend
@@ -134,17 +166,23 @@ def splash(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Block-sparse attention for TPUs; falls back to ``reference`` for dropout and decoding.
+    """Block-sparse attention for TPUs.
+
+    Falls back to ``reference`` for dropout, decoding, and scanned layers of different windows.
 
     Args:
         interpret: Run the kernel in interpret mode, for tests on other devices.
     """
-    if dropout is not None or attention_mask.query_positions_T is not None:
+    window = attention_mask.window_tokens
+    if dropout is not None or attention_mask.query_positions_T is not None or isinstance(window, jax.Array):
         return reference(query_BTNH, key_BSKH, value_BSKH, attention_mask, dropout)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     num_positions, num_heads, head_dim = query_BTNH.shape[1:]
-    causal = splash_attention_mask.CausalMask((num_positions, num_positions))
+    shape = (num_positions, num_positions)
+    causal: Any = splash_attention_mask.CausalMask(shape)
+    if window is not None:
+        causal = splash_attention_mask.LocalMask(shape, window_size=(window - 1, 0), offset=0)
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([causal] * num_heads), head_shards=1, q_seq_shards=1, interpret=interpret
     )

@@ -10,7 +10,7 @@ Shape legend: B rows, T positions, D width, O outputs, N query heads, K key/valu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vorox.backends.jax_engine.attention import Attend, AttentionMask, apply_dropout, apply_rotary
+from vorox.backends.jax_engine.attention import Attend, AttentionMask, apply_dropout, apply_rotary, layer_window
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.models.spec import ModelSpec
@@ -87,14 +87,15 @@ class Attention(nnx.Module):
     def __init__(self, spec: ModelSpec, attend: Attend) -> None:
         self._spec, self._attend = spec, attend
         num_query, num_key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        bias = spec.attention_bias
+        bias = bool(spec.attention_bias)
         self.query = Linear(num_query, spec.hidden_size, bias=bias)
         self.key = Linear(num_key, spec.hidden_size, bias=bias)
         self.value = Linear(num_key, spec.hidden_size, bias=bias)
-        self.output = Linear(spec.hidden_size, num_query, bias=bias)
-        norm = partial(Norm, spec.head_dim, kind="rms_norm", bias=False, eps=spec.norm_eps)
-        self.query_norm = norm() if spec.qk_norm else None
-        self.key_norm = norm() if spec.qk_norm else None
+        self.output = Linear(spec.hidden_size, num_query, bias=spec.attention_bias is True)
+        norm = partial(Norm, kind="rms_norm", bias=False, eps=spec.norm_eps)
+        whole = spec.qk_norm == "full_width"
+        self.query_norm = norm(num_query if whole else spec.head_dim) if spec.qk_norm else None
+        self.key_norm = norm(num_key if whole else spec.head_dim) if spec.qk_norm else None
 
     def __call__(
         self,
@@ -108,7 +109,7 @@ class Attention(nnx.Module):
         query_BTNH, key_BTKH = self.query(x_BTD).reshape(heads), self.key(x_BTD).reshape(heads)
         value_BTKH = self.value(x_BTD).reshape(heads)
         if self.query_norm is not None and self.key_norm is not None:
-            query_BTNH, key_BTKH = self.query_norm(query_BTNH), self.key_norm(key_BTKH)
+            query_BTNH, key_BTKH = _norm_heads(self.query_norm, query_BTNH), _norm_heads(self.key_norm, key_BTKH)
         if rotary is not None:
             query_BTNH, key_BTKH = apply_rotary(query_BTNH, *rotary), apply_rotary(key_BTKH, *rotary)
         if cache is not None:
@@ -119,6 +120,11 @@ class Attention(nnx.Module):
         dropout = None if key is None else (self._spec.dropout_fraction, key)
         mixed_BTNH = self._attend(query_BTNH, key_BTKH, value_BTKH, context.attention_mask, dropout)
         return self.output(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), cache
+
+
+def _norm_heads(norm: Norm, x_BTXH: Array) -> Array:
+    """Norm each head, or all heads together, by the width of the norm."""
+    return norm(x_BTXH.reshape(*x_BTXH.shape[:2], -1, norm.weight.shape[0])).reshape(x_BTXH.shape)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -147,11 +153,15 @@ class Mlp(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, spec: ModelSpec, attend: Attend) -> None:
-        self._dropout_fraction = spec.dropout_fraction
-        self.attention_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self._spec = spec
+        norm = partial(Norm, spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        is_pre = spec.norm_placement == "pre"
+        self.attention_norm = norm() if is_pre else None
         self.attention = Attention(spec, attend)
-        self.mlp_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self.attention_output_norm = None if is_pre else norm()
+        self.mlp_norm = norm() if is_pre else None
         self.mlp = Mlp(spec)
+        self.mlp_output_norm = None if is_pre else norm()
 
     def __call__(
         self, x_BTD: Array, layer: Array | int, context: ForwardContext, taps: Taps, rotary: tuple[Array, Array] | None,
@@ -169,14 +179,20 @@ class Block(nnx.Module):
                 measured.append(moments(x))
             return x
 
+        context = replace(context, attention_mask=context.attention_mask.with_window(layer_window(self._spec, layer)))
         x_BTD = tap("block_input", x_BTD)
-        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), context, rotary, keys[0], cache)
-        x_BTD = tap("after_attention", x_BTD + self._drop(mixed_BTD, keys[1]))
-        x_BTD = tap("after_mlp", x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), keys[2]))
+        mixed_BTD, cache = self.attention(_apply(self.attention_norm, x_BTD), context, rotary, keys[0], cache)
+        x_BTD = tap("after_attention", x_BTD + self._drop(_apply(self.attention_output_norm, mixed_BTD), keys[1]))
+        inner_BTD = _apply(self.mlp_output_norm, self.mlp(_apply(self.mlp_norm, x_BTD)))
+        x_BTD = tap("after_mlp", x_BTD + self._drop(inner_BTD, keys[2]))
         return x_BTD, cache, jnp.stack(measured) if measured else None
 
     def _drop(self, x_BTD: Array, key: Array | None) -> Array:
-        return x_BTD if key is None else apply_dropout(x_BTD, (self._dropout_fraction, key))
+        return x_BTD if key is None else apply_dropout(x_BTD, (self._spec.dropout_fraction, key))
+
+
+def _apply(norm: Norm | None, x_BTD: Array) -> Array:
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 class OuterLayers(nnx.Module):

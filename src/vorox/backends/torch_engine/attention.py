@@ -1,7 +1,8 @@
 """Attention masks, rotary embeddings and attention kernels.
 
 ``sdpa`` is PyTorch's fused kernel, ``reference`` the plain formula. A dense mask is made only where the causal flag is
-not enough: for rows of several documents, and for several new tokens behind a key/value cache.
+not enough: for rows of several documents, for sliding windows shorter than the row, and for several new tokens behind a
+key/value cache.
 
 Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
 """
@@ -29,10 +30,12 @@ class AttentionMask:
     Attributes:
         dense: ``[B or 1, 1, T, S]``, true where a query may attend to a key; ``None`` for all keys or a causal mask.
         is_causal: Whether the mask is causal and nothing else.
+        sliding: The mask of layers with a sliding window; ``None`` if it is the same.
     """
 
     dense: Tensor | None
     is_causal: bool
+    sliding: AttentionMask | None = None
 
 
 CAUSAL = AttentionMask(None, True)
@@ -73,6 +76,28 @@ def decoding_mask(num_past: int, num_new: int, device: torch.device) -> Attentio
     query_T1 = torch.arange(num_past, num_past + num_new, device=device)[:, None]
     key_S = torch.arange(num_past + num_new, device=device)
     return AttentionMask((key_S <= query_T1)[None, None], False)
+
+
+def add_window(
+    mask: AttentionMask, window_tokens: int | None, num_past: int, num_new: int, device: torch.device
+) -> AttentionMask:
+    """Return a mask with the mask of sliding layers, where a row is longer than their window.
+
+    Args:
+        mask: The mask of full attention.
+        window_tokens: Number of positions that a position attends to, itself included.
+        num_past: Cached positions.
+        num_new: Positions of the queries.
+        device: Device of the mask.
+    """
+    num_keys = num_past + num_new
+    if window_tokens is None or num_keys <= window_tokens:
+        return mask
+    query_T1 = torch.arange(num_past, num_keys, device=device)[:, None]
+    key_S = torch.arange(num_keys, device=device)
+    visible = ((key_S <= query_T1) & (key_S > query_T1 - window_tokens))[None, None]
+    visible = visible if mask.dense is None else visible & mask.dense
+    return AttentionMask(mask.dense, mask.is_causal, AttentionMask(visible, False))
 
 
 def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -229,7 +229,9 @@ class TorchEngine:
             positions = torch.arange(here.start, here.stop, device=self.compute.device)[None]
         return ForwardContext(
             shape_BT=(num_rows, num_positions),
-            attention_mask=attention_mask,
+            attention_mask=attention.add_window(
+                attention_mask, self._spec.sliding_window_tokens, num_past, num_positions, self.compute.device
+            ),
             rotary=rotary,
             positions=positions,
             dropout=self._spec.dropout_fraction if is_training else 0.0,

@@ -106,6 +106,7 @@ class Attention(nn.Module):
         spec, name = parts.spec, f"blocks.{layer}.attention"
         self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._is_sliding = spec.layer_windows[layer] is not None
         self.qkv = Linear(parts, f"{name}.qkv")
         self.output = Linear(parts, f"{name}.output")
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
@@ -123,11 +124,14 @@ class Attention(nn.Module):
         query_BNTH, key_BKTH, value_BKTH = (x.transpose(1, 2) for x in (query, key, value))
         if context.cache is not None:
             key_BKTH, value_BKTH = context.cache.extend(self._layer, key_BKTH, value_BKTH)
-        mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, context.attention_mask, context.dropout)
+        mask = context.attention_mask
+        if self._is_sliding and mask.sliding is not None:
+            mask = mask.sliding
+        mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, mask, context.dropout)
         return self.output(mixed_BNTH.transpose(1, 2).reshape(x_MD.shape[0], -1))
 
     def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, context: ForwardContext) -> Tensor:
-        normed_BTXH = norm(x_BTXH.reshape(-1, self._head_dim)).view(x_BTXH.shape)
+        normed_BTXH = norm(x_BTXH.reshape(-1, norm.weight.shape[0])).view(x_BTXH.shape)
         return normed_BTXH if context.rotary is None else self._rotate(normed_BTXH, *context.rotary, x_BTXH.shape[2])
 
 
@@ -151,19 +155,26 @@ class Block(nn.Module):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
         self._layer, self._taps = layer, parts.taps
-        self.attention_norm = Norm(parts, f"blocks.{layer}.attention_norm", kind=parts.spec.norm)
+
+        def norm(name: str) -> nn.Module:
+            """Return a norm, or the identity where the model has none."""
+            is_there = f"blocks.{layer}.{name}.weight" in parts.parameters
+            return Norm(parts, f"blocks.{layer}.{name}", kind=parts.spec.norm) if is_there else nn.Identity()
+
+        self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
         self.attention = Attention(parts, layer)
-        self.mlp_norm = Norm(parts, f"blocks.{layer}.mlp_norm", kind=parts.spec.norm)
+        self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.mlp = Mlp(parts, layer)
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         taps = self._taps
         if taps.active:
             x_MD = taps.apply("block_input", self._layer, x_MD, context.shape_BT)
-        x_MD = x_MD + _apply_dropout(self.attention(self.attention_norm(x_MD), context), context.dropout)
+        mixed_MD = self.attention_output_norm(self.attention(self.attention_norm(x_MD), context))
+        x_MD = x_MD + _apply_dropout(mixed_MD, context.dropout)
         if taps.active:
             x_MD = taps.apply("after_attention", self._layer, x_MD, context.shape_BT)
-        x_MD = x_MD + _apply_dropout(self.mlp(self.mlp_norm(x_MD)), context.dropout)
+        x_MD = x_MD + _apply_dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))), context.dropout)
         if taps.active:
             x_MD = taps.apply("after_mlp", self._layer, x_MD, context.shape_BT)
         return x_MD

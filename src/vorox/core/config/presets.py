@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vorox.core.config.yaml_reader import Json, read_mapping
+from vorox.core.schema.model import ModelConfig
 
 PRESETS_DIRECTORY = Path(__file__).resolve().parents[2] / "presets"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPresets:
-    """Architecture defaults by family and sizes by name; every value is a key of ``model``."""
+    """Architecture defaults by family and sizes by name; every value is a key of ``model``.
+
+    Each family sets every key that any family sets: those that its entry leaves out to the default of the schema.
+    """
 
     families: Mapping[str, Mapping[str, Json]]
     sizes: Mapping[str, Mapping[str, Json]]
@@ -26,7 +30,11 @@ class ModelPresets:
 @functools.cache
 def model_presets() -> ModelPresets:
     values = read_preset_file("models.yaml")
-    return ModelPresets(_mappings(values["families"]), _mappings(values["sizes"]))
+    families = _mappings(values["families"])
+    keys = {key for entry in families.values() for key in entry}
+    defaults = {key: ModelConfig.model_fields[key].default for key in ModelConfig.model_fields if key in keys}
+    complete = {name: defaults | dict(entry) for name, entry in families.items()}
+    return ModelPresets(complete, _mappings(values["sizes"]))
 
 
 @functools.cache

@@ -82,6 +82,9 @@ Names and paths, prefetching, checkpoints, validation and logging. ``model.prese
 DIGEST_OMITS_DEFAULT = (
     "model.rope_scaling",
     "model.rotary_fraction",
+    "model.sliding_window_tokens",
+    "model.layer_types",
+    "model.norm_placement",
 )
 """Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""
 

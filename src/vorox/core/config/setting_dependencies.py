@@ -169,6 +169,12 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
         for key in keys
     ),
+    Dependency(
+        "model.layer_types",
+        "model.sliding_window_tokens",
+        lambda value: value is not None,
+        "model.sliding_window_tokens",
+    ),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),

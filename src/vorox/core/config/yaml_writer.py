@@ -60,7 +60,7 @@ def _with_comment(line: str, path: KeyPath, comment: Comment | None) -> str:
 
 def write_inline(value: Json) -> str:
     """Return any value on one line."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(write_inline(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{write_scalar(key)}: {write_inline(item)}" for key, item in value.items()) + "}"

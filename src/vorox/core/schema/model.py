@@ -9,6 +9,7 @@ from pydantic import Field
 from vorox.core.schema.section import Section
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class RopeScalingConfig(Section):
@@ -49,7 +50,7 @@ class ModelConfig(Section):
         description="Model size (gpt2-124m, llama-1b, qwen3-0.6b, ...) whose values fill in this section; explicit "
         "keys take precedence.",
     )
-    family: Literal["gpt2", "llama", "qwen3"] = Field(
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"] = Field(
         default="llama", description="Architecture whose defaults fill in the keys below."
     )
     num_layers: int = Field(default=6, ge=1, description="Number of decoder blocks.")
@@ -84,11 +85,30 @@ class ModelConfig(Section):
     rotary_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Share of each head's dimensions that is rotated, the first ones."
     )
-    norm: Literal["rms_norm", "layer_norm"] = Field(default="rms_norm", description="Normalisation layer (pre-norm).")
+    sliding_window_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sliding-window attention: a position attends to itself and the positions before it, this many in "
+        "all. None: to the whole row.",
+    )
+    layer_types: tuple[LayerType, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Which layers have the sliding window; a list shorter than num_layers repeats. None: all layers.",
+    )
+    norm: Literal["rms_norm", "layer_norm"] = Field(default="rms_norm", description="Normalisation layer.")
+    norm_placement: Literal["pre", "post"] = Field(
+        default="pre", description="Norms before attention and MLP, or after them, on the residual branch (OLMo 2)."
+    )
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon added to the variance in every norm.")
     activation: Activation = Field(default="swiglu", description="MLP non-linearity; swiglu and geglu are gated.")
-    qk_norm: bool = Field(default=False, description="RMS norm of queries and keys per head (Qwen3).")
-    attention_bias: bool = Field(default=False, description="Biases on the attention projections.")
+    qk_norm: bool | Literal["full_width"] = Field(
+        default=False,
+        description="RMS norm of queries and keys: true per head (Qwen3), full_width over all heads together (OLMo 2).",
+    )
+    attention_bias: bool | Literal["qkv"] = Field(
+        default=False, description="Biases on the attention projections; qkv: not on the output projection (Qwen2)."
+    )
     mlp_bias: bool = Field(default=False, description="Biases in the MLP.")
     norm_bias: bool = Field(default=False, description="Bias of layer_norm; rms_norm has none.")
     tie_embeddings: bool = Field(default=True, description="Share the token embedding with the output head.")

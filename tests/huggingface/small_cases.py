@@ -1,0 +1,65 @@
+"""Small models of transformers by their ``config.json``: every family, and every part that a family may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 4}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}  # fmt: skip
+QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def scaled(**parameters: Any) -> dict[str, Any]:
+    return LLAMA | {"rope_parameters": {"rope_theta": 1000.0, **parameters}}
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 11}
+QWEN2 = LLAMA | {"model_type": "qwen2"}
+PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": None}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False},
+    "gpt2-gelu-narrow-mlp": GPT2 | {"activation_function": "gelu", "n_inner": 40},
+    "gpt2-relu": GPT2 | {"activation_function": "relu"},
+    "gpt2-silu": GPT2 | {"activation_function": "silu", "layer_norm_epsilon": 1e-2},
+    "llama-grouped-query": LLAMA,
+    "llama-tied": LLAMA | {"tie_word_embeddings": True},
+    "llama-multi-head": LLAMA | {"num_key_value_heads": 4},
+    "llama-multi-query": LLAMA | {"num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama-mlp-bias": LLAMA | {"mlp_bias": True},
+    "llama-wide-heads": LLAMA | {"head_dim": 20},
+    "llama-gelu": LLAMA | {"hidden_act": "gelu"},
+    "llama-rope-llama3": scaled(**LLAMA3) | {"head_dim": 20},
+    "llama-rope-linear": scaled(rope_type="linear", factor=2.5),
+    "llama-rope-dynamic": scaled(rope_type="dynamic", factor=2.0),
+    "llama-rope-yarn": scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "mistral": MISTRAL,
+    "mistral-no-window": MISTRAL | {"sliding_window": None},
+    "mistral-yarn": MISTRAL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 2.0}},
+    "qwen2": QWEN2,
+    "qwen2-windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "phi3": PHI3,
+    "phi3-window": PHI3 | {"sliding_window": 12},
+    "phi3-partial": PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 12},
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "olmo2-biases": LLAMA | {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 1},
+    "qwen3": QWEN3,
+    "qwen3-windows": QWEN3 | {
+        "use_sliding_window": True, "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3-tied": QWEN3 | {"tie_word_embeddings": True},
+    "qwen3-attention-bias": QWEN3 | {"attention_bias": True},
+    "qwen3-multi-head": QWEN3 | {"num_key_value_heads": 6, "num_attention_heads": 6},
+}  # fmt: skip
+"""Windows are shorter than the sequences of the tests."""
