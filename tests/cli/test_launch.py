@@ -38,9 +38,9 @@ def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> N
     assert launch.nproc_option() == "", "each machine has a command of its own"
 
 
-def test_listed_gpus_are_divided() -> None:
+def test_listed_gpus_must_divide_evenly() -> None:
     found = launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5,6,7"] * 2, "the engine divides them by local rank"
     with pytest.raises(ConfigError, match="Cannot divide 3 visible GPUs evenly among 2"):
         launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 

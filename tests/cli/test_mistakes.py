@@ -47,6 +47,8 @@ def row(what: str, command: str, exit_code: int, *names: str, unnamed: tuple[str
 COMMAND_LINE = [
     row("typo in a command", "trian quickstart", 2, "train"),
     row("typo in a preset", "train quikstart", 2, "quickstart"),
+    row("restarts of a run without a known length", "train tiny.yaml --minutes 1 --max-restarts 2", 2, "--minutes"),
+    row("restarts of a dry run", "train tiny.yaml --dry-run --max-restarts 2", 2, "--max-restarts"),
     row("half the name of a preset", "train gpt2", 2, "gpt2-124m"),
     row("a text as the configuration", "train my.txt", 2, "--data my.txt"),
     row("a jsonl as the configuration", "train a.jsonl", 2, "--data a.jsonl"),

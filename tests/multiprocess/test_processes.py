@@ -138,6 +138,25 @@ def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -
     assert fingerprint(run) == fingerprint(pair)
 
 
+def test_kills_at_every_phase_are_restarted_and_nothing_is_lost(
+    runs: Runs, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank kills itself twice: before it connects, while it prepares data, in a step, before a commit."""
+    for kill in ("1-connect", "0-corpus", "1-step", "0-checkpoint"):
+        (tmp_path / kill).touch()
+    monkeypatch.setenv("VOROX_TESTS_KILLS", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("killed")))
+    run, errors = runs.train("restarted", [*MESHES["fsdp 4"], "--nproc", "2", "--max-restarts", "4"])
+    assert not any(tmp_path.iterdir()), "every kill took place"
+    restarts = [line for line in errors.splitlines() if "Restarting" in line]
+    assert restarts == [
+        f"Rank {rank} of 2 was killed by SIGKILL. Restarting ({number} of 4) from the newest checkpoint."
+        for number, rank in enumerate((1, 0, 1, 0), start=1)
+    ]
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
 def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path, tmp_path: Path) -> None:
     overrides = [*MESHES["fsdp 4"], "--nproc", "2"]
     process = runs.start("stopped", overrides, tmp_path / "hold")
@@ -181,6 +200,18 @@ def test_a_mesh_that_is_not_all_devices_is_refused(runs: Runs, alone: Path) -> N
 
 
 FITTING = ["train.global_batch_sequences=6"]
+
+
+def test_torchrun_starts_the_same_run(runs: Runs, pair: Path) -> None:
+    """Its agent serves a store on MASTER_PORT, so JAX takes another port."""
+    command = runs.command("torchrun", MESHES["fsdp 4"])
+    launcher = [command[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    found = subprocess.run(
+        launcher, env=environment, cwd=runs.directory, text=True, capture_output=True, timeout=PATIENCE_SECONDS
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert entries(runs.find("torchrun")) == entries(pair)
 
 
 def separately(runs: Runs, *ranks: tuple[list[str], dict[str, str]], size: int = 2) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ from vorox.cli.train_options import (
     Configuration,
     DryRun,
     FromWeights,
+    MaxRestarts,
     Minutes,
     Name,
     NumProcesses,
@@ -23,14 +24,15 @@ from vorox.cli.train_options import (
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vorox.cli.build_display import BuildDisplay
+    from vorox.cli.restarts import Restarts
     from vorox.core.config import ConfigSource
     from vorox.core.schema import RunConfig
     from vorox.training.display import Display, Level, StepView
 
-_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--nproc", "--dry-run", "--help")
+_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--nproc", "--max-restarts", "--dry-run", "--help")
 _ENDED = frozenset({"finished"})
 
 
@@ -41,6 +43,7 @@ def train(
     name: Name = None,
     minutes: Minutes = None,
     nproc: NumProcesses = 1,
+    max_restarts: MaxRestarts = 0,
     dry_run: DryRun = False,
 ) -> None:
     """Train a model, or resume an interrupted run.
@@ -55,7 +58,8 @@ def train(
     if from_weights is not None:
         overrides.append(f"train.from_weights={_quoted(from_weights)}")
     if dry_run:
-        _check_dry_run(resume, nproc)
+        _check_dry_run(resume, nproc, max_restarts)
+    _check_restarts(max_restarts, minutes)
     limit = None if minutes is None else parse_minutes(minutes)
     config, resume_from = _choose(replace(parsed, overrides=tuple(overrides)), resume, name)
     if dry_run:
@@ -65,20 +69,55 @@ def train(
         named_keys = _named_keys(parsed, config)
         print_wrapped(describe(config, resume_from, named_keys), plain_columns=119, indent_columns=15)
         return
-    command = ["vorox", "train", *(arguments or []), "--resume", resume]
-    command += [] if from_weights is None else ["--from-weights", from_weights]
-    command += [] if name is None else ["--name", name]
-    command += [] if limit is None else ["--minutes", f"{limit:g}"]
-    if nproc > 1:
+    options = [] if from_weights is None else ["--from-weights", from_weights]
+    options += [] if name is None else ["--name", name]
+    options += [] if limit is None else ["--minutes", f"{limit:g}"]
+
+    def command_of(resume: str) -> list[str]:
+        return ["train", *(arguments or []), "--resume", resume, *options]
+
+    if nproc > 1 or max_restarts:
         from vorox.cli.launch import launch
 
-        raise typer.Exit(launch(nproc, command[1:]))
+        restarts = _restarts(max_restarts, resume, command_of, config, resume_from)
+        raise typer.Exit(launch(nproc, command_of(resume), restarts))
     if limit is not None and resume_from == "auto":
         config, resume_from, limit = _unfinished_run(config, limit)
-    _run(config, resume_from, limit, command, _named_keys(parsed, config))
+    _run(config, resume_from, limit, ["vorox", *command_of(resume)], _named_keys(parsed, config))
 
 
-def _check_dry_run(resume: str, nproc: int) -> None:
+def _restarts(
+    limit: int,
+    resume: str,
+    command_of: Callable[[str], list[str]],
+    config: RunConfig,
+    resume_from: Literal["auto", "never"] | Path,
+) -> Restarts | None:
+    from vorox.cli.restarts import Restarts
+    from vorox.core.run_context import expected_directory
+
+    if not limit:
+        return None
+    directory, _ = expected_directory(config, resume_from)
+    return Restarts(limit, directory.absolute(), resume, command_of)
+
+
+def _check_restarts(max_restarts: int, minutes: str | None) -> None:
+    """Refuse to restart a run whose length is measured at its start.
+
+    Raises:
+        ConfigError: Both options are given.
+    """
+    from vorox.core.errors import ConfigError
+
+    if max_restarts and minutes is not None:
+        raise ConfigError(
+            "A run that is limited by time is not restarted", where="--max-restarts",
+            hint="remove --minutes and set train.num_steps, or remove --max-restarts",
+        )  # fmt: skip
+
+
+def _check_dry_run(resume: str, nproc: int, max_restarts: int) -> None:
     """Refuse options that a dry run does not support.
 
     Raises:
@@ -95,6 +134,8 @@ def _check_dry_run(resume: str, nproc: int) -> None:
         raise ConfigError(
             "A dry run uses one process", where="--nproc", hint="remove --nproc; one process plans for all devices"
         )
+    if max_restarts:
+        raise ConfigError("A dry run does not restart", where="--max-restarts", hint="remove --max-restarts")
 
 
 def _named_keys(parsed: ParsedArguments, config: RunConfig) -> list[str]:

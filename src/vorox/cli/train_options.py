@@ -40,6 +40,14 @@ Minutes = Annotated[
     ),
 ]
 NumProcesses = Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes on this machine.")]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="K",
+        help="Restart the run from its newest checkpoint after a crash or a kill, K times in total; after 3 restarts "
+        "in a row without progress, stop.",
+    ),
+]  # fmt: skip
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the configuration and print the plan; build and write nothing.")
 ]

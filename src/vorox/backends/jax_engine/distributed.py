@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import jax
@@ -18,22 +19,22 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from vorox.core.batch import DataShard
-from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, membership
+from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
 
 @functools.cache
-def _joined() -> DistributedContext:
+def _joined(device_ids: tuple[int, ...] | None) -> DistributedContext:
     """Join the process group, once per process."""
     found = membership()
     if found is None:
         return DistributedContext()
     try:
         if found.coordinator == FOUND_BY_BACKEND:
-            jax.distributed.initialize()
+            jax.distributed.initialize()  # the cluster gives the devices too
         else:
-            jax.distributed.initialize(found.free_address, found.world_size, found.rank)
+            jax.distributed.initialize(found.free_address, found.world_size, found.rank, device_ids)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
@@ -60,7 +61,36 @@ def connect(config: RunConfig) -> DistributedContext:
         # Sets the number of host devices; without effect on accelerators.
         with contextlib.suppress(RuntimeError):  # JAX is already initialised; the mesh checks its number of devices
             jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.world_size))
-    return _joined()
+    if found is None:
+        return _joined(None)
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    return _joined(local_gpus(found, config.parallel.num_devices, len(visible)))
+
+
+def local_gpus(member: Membership, num_devices: int, num_listed: int) -> tuple[int, ...] | None:
+    """Return the GPUs of this rank, as indices into the visible ones of its machine; ``None`` for all of them.
+
+    Args:
+        member: This rank.
+        num_devices: Devices of the run.
+        num_listed: Devices in ``CUDA_VISIBLE_DEVICES``; 0 if it is not set. A cluster may list only those of this rank.
+
+    Raises:
+        ConfigError: The listed devices cannot be divided evenly among the ranks of the machine.
+    """
+    if member.world_size is None or member.local_rank is None or (member.local_world_size or 1) == 1:
+        return None
+    size = member.local_world_size or 1
+    share = max(1, num_devices // member.world_size)
+    if num_listed == share:
+        return None
+    if num_listed % size:
+        raise ConfigError(
+            f"Cannot divide {num_listed} visible GPUs evenly among the {size} ranks of this machine",
+            where="CUDA_VISIBLE_DEVICES", hint=f"list a multiple of {size} GPUs",
+        )  # fmt: skip
+    share = num_listed // size or share
+    return tuple(range(member.local_rank * share, (member.local_rank + 1) * share))
 
 
 class _KeyValueStore:
