@@ -471,6 +471,7 @@ def test_dump_reads_back_equal(small: str) -> None:
 def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change every key in turn and see whether the digest moves. The list is written out here a second time."""
     changes_no_bit = {"model.preset", "model.family", "data.cache.directory", "run.name", "run.directory"}
+    changes_no_bit |= {"parallel.reshard_after_forward"}
     changes_no_bit |= {"data.mode", "data.growth.build", "data.sources.0.preset", "data.sources.0.metadata_fields"}
     changes_no_bit |= {"data.sources.0.max_decompressed_bytes", "data.sources.0.max_decompression_ratio"}
     changes_no_bit |= {"data.sources.0.max_retries_per_unit", "data.sources.0.stall_seconds", "tokenizer.fast_path"}
@@ -484,6 +485,14 @@ def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkey
         same = key in changes_no_bit or key.startswith(sections)
         assert (config_digest(config) == digest) == same, key
         assert in_digest(key) != same
+
+
+def test_a_run_from_before_automatic_data_parallelism_is_the_same_run(small: str) -> None:
+    assert load_config(small).parallel.data_parallel_size == "auto"
+    assert config_digest(load_config(small)) == config_digest(load_config(small, ["parallel.data_parallel_size=1"]))
+    assert config_digest(load_config(small)) != config_digest(
+        load_config(small, ["parallel.data_parallel_size=2", "train.micro_batch_sequences=8"])
+    )
 
 
 def test_what_is_not_in_the_digest_exists() -> None:

@@ -2,7 +2,6 @@
 
 The oracle is the same command with one process and one device. Sums are made in another order, so losses agree to
 1e-5 (relative); what is read (the batch digests of the chain) and what a resumed run repeats are equal bit for bit.
-Every command is a process of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +11,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from eventually import wait_until
-from tiny_runs import configuration
-from vorox.core.staged_directory import read_manifest
-from vorox.training.replay_chain import ChainEntry, number, read_chain
+from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 
@@ -36,46 +29,11 @@ MESHES = {
     "fsdp 4": ["parallel.fsdp_size=4", "checkpoint.format=orbax"],
     "tensor 4": ["parallel.tensor_parallel_size=4"],
 }
-PATIENCE_SECONDS = 600
-
-
-class Runs:
-    """A folder with a text, its cache and runs."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        configuration(directory)  # writes the text and tiny.yaml
-
-    def command(self, name: str, overrides: Sequence[str]) -> list[str]:
-        words = [str(self.directory / "tiny.yaml"), *MODEL, *overrides]
-        return [sys.executable, "-m", "vorox", "train", *words, "--name", name]
-
-    def start(self, name: str, overrides: Sequence[str], hold: Path | None = None) -> subprocess.Popen[str]:
-        """The command as a process; where there is a file ``hold``, no process of the run begins step 9."""
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-        if hold is not None:
-            hold.touch()
-            environment |= {"VOROX_TESTS_HOLD": str(hold), "PYTHONPATH": str(Path(__file__).with_name("held"))}
-        return subprocess.Popen(
-            self.command(name, overrides), env=environment, cwd=self.directory, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
-        """The run of that name, and what was said on stderr."""
-        process = self.start(name, overrides)
-        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == code, f"{process.returncode}\n{said[-3000:]}\n{errors[-3000:]}"
-        return self.find(name), errors
-
-    def find(self, name: str) -> Path:
-        found = [path for path in (self.directory / "runs").glob(f"{name}-*") if path.is_dir()]
-        return found[0] if found else self.directory / "runs" / name
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("processes"))
+    return Runs(tmp_path_factory.mktemp("processes"), MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +45,6 @@ def alone(runs: Runs) -> Path:
 def pair(runs: Runs, alone: Path) -> Path:
     """Two processes, never interrupted."""
     return runs.train("pair", [*MESHES["fsdp 4"], "--nproc", "2"])[0]
-
-
-def entries(run: Path) -> list[ChainEntry]:
-    return list(read_chain(run).values())
-
-
-def losses(run: Path) -> list[float]:
-    return [number(entry.loss) for entry in entries(run)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -119,10 +69,6 @@ def test_one_directory_two_logs(pair: Path) -> None:
     steps = [record["step"] for record in lines(pair, "metrics") if "loss" in record.get("values", {})]
     assert steps
     assert len(steps) == len({*steps}), "one process writes metrics"
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -> None:
@@ -167,21 +113,6 @@ def test_a_signal_to_one_stops_both_at_one_step(runs: Runs, pair: Path, tmp_path
     run, _ = runs.train("stopped", overrides)
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
-
-
-def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int:
-    """The process id of the second process, once the run has saved."""
-    saved = "checkpoints/step-*/MANIFEST.json"
-    wait_until(lambda: process.poll() is not None or any(runs.find(name).glob(saved)), PATIENCE_SECONDS)
-    assert process.poll() is None, process.communicate()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    is_second = b"\0RANK=1\0"
-    (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
-    return found
-
-
-def fingerprint(run: Path) -> str:
-    return read_manifest(run / "checkpoints" / "step-00000012")["metadata"]["fingerprint"]
 
 
 @pytest.mark.parametrize("overrides", [["parallel.data_parallel_size=2"], []], ids=["one process", "one device"])
@@ -254,8 +185,6 @@ def test_a_rank_that_does_not_start_is_named(runs: Runs) -> None:
     assert "Rank 1 of 2 did not start within 1 second" in errors
 
 
-def test_minutes_and_torch_are_refused(runs: Runs, alone: Path) -> None:
-    _, errors = runs.train("torch", ["backend=torch", "--nproc", "2"], code=2)
-    assert "The torch engine trains in one process" in errors
+def test_minutes_are_refused(runs: Runs, alone: Path) -> None:
     _, errors = runs.train("minutes", [*MESHES["data 4"], "--minutes", "1", "--nproc", "2"], code=2)
     assert "--minutes is for runs of one process" in errors

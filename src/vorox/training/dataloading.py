@@ -66,7 +66,9 @@ def training_batches(
         shard=shard,
         cursor=cursor,
         global_batch_sequences=batch,
-        micro_batch_sequences=config.train.micro_batch_sequences,
+        micro_batch_sequences=config.parallel.micro_batch_sequences(
+            config.train.micro_batch_sequences, batch, shard.count
+        ),
         document_mask=config.data.document_mask,
         num_threads=loader.num_threads,
         prefetch_batches=loader.prefetch_batches,

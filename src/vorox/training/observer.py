@@ -245,7 +245,7 @@ class SpeedMeter:
                 text = f"Step of {pluralize(num_tokens, 'token')}: at least {seconds:,.0f} s at this rate"
                 self._workload.log.info(text)
         return Limits(
-            peak_flops_per_second=None if peak is None else peak * config.parallel.num_devices,
+            peak_flops_per_second=None if peak is None else peak * int(facts.get("num_devices", 1)),
             matmul_peak_flops_per_second=rate,
         )
 
@@ -266,5 +266,7 @@ def _matmul_rate(workload: Workload) -> float:
     measured = measure_matmul_peak(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")
     # One device is measured. CPU devices of one process share its cores.
-    on_cpu = workload.engine.environment().get("device_kind") == "cpu"
-    return measured.flops_per_second * (workload.distributed.world_size if on_cpu else config.parallel.num_devices)
+    facts = workload.engine.environment()
+    num_devices = int(facts.get("num_devices", 1))
+    on_cpu = facts.get("device_kind") == "cpu"
+    return measured.flops_per_second * (workload.distributed.world_size if on_cpu else num_devices)

@@ -102,8 +102,10 @@ def check_backend(run_directory: Path, current: RunConfig) -> None:
         ConfigError: The backend differs from the recorded one.
     """
     path = RunLayout(run_directory).config
-    if path.exists() and (recorded := load_config(path)).backend != current.backend:
-        check_config(recorded, current)
+    if path.exists():
+        recorded = load_config(path)
+        if any(entry.key == "backend" for entry in differences(recorded, current)):
+            check_config(recorded, current)
 
 
 def settings_for_manifest(config: RunConfig) -> dict[str, Any]:

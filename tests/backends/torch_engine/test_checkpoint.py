@@ -66,7 +66,7 @@ def test_the_files_say_the_same_under_their_public_format(tmp_path: Path) -> Non
     )
     moments = load_file(path / "optimizer.safetensors")
     for kind, buffers in engine.optimizer.buffers.items():
-        for name, view in engine.store.views(buffers):
+        for name, view in engine.parameters.whole(buffers):
             assert np.array_equal(moments.pop(f"{kind}.{name}"), view.numpy())
     assert not moments
     state = json.loads((path / "engine.json").read_text())
@@ -87,8 +87,8 @@ def test_fingerprint_sees_every_bit() -> None:
     engine = make(optimizer__name="muon", precision__dtype="fp16")
     train(engine, 1)
     clean = engine.fingerprint()
-    buffers = [*engine.store.values.values(), *engine.optimizer.counters.values()]
-    buffers += [buffer for groups in engine.optimizer.buffers.values() for buffer in groups.values()]
+    buffers = [*(values for (values,) in engine.parameters.values.values()), *engine.optimizer.counters.values()]
+    buffers += [buffer for groups in engine.optimizer.buffers.values() for (buffer,) in groups.values()]
     for buffer in buffers:
         bits = buffer.view(-1).view(torch.int32)
         place = 3 if bits.numel() > 3 else 0
@@ -101,7 +101,7 @@ def test_fingerprint_sees_every_bit() -> None:
 def test_fingerprint_is_the_same_in_another_layout() -> None:
     """Of names and bytes, not of where they lie: other decay groups, same fingerprint."""
     first, second = make(GPT2), make(GPT2, optimizer__decay_embeddings=False)
-    assert first.store.values["decayed"].numel() != second.store.values["decayed"].numel()
+    assert first.parameters.values["decayed"][0].numel() != second.parameters.values["decayed"][0].numel()
     assert first.fingerprint() == second.fingerprint()
 
 

@@ -9,29 +9,31 @@ import torch
 
 from backends.torch_engine.small_models import configuration, engine_of
 from vorox.backends.torch_engine import devices
+from vorox.backends.torch_engine.distributed import ranks
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
 pytestmark = pytest.mark.torch
-ALONE = DistributedContext()
 CUDA = torch.device("cuda", 0)
 
 
-def refused(config: RunConfig, key: str, message: str, dist: DistributedContext = ALONE) -> None:
+def refused(config: RunConfig, key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        devices.prepare(config, dist)
+        devices.prepare(config)
     assert key in caught.value.where
 
 
-def test_many_processes() -> None:
-    config = configuration(parallel__data_parallel_size=2)
-    refused(
-        config,
-        "parallel.data_parallel_size",
-        "data_parallel_size = 2 is not supported: the torch engine trains on one device",
-    )
-    refused(configuration(), "backend", "torch engine trains in one process, but there are 4", DistributedContext(0, 4))
+def test_tensor_parallelism_is_refused() -> None:
+    config = configuration(parallel__tensor_parallel_size=2)
+    refused(config, "parallel.tensor_parallel_size", "tensor_parallel_size = 2 is not supported by the torch engine")
+
+
+def test_a_layout_of_other_size_than_the_world_is_refused() -> None:
+    config = configuration(parallel__fsdp_size=2)
+    with pytest.raises(ConfigError, match="1 x 2 = 2, but the run has 1 process") as caught:
+        ranks(config, DistributedContext(), torch.device("cpu"))
+    assert "--nproc 2" in caught.value.hint
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -74,9 +76,9 @@ def test_auto_takes_the_first_that_exists(
 
 class TestDeterminism:
     def test_levels(self) -> None:
-        assert devices.prepare(configuration(), ALONE).determinism == "bitwise"
+        assert devices.prepare(configuration()).determinism == "bitwise"
         for level in ("none", "data", "bitwise"):
-            assert devices.prepare(configuration(runtime__determinism=level), ALONE).determinism == level
+            assert devices.prepare(configuration(runtime__determinism=level)).determinism == level
 
     def test_d2_is_refused_where_it_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="bitwise is not supported on mps"):
@@ -106,9 +108,9 @@ class TestDeterminism:
 
 class TestThreads:
     def test_given(self) -> None:
-        assert devices.prepare(configuration(runtime__num_threads=2), ALONE).num_threads == 2
+        assert devices.prepare(configuration(runtime__num_threads=2)).num_threads == 2
         assert torch.get_num_threads() == 2
-        assert devices.prepare(configuration(runtime__num_threads=1), ALONE).num_threads == 1
+        assert devices.prepare(configuration(runtime__num_threads=1)).num_threads == 1
         assert torch.get_num_threads() == 1
 
     def test_default_is_the_physical_cores_that_we_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:

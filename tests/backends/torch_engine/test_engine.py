@@ -159,8 +159,8 @@ def test_documents_in_one_row_train_like_rows_of_their_own(name: str) -> None:
     first, second = step(together, packed([documents])), step(alone, packed([[document] for document in documents]))
     assert first.loss == pytest.approx(second.loss, rel=1e-6)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
-    expected = dict(alone.store.views(alone.store.gradients))
-    for key, gradient in together.store.views(together.store.gradients):
+    expected = dict(alone.parameters.whole(alone.parameters.gradients))
+    for key, gradient in together.parameters.whole(together.parameters.gradients):
         torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=2e-6, msg=key)
 
 

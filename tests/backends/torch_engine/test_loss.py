@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import loss as loss_module
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
-from vorox.backends.torch_engine.loss import HeadLoss, Labels
+from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 
@@ -45,7 +45,19 @@ def case(*, ignored_fraction: float = 0.0, spread: float = 1.0) -> Case:
 def head_loss(
     given: Case, config: LossConfig | None = None, *, dtype: torch.dtype = torch.float32, onednn: bool = False
 ) -> HeadLoss:
-    return HeadLoss(config or LossConfig(), given.head, Products(use_onednn=onednn), dtype, count_correct=True)
+    vocab_size, device = given.head.shape[0], given.head.device
+    return HeadLoss(
+        config or LossConfig(), vocab_size, device, Products(use_onednn=onednn), dtype, count_correct=True
+    )  # fmt: skip
+
+
+def train(loss: HeadLoss, given: Case, scale: float, loss_scale: Tensor | None = None) -> tuple[LossSums, Tensor]:
+    """Loss sums, and the gradient with respect to the hidden state; the head's is in its ``grad``."""
+    hidden = given.hidden.detach().requires_grad_()
+    objective, sums = loss.train(hidden, given.head, given.targets, scale, loss_scale)
+    objective.backward()
+    assert hidden.grad is not None
+    return sums, hidden.grad
 
 
 def oracle(given: Case, config: LossConfig, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +81,7 @@ def oracle(given: Case, config: LossConfig, scale: float) -> tuple[Tensor, Tenso
 def test_against_cross_entropy(chunk_tokens: int, ignored_fraction: float, terms: dict[str, float]) -> None:
     config, given, scale = LossConfig(chunk_tokens=chunk_tokens, **terms), case(ignored_fraction=ignored_fraction), 0.01
     plain, squares, d_hidden, d_head = oracle(given, config, scale)
-    sums, found = head_loss(given, config).train(given.hidden, given.targets, scale)
+    sums, found = train(head_loss(given, config), given, scale)
     torch.testing.assert_close(sums.cross_entropy, plain, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.double(), d_hidden, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(given.head.grad.double(), d_head, rtol=1e-5, atol=1e-7)
@@ -81,7 +93,7 @@ def test_gradients_add_to_what_is_there() -> None:
     given = case()
     given.head.grad.fill_(2.0)
     _, _, _, d_head = oracle(given, LossConfig(), 1.0)
-    head_loss(given).train(given.hidden, given.targets, 1.0)
+    train(head_loss(given), given, 1.0)
     torch.testing.assert_close(given.head.grad.double() - 2, d_head, rtol=1e-5, atol=1e-4)
 
 
@@ -98,7 +110,7 @@ def test_the_full_logits_never_stand(monkeypatch: pytest.MonkeyPatch) -> None:
         return result
 
     monkeypatch.setattr(Products, "__call__", measured)
-    head_loss(given, LossConfig(chunk_tokens=16)).train(given.hidden, given.targets, 1.0)
+    train(head_loss(given, LossConfig(chunk_tokens=16)), given, 1.0)
     assert largest == 16
 
 
@@ -113,7 +125,7 @@ def test_unlikely_targets_do_not_underflow() -> None:
     """A probability of exp(-500) is 0 in fp32; its logarithm is not."""
     given = case(spread=60.0)
     plain, _, d_hidden, _ = oracle(given, LossConfig(), 1.0)
-    sums, found = head_loss(given).train(given.hidden, given.targets, 1.0)
+    sums, found = train(head_loss(given), given, 1.0)
     assert float(plain) / POSITIONS > 200
     torch.testing.assert_close(sums.cross_entropy, plain, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.double(), d_hidden, rtol=1e-4, atol=0.01)  # of weights around 60
@@ -124,7 +136,7 @@ def test_evaluation_counts_and_sums() -> None:
     logits = given.hidden.double() @ given.head.detach().double().T
     labels = torch.from_numpy(given.labels[0]).long()
     sums = head_loss(given, LossConfig(z_loss_weight=1.0, label_smoothing_fraction=0.5)).evaluate(
-        given.hidden, given.targets
+        given.hidden, given.head, given.targets
     )
     torch.testing.assert_close(sums.cross_entropy, F.cross_entropy(logits, labels, reduction="sum"), rtol=1e-6, atol=0)
     assert int(sums.num_correct) == int((logits.argmax(-1) == labels).sum()) > 0
@@ -143,7 +155,7 @@ def test_positions_that_are_not_trained_on_contribute_nothing(
     for held in (0.5, value):
         given.hidden[10] = held
         given.head.grad.zero_()
-        sums, d_hidden = head_loss(given, config, dtype=dtype).train(given.hidden, given.targets, 0.01)
+        sums, d_hidden = train(head_loss(given, config, dtype=dtype), given, 0.01)
         found.append((sums.cross_entropy, sums.squared_log_partition, d_hidden, given.head.grad.clone()))
     for clean, dirty in zip(*found, strict=True):
         assert torch.isfinite(clean).all()
@@ -155,7 +167,7 @@ def test_positions_that_are_not_trained_on_contribute_nothing(
 def test_a_broken_trained_position_shows_in_the_loss(value: float) -> None:
     given = case()
     given.hidden[3, 0] = value
-    sums, _ = head_loss(given).train(given.hidden, given.targets, 1.0)
+    sums, _ = train(head_loss(given), given, 1.0)
     assert not math.isfinite(float(sums.cross_entropy))
 
 
@@ -163,7 +175,7 @@ def test_a_broken_trained_position_shows_in_the_loss(value: float) -> None:
 def test_half_precision_is_close_and_carries_the_loss_scale(dtype: torch.dtype) -> None:
     given = case()
     plain, _, d_hidden, d_head = oracle(given, LossConfig(), 1e-3)
-    sums, found = head_loss(given, dtype=dtype).train(given.hidden, given.targets, 1e-3, torch.tensor(256.0))
+    sums, found = train(head_loss(given, dtype=dtype), given, 1e-3, torch.tensor(256.0))
     tolerance = 0.02 if dtype == torch.bfloat16 else 0.003
     assert float(sums.cross_entropy) == pytest.approx(float(plain), rel=tolerance)
     assert found.dtype == torch.float32
@@ -174,7 +186,7 @@ def test_half_precision_is_close_and_carries_the_loss_scale(dtype: torch.dtype) 
 
 def test_with_both_libraries() -> None:
     given = case()
-    first, d_first = head_loss(given).train(given.hidden, given.targets, 1.0)
-    second, d_second = head_loss(given, onednn=True).train(given.hidden, given.targets, 1.0)
+    first, d_first = train(head_loss(given), given, 1.0)
+    second, d_second = train(head_loss(given, onednn=True), given, 1.0)
     assert float(first.cross_entropy) == pytest.approx(float(second.cross_entropy), rel=1e-6)
     torch.testing.assert_close(d_first, d_second, rtol=1e-5, atol=1e-5)

@@ -42,7 +42,7 @@ def test_gradients_against_finite_differences(name: str) -> None:
     weights = {key: array.astype(np.float64) for key, array in randomise(engine, seed=2).items()}
     rows = random_rows(2, seed=5)
     engine.train_step(batch_of(rows), lr=0.0, weight_decay=0.0)
-    gradients = {key: view.double().numpy() for key, view in engine.store.views(engine.store.gradients)}
+    gradients = {key: view.double().numpy() for key, view in engine.parameters.whole(engine.parameters.gradients)}
 
     def loss(changed: dict[str, np.ndarray]) -> float:
         logits = numpy_logits(engine._spec, changed, rows[:, :-1])
@@ -66,17 +66,17 @@ def test_modules_hold_exactly_the_table(name: str) -> None:
     assert {name for name, _ in engine.model.named_parameters()} == expected
     assert [name for name, _ in engine.export_weights()] == [parameter.name for parameter in spec.parameters]
     assert {name: array.shape for name, array in engine.export_weights()} == {p.name: p.shape for p in spec.parameters}
-    total = sum(parameter.numel() for parameter in engine.store.modules.values())
+    total = sum(parameter.numel() for parameter in engine.parameters.modules.values())
     assert total == spec.num_parameters
 
 
 def test_fused_parameters_are_their_parts() -> None:
     engine = make(QWEN3)
     weights = randomise(engine)
-    fused = engine.store.modules["blocks.1.attention.qkv.weight"].detach().numpy()
+    fused = engine.parameters.modules["blocks.1.attention.qkv.weight"].detach().numpy()
     parts = [weights[f"blocks.1.attention.{part}.weight"] for part in ("query", "key", "value")]
     assert np.array_equal(fused, np.concatenate(parts))
-    gate_up = engine.store.modules["blocks.0.mlp.gate_up.weight"].detach().numpy()
+    gate_up = engine.parameters.modules["blocks.0.mlp.gate_up.weight"].detach().numpy()
     assert np.array_equal(
         gate_up, np.concatenate([weights["blocks.0.mlp.gate.weight"], weights["blocks.0.mlp.up.weight"]])
     )

@@ -54,19 +54,19 @@ def test_updates_against_pytorch() -> None:
     matrices = {p.name for p in engine._spec.parameters if p.kind == "matrix"}
     theirs = {
         name: torch.nn.Parameter(view.detach().clone())
-        for name, view in engine.store.views({ORTHOGONAL: engine.store.values[ORTHOGONAL]})
+        for name, view in engine.parameters.whole({ORTHOGONAL: engine.parameters.values[ORTHOGONAL]})
     }
     assert set(theirs) == matrices
     oracle = torch.optim.Muon(theirs.values(), lr=1.0, weight_decay=0.1, momentum=0.95, nesterov=True)
     for step in range(3):
         lr = LR / (step + 1)
         engine.train_step(batch_of(random_rows(8, step)), lr=lr, weight_decay=0.1)
-        for name, gradient in engine.store.views({ORTHOGONAL: engine.store.gradients[ORTHOGONAL]}):
+        for name, gradient in engine.parameters.whole({ORTHOGONAL: engine.parameters.gradients[ORTHOGONAL]}):
             theirs[name].grad = gradient.clone()
         oracle.param_groups[0]["lr"] = 0.05 * lr / LR
         before = {name: value.detach().clone() for name, value in theirs.items()}
         oracle.step()
-        for name, view in engine.store.views({ORTHOGONAL: engine.store.values[ORTHOGONAL]}):
+        for name, view in engine.parameters.whole({ORTHOGONAL: engine.parameters.values[ORTHOGONAL]}):
             change, expected = view.detach() - before[name], theirs[name].detach() - before[name]
             assert float((change - expected).norm() / expected.norm()) < 0.06, name
             theirs[name].data.copy_(view)  # compare single updates, not the divergence of trajectories
@@ -83,8 +83,8 @@ def test_everything_else_is_adamw() -> None:
             found = dict(muon_engine.export_weights())[parameter.name]
             np.testing.assert_allclose(found, expected[parameter.name], rtol=1e-6, atol=1e-7, err_msg=parameter.name)
     assert set(muon_engine.optimizer.buffers) == {"exp_avg", "exp_avg_sq", "momentum"}
-    state = sum(b.numel() for groups in muon_engine.optimizer.buffers.values() for b in groups.values())
-    assert state < 2 * sum(buffer.numel() for buffer in muon_engine.store.values.values())
+    state = sum(b.numel() for groups in muon_engine.optimizer.buffers.values() for (b,) in groups.values())
+    assert state < 2 * sum(buffer.numel() for (buffer,) in muon_engine.parameters.values.values())
 
 
 def test_learns() -> None:

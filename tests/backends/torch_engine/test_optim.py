@@ -25,20 +25,20 @@ def set_gradients(engine: TorchEngine, seed: int, factor: float = 1.0) -> dict[s
     """Random gradients for every canonical parameter; returns copies."""
     generator = np.random.default_rng(seed)
     gradients: dict[str, Tensor] = {}
-    for name, view in engine.store.views(engine.store.gradients):
+    for name, view in engine.parameters.whole(engine.parameters.gradients):
         gradients[name] = torch.from_numpy(generator.normal(0, factor, view.shape).astype(np.float32))
         view.copy_(gradients[name])
     return gradients
 
 
 def values_of(engine: TorchEngine) -> dict[str, Tensor]:
-    return {name: view.detach().clone() for name, view in engine.store.views(engine.store.values)}
+    return {name: view.detach().clone() for name, view in engine.parameters.whole(engine.parameters.values)}
 
 
 def state_of(engine: TorchEngine) -> dict[str, Tensor]:
-    buffers = {f"value {group}": buffer for group, buffer in engine.store.values.items()}
+    buffers = {f"value {group}": buffer for group, (buffer,) in engine.parameters.values.items()}
     for kind, groups in engine.optimizer.buffers.items():
-        buffers |= {f"{kind} {group}": buffer for group, buffer in groups.items()}
+        buffers |= {f"{kind} {group}": buffer for group, (buffer,) in groups.items()}
     return {name: buffer.clone() for name, buffer in (buffers | dict(engine.optimizer.counters)).items()}
 
 
@@ -79,7 +79,7 @@ def test_adamw_against_pytorch(clip_norm: float | None, fused: bool) -> None:
 def test_embeddings_can_be_exempt_from_decay() -> None:
     engine = make(GPT2 | {"tie_embeddings": False}, optimizer__decay_embeddings=False)
     before = values_of(engine)
-    engine.store.zero_gradients()
+    engine.parameters.zero_gradients()
     engine.optimizer.step(lr=0.1, weight_decay=0.5, loss=LOSS)
     shrunk = {name for name, value in values_of(engine).items() if not torch.equal(value, before[name])}
     assert "head.weight" in shrunk
@@ -98,24 +98,25 @@ def test_a_step_that_is_not_finite_changes_no_bit(optimizer: str, fused: bool, p
     set_gradients(engine, 1, factor=1e30 if poison == "overflowing norm" else 1.0)
     loss = LOSS
     if "gradient" in poison:
-        next(iter(engine.store.gradients.values()))[5] = float(poison.split()[0])
+        next(iter(engine.parameters.gradients.values()))[0][5] = float(poison.split()[0])
     elif "loss" in poison:
         loss = torch.tensor(float(poison.split()[0]))
     assert not bool(engine.optimizer.step(lr=0.1, weight_decay=0.1, loss=loss).finite)
     for name, buffer in state_of(engine).items():
         assert torch.equal(buffer, before[name]), name
-    engine.store.zero_gradients()
+    engine.parameters.zero_gradients()
     assert bool(engine.optimizer.step(lr=0.1, weight_decay=0.1, loss=LOSS).finite)
 
 
 def test_alignment_gaps_stay_zero() -> None:
     engine = make(GPT2 | {"hidden_size": 20, "num_heads": 2}, optimizer__weight_decay=0.1)
     train(engine, 3)
-    for buffers in (engine.store.values, engine.store.gradients, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
-        inside = sum(float(view.double().abs().sum()) for _, view in engine.store.views(buffers))
-        everything = sum(float(buffer.double().abs().sum()) for buffer in buffers.values())
+    moments = engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq
+    for buffers in (engine.parameters.values, engine.parameters.gradients, *moments):
+        inside = sum(float(view.double().abs().sum()) for _, view in engine.parameters.whole(buffers))
+        everything = sum(float(buffer.double().abs().sum()) for (buffer,) in buffers.values())
         assert inside == pytest.approx(everything, rel=1e-12)
-    sizes = sum(buffer.numel() for buffer in engine.store.values.values())
+    sizes = sum(buffer.numel() for (buffer,) in engine.parameters.values.values())
     assert sizes > engine._spec.num_parameters, "there are gaps in this shape"
 
 
@@ -128,7 +129,7 @@ class TestLossScale:
     def test_unscales_before_clipping(self) -> None:
         scaled, plain = self.engine(), make()
         gradients = set_gradients(plain, 0)
-        for name, view in scaled.store.views(scaled.store.gradients):
+        for name, view in scaled.parameters.whole(scaled.parameters.gradients):
             view.copy_(gradients[name] * 1024)
         first = scaled.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
         second = plain.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
@@ -143,7 +144,7 @@ class TestLossScale:
         for finite in (True, True, False, True, True, True, True, True, True):
             set_gradients(engine, 0)
             if not finite:
-                next(iter(engine.store.gradients.values()))[0] = float("inf")
+                next(iter(engine.parameters.gradients.values()))[0][0] = float("inf")
             engine.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
             scales.append(float(engine.optimizer.loss_scale))
         assert scales == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]
@@ -152,7 +153,7 @@ class TestLossScale:
     def test_a_step_that_is_not_finite_never_raises_it_nor_takes_it_below_one(self, before: float) -> None:
         engine = self.engine()
         engine.optimizer.loss_scale.fill_(before)
-        next(iter(engine.store.gradients.values()))[0] = float("inf")
+        next(iter(engine.parameters.gradients.values()))[0][0] = float("inf")
         engine.optimizer.step(lr=0.01, weight_decay=0.1, loss=LOSS)
         assert float(engine.optimizer.loss_scale) == max(before / 2, 1.0)
 
@@ -186,4 +187,4 @@ def test_the_norm_of_a_large_buffer_is_exact_to_a_millionth(num_elements: int) -
     generator = np.random.default_rng(11)
     values = (generator.standard_normal(num_elements) * generator.random(num_elements) ** 4).astype(np.float32)
     expected = float(np.linalg.norm(values.astype(np.float64)))
-    assert float(optim.flat_norm(torch.from_numpy(values))) == pytest.approx(expected, rel=1e-6)
+    assert float(optim.tensor_norm(torch.from_numpy(values))) == pytest.approx(expected, rel=1e-6)

@@ -54,7 +54,7 @@ def test_a_perturbation_reaches_the_gradient() -> None:
     engine = make()
     engine.taps.attach("block_input", 1, lambda x: x.detach())
     engine.train_step(batch_of(random_rows(2)), lr=0.0, weight_decay=0.0)
-    gradients = dict(engine.store.views(engine.store.gradients))
+    gradients = dict(engine.parameters.whole(engine.parameters.gradients))
     assert not gradients["blocks.0.mlp.up.weight"].any(), "nothing flows past a detached stream"
     assert gradients["blocks.1.mlp.up.weight"].any()
 

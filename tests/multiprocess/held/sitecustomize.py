@@ -13,13 +13,17 @@ from typing import Any
 HELD_STEP = 8  # from 0
 
 if "RANK" in os.environ:
-    from vorox.backends.jax_engine.engine import JaxEngine
+    engine: Any
+    if "backend=torch" in os.environ["VOROX_TESTS_SETTINGS"]:
+        from vorox.backends.torch_engine.engine import TorchEngine as engine
+    else:
+        from vorox.backends.jax_engine.engine import JaxEngine as engine
 
-    _train_step = JaxEngine.train_step
+    _train_step = engine.train_step
 
-    def _held(self: JaxEngine, batch: Any, **arguments: float) -> Any:
+    def _held(self: Any, batch: Any, **arguments: float) -> Any:
         while batch.step == HELD_STEP and Path(os.environ["VOROX_TESTS_HOLD"]).exists():
             time.sleep(0.01)
         return _train_step(self, batch, **arguments)
 
-    JaxEngine.train_step = _held
+    engine.train_step = _held

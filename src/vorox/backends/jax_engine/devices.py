@@ -8,6 +8,7 @@ parameters) and ``tensor`` (tensor parallel); the rows of a batch are sharded ov
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -158,14 +159,16 @@ def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
 
 def _mesh(config: RunConfig, platform: str) -> Mesh:
     parallel, devices = config.parallel, jax.devices(platform)
-    needed = parallel.num_devices
+    # Host devices of one process share its cores: several are slower than one.
+    num_devices = 1 if platform == "cpu" and jax.process_count() == 1 else len(devices)
+    shape = (parallel.data_parallel_size_on(num_devices), parallel.fsdp_size, parallel.tensor_parallel_size)
+    needed = math.prod(shape)
     if needed > len(devices):
         raise ConfigError(
-            f"{parallel.data_parallel_size} x {parallel.fsdp_size} x {parallel.tensor_parallel_size} (data x fsdp x "
+            f"{shape[0]} x {parallel.fsdp_size} x {parallel.tensor_parallel_size} (data x fsdp x "
             f"tensor) need {needed} devices; this process group has {len(devices)} ({devices[0].device_kind})",
             where="parallel", hint="lower parallel.data_parallel_size, fsdp_size or tensor_parallel_size",
         )  # fmt: skip
-    shape = (parallel.data_parallel_size, parallel.fsdp_size, parallel.tensor_parallel_size)
     return Mesh(np.array(devices[:needed]).reshape(shape), ("data", "fsdp", "tensor"))
 
 

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from vorox.backends.torch_engine import attention
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.distributed_context import membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -65,21 +65,26 @@ class Compute:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def no_autocast(self) -> AbstractContextManager[object]:
+        """Suspend ``autocast``."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, enabled=False)
 
-def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
+
+def prepare(config: RunConfig) -> Compute:
     """Check the machine against the configuration and set PyTorch's process-wide switches.
 
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    refuse_processes(dist.world_size)
     _check_supported(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if device.type == "cpu" else "data"
-    default_threads = physical_cores() if device.type == "cpu" else torch.get_num_threads()
+    default_threads = _cpu_threads() if device.type == "cpu" else torch.get_num_threads()
     num_threads = config.runtime.num_threads or default_threads
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
@@ -97,31 +102,13 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     )
 
 
-def refuse_processes(count: int | None) -> None:
-    """Refuse multi-process runs.
-
-    Args:
-        count: Number of processes; ``None`` if only the cluster knows it.
-
-    Raises:
-        ConfigError: ``count`` is not 1.
-    """
-    if count != 1:
-        raise ConfigError(
-            f"The torch engine trains in one process, but there are {count or 'several'}", where="backend",
-            hint="start one process, or set backend=jax",
-        )  # fmt: skip
-
-
 def _check_supported(config: RunConfig) -> None:
     """Refuse settings that only other engines support."""
-    for key in ("data_parallel_size", "fsdp_size", "tensor_parallel_size"):
-        size = getattr(config.parallel, key)
-        if size > 1:
-            raise ConfigError(
-                f"{key} = {size} is not supported: the torch engine trains on one device", where=f"parallel.{key}",
-                hint="set it to 1 and start one process, or set backend=jax",
-            )  # fmt: skip
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.parallel.tensor_parallel_size} is not supported by the torch engine",
+            where="parallel.tensor_parallel_size", hint="use data_parallel_size and fsdp_size, or set backend=jax",
+        )  # fmt: skip
     others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("model.attention_kernel", config.model.attention_kernel, tuple(attention.ATTENTION)),
         ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block")),
@@ -209,6 +196,12 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _cpu_threads() -> int:
+    """Return this rank's part of the physical cores."""
+    found = membership()
+    return max(1, physical_cores() // (found.local_world_size or 1 if found is not None else 1))
 
 
 def _select_products(device: torch.device) -> Products:
@@ -335,4 +328,4 @@ def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> M
         available_bytes = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
         available_bytes = psutil.virtual_memory().total
-    return MemoryBudget(planned_memory(spec, config), available_bytes)
+    return MemoryBudget(planned_memory(spec, config), available_bytes, state_parts=config.parallel.fsdp_size)

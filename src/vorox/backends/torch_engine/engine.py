@@ -1,8 +1,9 @@
-"""The PyTorch engine: trains a decoder on one device (implements ``core/engine.py``).
+"""The PyTorch engine: trains a decoder on the devices of all ranks (implements ``core/engine.py``).
 
 In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: results that are fetched
-lazily; until then the host never waits for the device. ``model`` and ``loss`` compute, ``parameters`` stores, ``optim``
-updates, ``checkpoint`` saves and loads, ``decoder`` generates.
+lazily; until then the host never waits for the device. ``model`` and ``loss`` compute, ``parameters`` and
+``sharded_parameters`` store, ``distributed`` sums over ranks, ``optim`` updates, ``checkpoint`` saves and loads,
+``decoder`` generates.
 
 Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
 
@@ -12,8 +13,10 @@ Shape legend: A micro-batches, B rows, T positions, M = B x T, D width, V vocabu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +26,25 @@ from torch import Tensor
 from vorox.backends.torch_engine import attention, checkpoint, compilation, devices, kernels
 from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
 from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, LossSums
-from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts
-from vorox.backends.torch_engine.optim import Optimizer, flat_norm
-from vorox.backends.torch_engine.parameters import ParameterStore
+from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, RunBlock
+from vorox.backends.torch_engine.optim import Optimizer, global_norm
+from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.results import TorchStepResult
+from vorox.backends.torch_engine.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
-from vorox.core.batch import Batch, DataShard, Int32Array
-from vorox.core.distributed_context import DistributedContext, membership
+from vorox.core.batch import Batch, Int32Array
+from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models.engine_state import Snapshot
 from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.spec import ModelSpec
 from vorox.models.weight_init import initial_weights
+
+__all__ = ["CAPABILITIES", "TorchEngine", "connect", "create"]
 
 CAPABILITIES = frozenset(
     {
@@ -54,14 +61,6 @@ CAPABILITIES = frozenset(
 )
 
 
-def connect(config: RunConfig) -> DistributedContext:
-    """Return the context of a single process; refuse an environment that describes several."""
-    del config
-    found = membership()
-    devices.refuse_processes(1 if found is None else found.world_size)
-    return DistributedContext()
-
-
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
     """Create the engine with initial weights.
 
@@ -69,50 +68,60 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
         ConfigError: This machine or engine does not support a setting.
         DoesNotFitError: The state needs more memory than the device has.
     """
-    compute = devices.prepare(config, dist)
+    compute = devices.prepare(config)
     compilation.check(config, compute)
     budget = devices.memory_budget(config, spec, compute.device)
     budget.check_state()
     with devices.memory_errors("creating the model", budget):
-        return TorchEngine(config, spec, compute)
+        return TorchEngine(config, spec, compute, ranks(config, dist, compute.device))
 
 
 class TorchEngine:
     """See ``core.engine.Engine``.
 
     Attributes:
+        data_shard: The part of each global batch that this rank trains on.
         taps: Functions attached to the residual stream.
         model: The modules.
-        store: Parameters and gradients.
+        parameters: Parameters and gradients.
         optimizer: Update rule and its state.
     """
 
     name = "torch"
-    data_shard = DataShard()
     capabilities = CAPABILITIES
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
+    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
+        self._ranks = ranks if ranks is not None else Ranks()
+        self.data_shard = self._ranks.shard
         self._memory = devices.memory_budget(config, spec, compute.device)
         self.taps = Taps(spec.num_layers, compiled=compute.compiled)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
-        self.store = ParameterStore(
-            spec,
-            muon=config.optimizer.name == "muon",
-            decay_embeddings=config.optimizer.decay_embeddings,
-            device=compute.device,
-        )
-        attend = attention.ATTENTION[config.model.attention_kernel]
-        self.model = Decoder(Parts(spec, self.store.modules, kernels.select(compute), attend, self.taps))
+        self.parameters: Parameters
+        self.model = self._place_model()
         self._run_block = compilation.compiled_block(compute) if compute.compiled else None
-        self._head = self.model.head_weight
         self._products = kernels.products(compute)
         self._loss = HeadLoss(
-            config.loss, self._head, self._products, compute.dtype, count_correct=config.log.accuracy
+            config.loss, spec.vocab_size, compute.device, self._products, compute.dtype,
+            count_correct=config.log.accuracy,
         )  # fmt: skip
         self._rotary = attention.rotary_tables(spec, compute.device)
-        self.optimizer = Optimizer(config, self.store, compute)
-        checkpoint.set_parameters(self.store, initial_weights(spec, config.run.seed))
+        self.optimizer = Optimizer(config, self.parameters, compute, self._ranks)
+        checkpoint.set_parameters(self.parameters, initial_weights(spec, config.run.seed), spec)
+
+    def _place_model(self) -> Decoder:
+        """Build the model over flat buffers, or over shards if several ranks share a replica."""
+        config, spec, compute = self._config, self._spec, self.compute
+        groups = {"muon": config.optimizer.name == "muon", "decay_embeddings": config.optimizer.decay_embeddings}
+        attend = attention.ATTENTION[config.model.attention_kernel]
+        if self._ranks.fsdp_size == 1:
+            self.parameters = FlatParameters(spec, **groups, device=compute.device)
+            chosen = kernels.select(compute)
+            return Decoder(Parts(spec, self.parameters.modules, chosen, attend, self.taps))
+        self.parameters = sharded = ShardedParameters(spec, **groups, ranks=self._ranks)
+        model = Decoder(Parts(spec, sharded.modules, kernels.plain(compute), attend, self.taps))
+        sharded.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
+        return model
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -120,20 +129,35 @@ class TorchEngine:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory):
-            self.store.zero_gradients()
+            self.parameters.zero_gradients()
             self.taps.measure(self._statistics)
+            count = max(1, int(self._ranks.sum_counts(batch.num_target_tokens)[0]))
             try:
-                sums = [self._train_micro_batch(batch, index) for index in range(batch.tokens_ABT.shape[0])]
+                sums = [self._train_micro_batch(batch, index, count) for index in range(batch.tokens_ABT.shape[0])]
             finally:
                 self.taps.measure(None)
-            count = max(1, batch.num_target_tokens)
-            loss = torch.stack([part.cross_entropy for part in sums]).sum() / count
+            total = self._total(sums)
+            loss = total.cross_entropy / count
+            if self._ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
+                self._ranks.sum(*(tensor for tensors in self.parameters.gradients.values() for tensor in tensors))
             outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
             return TorchStepResult(
                 {"loss": loss, "grad_norm": outcome.grad_norm, "finite": outcome.finite},
-                self._extras(sums, count),
-                self._statistics.take() if self._statistics is not None else None,
+                self._extras(total, count),
+                self._statistics.take(self._ranks) if self._statistics is not None else None,
             )
+
+    def _total(self, sums: list[LossSums]) -> LossSums:
+        """Add the loss sums of all micro-batches of all ranks."""
+        total_3 = torch.stack(
+            [
+                torch.stack([part.cross_entropy for part in sums]).sum(),
+                torch.stack([part.squared_log_partition for part in sums]).sum(),
+                torch.stack([part.num_correct for part in sums]).sum(),
+            ]
+        )
+        self._ranks.sum(total_3)
+        return LossSums(*total_3.unbind())
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
@@ -144,12 +168,13 @@ class TorchEngine:
             with devices.memory_errors("locating non-finite values", self._memory):
                 self.taps.measure(self._statistics)
                 for index in range(batch.tokens_ABT.shape[0]):
-                    self.store.zero_gradients()
-                    loss = float(self._train_micro_batch(batch, index).cross_entropy) / count
-                    names, values = self._statistics.take()
+                    self.parameters.zero_gradients()
+                    loss = float(self._train_micro_batch(batch, index, count).cross_entropy) / count
+                    names, values = self._statistics.take(Ranks())
                     activations = dict(zip(names, [] if values is None else values.tolist(), strict=True))
                     finite = {
-                        name: bool(view.isfinite().all()) for name, view in self.store.views(self.store.gradients)
+                        piece.name: bool(piece.view.isfinite().all())
+                        for piece in self.parameters.pieces(self.parameters.gradients)
                     }
                     found = NonfiniteOrigin.locate(index, loss, activations, finite)
                     if found is not None:
@@ -159,32 +184,58 @@ class TorchEngine:
             self.taps.measure(None)
             self._run_block, self._statistics = kept
 
-    def _train_micro_batch(self, batch: Batch, index: int) -> LossSums:
+    def _train_micro_batch(self, batch: Batch, index: int, num_targets: int) -> LossSums:
         labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
         tokens_M, context = self._inputs(batch, index, is_training=True)
         if self._statistics is not None:
-            self._statistics.micro_batch = index
-        scale = 1.0 / max(1, batch.num_target_tokens)
+            self._statistics.begin(index, self._num_rows(batch, index))
         loss_scale = self.optimizer.loss_scale if self.optimizer.is_scaled else None
+        shard = self.data_shard
         with keyed_randomness(
-            self._config.run.seed, batch.step, index, self.compute.device, active=context.dropout > 0
-        ):
-            with self.compute.autocast():
-                hidden_MD = self.model(tokens_M, context, self._run_block)
-            sums, d_hidden_MD = self._loss.train(hidden_MD, labels, scale, loss_scale)
-            hidden_MD.backward(d_hidden_MD)
+            self._config.run.seed, batch.step, index * shard.count + shard.index, self.compute.device,
+            active=context.dropout > 0,
+        ):  # fmt: skip
+            objective, sums = self._forward(
+                tokens_M,
+                context,
+                lambda hidden_MD, head_VD: self._loss.train(hidden_MD, head_VD, labels, 1.0 / num_targets, loss_scale),
+                self._run_block,
+            )
+            objective.backward()
         return sums
 
-    def _extras(self, sums: list[LossSums], count: int) -> dict[str, Tensor]:
+    def _num_rows(self, batch: Batch, index: int) -> int:
+        """Return the rows of a micro-batch without those that pad a shorter shard, which have digest 0."""
+        num_rows = batch.tokens_ABT.shape[1]
+        return num_rows if self.data_shard.is_whole else int(np.count_nonzero(batch.row_digests_AB[index]))
+
+    def _forward(
+        self,
+        tokens_M: Tensor,
+        context: ForwardContext,
+        finish: Callable[[Tensor, Tensor], Any],
+        run_block: RunBlock | None = None,
+    ) -> Any:
+        """Return ``finish(hidden_MD, head_VD)``, computed outside autocast."""
+
+        def apply(hidden_MD: Tensor) -> Any:
+            with self.compute.no_autocast():
+                return finish(hidden_MD, self.model.head_weight)
+
+        with self.compute.autocast():
+            found = self.model(tokens_M, context, apply, run_block)
+        if not torch.is_grad_enabled():
+            self.parameters.release()
+        return found
+
+    def _extras(self, total: LossSums, count: int) -> dict[str, Tensor]:
         extras: dict[str, Tensor] = {}
         if self._config.log.accuracy:
-            extras["accuracy"] = torch.stack([part.num_correct for part in sums]).sum() / count
+            extras["accuracy"] = total.num_correct / count
         if self._config.loss.z_loss_weight:
-            squares = torch.stack([part.squared_log_partition for part in sums]).sum()
-            extras["z_loss"] = squares * (self._config.loss.z_loss_weight / count)
+            extras["z_loss"] = total.squared_log_partition * (self._config.loss.z_loss_weight / count)
         if self._config.log.parameter_norms:
-            norms = [flat_norm(self.store.values[group]) for group in self.store.groups]
-            extras["parameter_norm"] = torch.linalg.vector_norm(torch.stack(norms))
+            extras["parameter_norm"] = global_norm(self.parameters.values, self._ranks)
         if self.optimizer.is_scaled:
             extras["loss_scale"] = self.optimizer.loss_scale.clone()
         return extras
@@ -250,9 +301,7 @@ class TorchEngine:
             for index in range(batch.tokens_ABT.shape[0]):
                 labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
                 tokens_M, context = self._inputs(batch, index, is_training=False)
-                with self.compute.autocast():
-                    hidden_MD = self.model(tokens_M, context)
-                sums = self._loss.evaluate(hidden_MD, labels)
+                sums = self._forward(tokens_M, context, partial(self._loss.evaluate, labels=labels))
                 loss_sum += float(sums.cross_entropy)
                 num_correct += int(sums.num_correct)
         return EvalValues(loss_sum, batch.num_target_tokens, num_correct)
@@ -262,9 +311,8 @@ class TorchEngine:
         """Return the logits of whole sequences, fp32 ``[B, T, V]``, without dropout."""
         check_length(tokens_BT.shape[1], self._spec)
         context = self._context(tokens_BT.shape, attention.CAUSAL)
-        with self.compute.autocast():
-            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), context)
-        return self._head_logits(hidden_MD).cpu().numpy().reshape(*tokens_BT.shape, -1)
+        tokens_M = to_device(tokens_BT, self.compute.device).view(-1)
+        return self._forward(tokens_M, context, self._head_logits).cpu().numpy().reshape(*tokens_BT.shape, -1)
 
     def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
@@ -276,38 +324,46 @@ class TorchEngine:
     def _decode(self, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
         attention_mask = attention.decoding_mask(cache.num_tokens, tokens_BT.shape[1], self.compute.device)
         context = self._context(tokens_BT.shape, attention_mask, num_past=cache.num_tokens, cache=cache)
-        with self.compute.autocast():
-            hidden_MD = self.model(to_device(tokens_BT, self.compute.device).view(-1), context)
-        return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1])
 
-    def _head_logits(self, hidden_MD: Tensor) -> Tensor:
+        def last_logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
+            return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1], head_VD)
+
+        return self._forward(to_device(tokens_BT, self.compute.device).view(-1), context, last_logits)
+
+    def _head_logits(self, hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
         dtype = self.compute.dtype
-        return self._products(hidden_MD.to(dtype), self._head.to(dtype)).float()
+        return self._products(hidden_MD.to(dtype), head_VD.to(dtype)).float()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, detached: bool) -> Snapshot:
-        """Return a snapshot of the complete training state; a detached one is a copy in host memory."""
+        """Return a snapshot of the complete training state; a detached one is a copy in host memory.
+
+        Of several ranks, the main one writes it, and the snapshots of the others are empty.
+        """
         with devices.memory_errors("copying the state for a checkpoint", self._memory):
-            return Snapshot(self._spec, checkpoint.state(self.store, self.optimizer, detached=detached))
+            if self._ranks.world_size == 1:
+                return Snapshot(self._spec, checkpoint.state(self.parameters, self.optimizer, detached=detached))
+            is_main = self.data_shard.index == 0
+            return Snapshot(self._spec, checkpoint.gathered_state(self.parameters, self.optimizer, is_main=is_main))
 
     def load(self, directory: Path) -> None:
         """Load a training state that a snapshot wrote and the caller has verified."""
-        checkpoint.load(directory, self._spec, self.store, self.optimizer)
+        checkpoint.load(directory, self._spec, self.parameters, self.optimizer)
 
     def export_weights(self) -> Iterator[NamedArray]:
         """Yield the parameters in fp32 under canonical names, in table order."""
-        for name, array in checkpoint.arrays(self.store, self.store.values):
+        for name, array in checkpoint.arrays(self.parameters, self.parameters.values):
             yield name, array.copy()
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
         """Replace all parameters and reset the optimizer."""
-        checkpoint.set_parameters(self.store, weights)
+        checkpoint.set_parameters(self.parameters, weights, self._spec)
         self.optimizer.reset()
 
     def fingerprint(self) -> str:
         """Return a hex digest of parameters and optimizer state, array by array in name order."""
-        return self.snapshot(detached=False).fingerprint()
+        return Snapshot(self._spec, checkpoint.state(self.parameters, self.optimizer)).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory by metric name. Never synchronises."""
@@ -315,7 +371,7 @@ class TorchEngine:
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""
-        return devices.environment(self.compute)
+        return devices.environment(self.compute) | self._ranks.facts()
 
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:

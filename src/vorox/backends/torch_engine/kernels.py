@@ -77,9 +77,9 @@ class Kernels:
 
 def select(compute: Compute) -> Kernels:
     """Return the kernels for a device and precision."""
-    chosen = products(compute)
     if not compute.is_direct:
-        return replace(PLAIN, linear=_traceable_linear) if chosen.is_onednn else PLAIN
+        return plain(compute)
+    chosen = products(compute)
     return Kernels(
         embed=_Embed.apply,
         linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen),
@@ -87,6 +87,11 @@ def select(compute: Compute) -> Kernels:
         gate=_Gate.apply,
         rotate=_Rotate.apply,
     )
+
+
+def plain(compute: Compute) -> Kernels:
+    """Return the kernels that use autograd."""
+    return replace(PLAIN, linear=_traceable_linear) if products(compute).is_onednn else PLAIN
 
 
 def products(compute: Compute) -> Products:

@@ -1,8 +1,8 @@
 """Fused output head and cross-entropy loss, in chunks, so that the full logits are never materialised.
 
 For each chunk of positions, the logits are turned in place into probabilities and then into their gradient, which is
-multiplied into the gradients of hidden state and head. Nothing is saved for a backward pass and the head's product is
-not repeated. Sums are over target positions; the caller divides by the global count through ``scale``.
+multiplied into the gradients of hidden state and head. The backward pass only passes these gradients on; the head's
+product is not repeated. Sums are over target positions; the caller divides by the global count through ``scale``.
 
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
 weight ``z``; the reported cross entropy is the plain ``nll``.
@@ -13,9 +13,10 @@ Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vorox.backends.torch_engine.kernels import Products
 from vorox.core.schema import LossConfig
@@ -52,52 +53,71 @@ class HeadLoss:
 
     Args:
         config: Label smoothing, z-loss and chunk size.
-        head: ``[V, D]``; its gradient is accumulated in ``head.grad``.
+        vocab_size: Rows of the head.
+        device: Device of the model.
         products: Matrix products.
         dtype: Precision of the products.
         count_correct: Whether training counts correct targets.
     """
 
     def __init__(
-        self, config: LossConfig, head: nn.Parameter, products: Products, dtype: torch.dtype, *, count_correct: bool
+        self,
+        config: LossConfig,
+        vocab_size: int,
+        device: torch.device,
+        products: Products,
+        dtype: torch.dtype,
+        *,
+        count_correct: bool,
     ) -> None:
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
-        self._head, self._products, self._dtype, self._count_correct = head, products, dtype, count_correct
-        self._sum_dtype = torch.float32 if head.device.type == "mps" else torch.float64
+        self._products, self._dtype, self._count_correct = products, dtype, count_correct
+        self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._chunk_positions = config.chunk_tokens
-        if head.device.type == "cpu":
-            self._chunk_positions = min(config.chunk_tokens, max(64, CPU_CHUNK_BYTES // (4 * head.shape[0])))
+        if device.type == "cpu":
+            self._chunk_positions = min(config.chunk_tokens, max(64, CPU_CHUNK_BYTES // (4 * vocab_size)))
 
     @torch.no_grad()
-    def evaluate(self, hidden_MD: Tensor, labels: Labels) -> LossSums:
+    def evaluate(self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels) -> LossSums:
         """Return the loss sums without gradients; correct targets are counted."""
         sums = _Sums(hidden_MD.device, self._sum_dtype)
-        head_VD = self._head.to(self._dtype)
+        head_VD = head_VD.detach().to(self._dtype)
         for chunk, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             logits_CV = self._products(chunk.to(self._dtype), head_VD).float()
             self._probabilities(logits_CV, chunk_labels, sums, count_correct=True)
         return sums.result()
 
-    @torch.no_grad()
     def train(
-        self, hidden_MD: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None = None
-    ) -> tuple[LossSums, Tensor]:
-        """Return the loss sums and the gradient of the scaled objective; accumulate the head's gradient.
+        self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None = None
+    ) -> tuple[Tensor, LossSums]:
+        """Return the scaled objective, to call ``backward`` on, and the loss sums.
+
+        The gradients are computed here; ``backward`` passes them on. If ``head_VD.grad`` exists, the head's gradient is
+        added to it directly.
 
         Args:
             hidden_MD: Final hidden state.
+            head_VD: The output head.
             labels: Targets.
             scale: One over the global number of targets.
             loss_scale: Loss scale of fp16.
-
-        Returns:
-            The sums, and the gradient with respect to ``hidden_MD``.
         """
+        objective, *sums = _Objective.apply(hidden_MD, head_VD, self, labels, scale, loss_scale)
+        return objective, LossSums(*sums)
+
+    def gradients(
+        self,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        head_gradient: Tensor,
+        labels: Labels,
+        scale: float,
+        loss_scale: Tensor | None,
+    ) -> tuple[LossSums, Tensor]:
+        """Add the head's gradient to ``head_gradient``; return the loss sums and the gradient of ``hidden_MD``."""
         sums = _Sums(hidden_MD.device, self._sum_dtype)
-        head_VD, is_half = self._head.to(self._dtype), self._dtype != torch.float32
+        head_VD, is_half = head_VD.to(self._dtype), self._dtype != torch.float32
         d_hidden_MD = torch.empty_like(hidden_MD)
-        head_gradient = self._head.grad
-        assert head_gradient is not None
         start = 0
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)
@@ -153,6 +173,34 @@ class HeadLoss:
         if count_correct:
             sums.add((target_C >= highest_C).float(), labels.kept_M, "num_correct")
         return probabilities_CV, log_partition_C
+
+
+class _Objective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        loss: HeadLoss,
+        labels: Labels,
+        scale: float,
+        loss_scale: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        d_head_VD = None if head_VD.grad is not None else torch.zeros_like(head_VD, dtype=torch.float32)
+        target_VD = head_VD.grad if d_head_VD is None else d_head_VD
+        assert target_VD is not None
+        sums, d_hidden_MD = loss.gradients(hidden_MD.detach(), head_VD.detach(), target_VD, labels, scale, loss_scale)
+        ctx.save_for_backward(d_hidden_MD, d_head_VD)
+        found = (sums.cross_entropy, sums.squared_log_partition, sums.num_correct)
+        ctx.mark_non_differentiable(*found)
+        return sums.cross_entropy * scale, *found
+
+    @staticmethod
+    def backward(ctx: Any, d_objective: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pass the gradients on; ``d_objective`` is 1, because the objective is scaled already."""
+        del d_objective
+        d_hidden_MD, d_head_VD = ctx.saved_tensors
+        return d_hidden_MD, d_head_VD, None, None, None, None
 
 
 class _Sums:

@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks of attention and MLP around a residual stream, final norm.
 
-Modules receive their parameters, which are views of flat buffers (``parameters.py``); some are fused: query, key and
+Modules receive their parameters (``parameters.py``); some are fused: query, key and
 value; gate and up. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks. Activations are
 ``[M, D]``, the positions of all rows concatenated, except inside attention.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -203,12 +203,19 @@ class Decoder(nn.Module):
         """``[V, D]``, for the loss and for logits."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens_M: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
-        """Return the final hidden state ``[M, D]``.
+    def forward(
+        self,
+        tokens_M: Tensor,
+        context: ForwardContext,
+        finish: Callable[[Tensor], Any],
+        run_block: RunBlock | None = None,
+    ) -> Any:
+        """Return ``finish`` of the final hidden state ``[M, D]``.
 
         Args:
             tokens_M: Token ids.
             context: All other inputs.
+            finish: Applies the head; called inside the forward pass, where a sharded head is gathered.
             run_block: Runs a block, for example compiled; ``call_block`` by default.
         """
         x_MD = self.embedding(tokens_M)
@@ -224,7 +231,7 @@ class Decoder(nn.Module):
                 )
             else:
                 x_MD = call(block, x_MD, context)
-        return self.final_norm(x_MD)
+        return finish(self.final_norm(x_MD))
 
 
 def _apply_dropout(x_MD: Tensor, dropout: float) -> Tensor:

@@ -9,11 +9,12 @@ Shape legend: G matrices of one shape, O rows (outputs), I columns (inputs).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.parameters import ParameterStore
+from vorox.backends.torch_engine.parameters import Parameters, Piece
 from vorox.models.optimizer_groups import ORTHOGONAL
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -22,8 +23,9 @@ EPS = 1e-7
 
 
 def update(
-    store: ParameterStore,
-    momentum_buffer: Tensor,
+    parameters: Parameters,
+    gradients: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
     divisor: Tensor,
     finite: Tensor,
     *,
@@ -31,21 +33,27 @@ def update(
     weight_decay: float,
     momentum: float,
 ) -> None:
-    """Update the orthogonal group with Nesterov momentum; changes nothing unless ``finite``."""
-    gradients = store.gradients[ORTHOGONAL] / divisor
-    new_momentum = momentum_buffer.lerp(gradients, 1 - momentum)
-    directions = {ORTHOGONAL: gradients.lerp_(new_momentum, momentum)}
-    momentum_buffer.copy_(torch.where(finite, new_momentum, momentum_buffer))
-    by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-    values = {ORTHOGONAL: store.values[ORTHOGONAL]}
-    for (_, value), (_, direction) in zip(store.views(values), store.views(directions), strict=True):
-        by_shape.setdefault(tuple(value.shape), []).append((value, direction))
+    """Update the orthogonal group with Nesterov momentum; changes nothing unless ``finite``.
+
+    Sharded directions are gathered: every rank orthogonalises whole matrices and updates its own rows.
+    """
+    directions: list[Tensor] = []
+    for gradient, buffer in zip(gradients, momentum_buffers, strict=True):
+        scaled = gradient / divisor
+        new_momentum = buffer.lerp(scaled, 1 - momentum)
+        directions.append(scaled.lerp_(new_momentum, momentum))
+        buffer.copy_(torch.where(finite, new_momentum, buffer))
+    by_shape: dict[tuple[int, ...], list[tuple[Piece, Tensor]]] = {}
+    pieces = parameters.pieces({ORTHOGONAL: parameters.values[ORTHOGONAL]})
+    for piece, (_, direction) in zip(pieces, parameters.whole({ORTHOGONAL: directions}), strict=True):
+        by_shape.setdefault(tuple(direction.shape), []).append((piece, direction))
     for (rows, columns), pairs in sorted(by_shape.items()):
         orthogonal_GOI = orthogonalise(torch.stack([direction for _, direction in pairs]))
         rate = lr * math.sqrt(max(1.0, rows / columns))
-        for (value, _), orthogonal in zip(pairs, orthogonal_GOI.unbind(), strict=True):
-            changed = value.mul(1 - lr * weight_decay).sub_(orthogonal, alpha=rate)
-            value.copy_(torch.where(finite, changed, value))
+        for (piece, _), orthogonal in zip(pairs, orthogonal_GOI.unbind(), strict=True):
+            mine = orthogonal[piece.first_row : piece.first_row + len(piece.view)]
+            changed = piece.view.mul(1 - lr * weight_decay).sub_(mine, alpha=rate)
+            piece.view.copy_(torch.where(finite, changed, piece.view))
 
 
 def orthogonalise(matrices_GOI: Tensor) -> Tensor:

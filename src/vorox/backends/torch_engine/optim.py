@@ -1,4 +1,4 @@
-"""AdamW and Muon with gradient clipping and a finite check, over flat buffers.
+"""AdamW and Muon with gradient clipping and a finite check, over the tensors of a rank.
 
 Nothing here synchronises the host with the device. If the loss or the gradient norm is not finite, no bit of
 parameters, moments or counters changes; only the loss scale of fp16 is lowered. All of this is decided on the device.
@@ -8,7 +8,7 @@ State: first and second moments of the AdamW groups, Muon's momentum, the number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from vorox.backends.torch_engine import muon
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.parameters import ParameterStore
+from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.parameters import Buffers, Parameters
 from vorox.core.schema import RunConfig
 from vorox.core.schema.runtime import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN
@@ -37,9 +38,9 @@ class Outcome:
 class Optimizer:
     """The update rule and its state."""
 
-    def __init__(self, config: RunConfig, store: ParameterStore, compute: Compute) -> None:
+    def __init__(self, config: RunConfig, parameters: Parameters, compute: Compute, ranks: Ranks) -> None:
         self._config = config.optimizer
-        self._store = store
+        self._parameters, self._ranks = parameters, ranks
         self._device = compute.device
         self._has_fused = compute.device.type in {"cpu", "cuda"}
         self._initial_loss_scale = config.precision.initial_loss_scale
@@ -49,15 +50,15 @@ class Optimizer:
     def reset(self) -> None:
         """Reset moments, counters and loss scale."""
         adaptive = (DECAYED, PLAIN)
-        self.exp_avg = self._store.new_buffers(adaptive)
-        self.exp_avg_sq = self._store.new_buffers(adaptive)
-        self.momentum = self._store.new_buffers((ORTHOGONAL,))
+        self.exp_avg = self._parameters.new_buffers(adaptive)
+        self.exp_avg_sq = self._parameters.new_buffers(adaptive)
+        self.momentum = self._parameters.new_buffers((ORTHOGONAL,))
         self.updates = torch.zeros((), device=self._device)
         self.loss_scale = torch.tensor(self._initial_loss_scale if self.is_scaled else 1.0, device=self._device)
         self.scale_age = torch.zeros((), device=self._device)
 
     @property
-    def buffers(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def buffers(self) -> Mapping[str, Buffers]:
         """Optimizer state by kind and group, for checkpoints and fingerprints."""
         kinds = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "momentum": self.momentum}
         return {kind: buffers for kind, buffers in kinds.items() if buffers}
@@ -77,8 +78,8 @@ class Optimizer:
             weight_decay: Decoupled weight decay of the decayed groups.
             loss: The mean loss.
         """
-        norms = [flat_norm(self._store.gradients[group]) for group in self._store.groups]
-        scaled_norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients = self._parameters.gradients
+        scaled_norm = global_norm(gradients, self._ranks)
         grad_norm = scaled_norm / self.loss_scale if self.is_scaled else scaled_norm
         finite = torch.isfinite(scaled_norm) & torch.isfinite(loss)
         divisor = self.loss_scale.clone()
@@ -86,11 +87,13 @@ class Optimizer:
             divisor *= ((grad_norm + 1e-6) / self._config.clip_norm).clamp(min=1.0)
         self.updates += finite
         for group in (DECAYED, PLAIN):
-            if group in self._store.values:
-                self._adamw(group, divisor, finite, lr=lr, weight_decay=weight_decay if group == DECAYED else 0.0)
-        if ORTHOGONAL in self._store.values:
+            if group in self._parameters.values:
+                decay = weight_decay if group == DECAYED else 0.0
+                self._adamw(group, gradients[group], divisor, finite, lr=lr, weight_decay=decay)
+        if ORTHOGONAL in self._parameters.values:
             muon.update(
-                self._store,
+                self._parameters,
+                gradients[ORTHOGONAL],
                 self.momentum[ORTHOGONAL],
                 divisor,
                 finite,
@@ -102,20 +105,30 @@ class Optimizer:
             self._adapt_loss_scale(finite)
         return Outcome(grad_norm, finite)
 
-    def _adamw(self, group: str, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:
-        values, gradients = self._store.values[group], self._store.gradients[group]
-        exp_avg, exp_avg_sq, config = self.exp_avg[group], self.exp_avg_sq[group], self._config
+    def _adamw(
+        self,
+        group: str,
+        gradients: Sequence[Tensor],
+        divisor: Tensor,
+        finite: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        values, config = self._parameters.values[group], self._config
+        exp_avg, exp_avg_sq = self.exp_avg[group], self.exp_avg_sq[group]
         if self._has_fused:
             torch.ops.aten._fused_adamw_(
-                [values], [gradients], [exp_avg], [exp_avg_sq], [], [self.updates],
+                values, gradients, exp_avg, exp_avg_sq, [], [self.updates] * len(values),
                 lr=lr, beta1=config.beta1, beta2=config.beta2, weight_decay=weight_decay, eps=config.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=1.0 - finite.float(),
             )  # fmt: skip
             return
-        vector_adamw(
-            values, gradients / divisor, exp_avg, exp_avg_sq, self.updates, finite,
-            lr=lr, betas=(config.beta1, config.beta2), weight_decay=weight_decay, eps=config.eps,
-        )  # fmt: skip
+        for value, gradient, first, second in zip(values, gradients, exp_avg, exp_avg_sq, strict=True):
+            vector_adamw(
+                value, gradient / divisor, first, second, self.updates, finite,
+                lr=lr, betas=(config.beta1, config.beta2), weight_decay=weight_decay, eps=config.eps,
+            )  # fmt: skip
 
     def _adapt_loss_scale(self, finite: Tensor) -> None:
         age = torch.where(finite, self.scale_age + 1, torch.zeros_like(self.scale_age))
@@ -125,14 +138,25 @@ class Optimizer:
         self.scale_age.copy_(torch.where(doubles, torch.zeros_like(age), age))
 
 
-def flat_norm(values: Tensor) -> Tensor:
-    """Return the L2 norm of a flat buffer.
+def global_norm(buffers: Buffers, ranks: Ranks) -> Tensor:
+    """Return the L2 norm of buffers over all groups and shards."""
+    norms = [tensor_norm(tensor) for tensors in buffers.values() for tensor in tensors]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if ranks.fsdp_size == 1:
+        return norm
+    square = norm.square()
+    ranks.sum_over_shards(square)
+    return square.sqrt()
+
+
+def tensor_norm(values: Tensor) -> Tensor:
+    """Return the L2 norm of a tensor.
 
     The CPU kernel sums sequentially, with an error of 5e-4 at 10M elements, so there the norm is taken over pieces.
     """
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values)
-    pieces = torch.ops.aten._foreach_norm(list(values.split(NORM_PIECE_ELEMENTS)))
+    pieces = torch.ops.aten._foreach_norm(list(values.flatten().split(NORM_PIECE_ELEMENTS)))
     return torch.linalg.vector_norm(torch.stack(pieces))
 
 

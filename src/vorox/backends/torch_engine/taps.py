@@ -22,6 +22,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from vorox.backends.torch_engine.distributed import Ranks
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
 
@@ -84,7 +85,7 @@ class Taps:
             if replacement is not None:
                 x_MD = replacement.reshape(x_MD.shape)
         if self.statistics is not None:
-            self.statistics.observe(point, layer, x_MD)
+            self.statistics.observe(point, layer, x_MD, shape_BT[1])
         return x_MD
 
 
@@ -97,25 +98,44 @@ class ActivationStatistics:
 
     def __init__(self) -> None:
         self.micro_batch = 0
+        self._num_rows: dict[int, int] = {}
         self._moments: dict[tuple[int, TapPoint, int], Tensor] = {}
 
-    def observe(self, point: TapPoint, layer: int, x_MD: Tensor) -> None:
+    def begin(self, micro_batch: int, num_rows: int) -> None:
+        """Begin a micro-batch; the rows after the first ``num_rows`` are padding and do not count."""
+        self.micro_batch = micro_batch
+        self._num_rows[micro_batch] = num_rows
+
+    def observe(self, point: TapPoint, layer: int, x_MD: Tensor, num_positions: int) -> None:
+        num_rows = self._num_rows[self.micro_batch]
         with torch.no_grad():
-            x = x_MD.detach().float()
-            moments = torch.stack([x.mean(), x.square().mean(), x.abs().amax()])
+            x = x_MD.detach()[: num_rows * num_positions].float()
+            if num_rows:
+                moments = torch.stack([x.mean() * num_rows, x.square().mean() * num_rows, x.abs().amax()])
+            else:
+                moments = x.new_zeros(3)
         self._moments[layer, point, self.micro_batch] = moments
 
-    def take(self) -> tuple[list[str], Tensor | None]:
-        """Return metric names and values since the last call, and reset."""
+    def take(self, ranks: Ranks) -> tuple[list[str], Tensor | None]:
+        """Return metric names and values since the last call, over all ranks, and reset."""
         points = sorted({(layer, POINTS.index(point)) for layer, point, _ in self._moments})
         names: list[str] = []
-        values: list[Tensor] = []
+        sums: list[Tensor] = []
+        largest: list[Tensor] = []
         for layer, index in points:
             point = POINTS[index]
             parts = torch.stack([part for key, part in sorted(self._moments.items()) if key[:2] == (layer, point)])
-            mean = parts[:, 0].mean()
-            deviation = (parts[:, 1].mean() - mean.square()).clamp(min=0).sqrt()
-            values += [mean, deviation, parts[:, 2].amax()]
+            sums.append(parts[:, :2].sum(0))
+            largest.append(parts[:, 2].amax())
             names += [f"activation/{layer}/{point}/{kind}" for kind in ("mean", "std", "absmax")]
         self._moments.clear()
-        return names, torch.stack(values) if values else None
+        if not names:
+            return names, None
+        sums_P2, largest_P = torch.stack(sums), torch.stack(largest)
+        ranks.sum(sums_P2)
+        ranks.maximum(largest_P)
+        (num_rows,) = ranks.sum_counts(sum(self._num_rows.values()))
+        self._num_rows.clear()
+        mean_P, square_P = (sums_P2 / max(1.0, num_rows)).unbind(1)
+        deviation_P = (square_P - mean_P.square()).clamp(min=0).sqrt()
+        return names, torch.stack([mean_P, deviation_P, largest_P], dim=1).flatten()

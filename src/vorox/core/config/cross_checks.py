@@ -296,7 +296,7 @@ def _quantifier(keys: list[str]) -> str:
 def _batch(config: RunConfig) -> Iterator[Problem]:
     rows, micro = config.train.global_batch_sequences, config.train.micro_batch_sequences
     parts = config.parallel.num_row_parts
-    if rows % (micro * parts):
+    if -(-rows // parts) % micro or rows < parts:  # shorter parts are filled up
         over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
         below, above = (rows // (micro * parts) * micro * parts + more for more in (0, micro * parts))
         fitting = [size for size in range(1, rows + 1) if rows % (size * parts) == 0]

@@ -70,6 +70,7 @@ NOT_IN_DIGEST = (
     "checkpoint",
     "eval",
     "log",
+    "parallel.reshard_after_forward",
     "run.name",
     "run.directory",
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -142,6 +143,8 @@ def _section_of(annotation: Any) -> type[Section] | None:
 def _members(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(annotation) for member in _members(part))
+    if typing.get_origin(annotation) is Annotated and annotation != ImportPath:
+        return (typing.get_args(annotation)[0],)  # a constrained member of a union
     return (annotation,)
 
 
@@ -193,7 +196,10 @@ def _type_name(member: Any) -> str:
 
 def _accepted(info: FieldInfo) -> str:
     parts: list[str] = []
-    for rule in info.metadata:
+    members = typing.get_args(info.annotation)
+    constraints = [getattr(member, "__metadata__", ()) for member in members if member != ImportPath]
+    of_members = [rule for found in itertools.chain(*constraints) for rule in getattr(found, "metadata", ())]
+    for rule in [*info.metadata, *of_members]:
         if isinstance(rule, annotated_types.Ge):
             parts.append(f"at least {rule.ge}")
         elif isinstance(rule, annotated_types.Gt):

@@ -114,6 +114,8 @@ def current_value(key: str, value: Any) -> Any:
 
 def value_in_digest(key: str, value: Json) -> Json:
     """Return the spelling of a key's value that digests are computed over: that of the first version."""
+    if key == "parallel.data_parallel_size" and value == "auto":
+        return 1  # the default before there was auto
     return next((first for first, now in EARLIER_VALUES.get(key, {}).items() if now == value), value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -49,8 +49,10 @@ class RuntimeConfig(Section):
 
 
 class ParallelConfig(Section):
-    data_parallel_size: int = Field(
-        default=1, ge=1, description="Replicas of the whole model; each trains on a part of the batch."
+    data_parallel_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Replicas of the whole model; each trains on a part of the batch. auto: as many as the devices of "
+        "the run allow, with smaller micro-batches if the batch does not divide.",
     )
     fsdp_size: int = Field(
         default=1,
@@ -59,6 +61,11 @@ class ParallelConfig(Section):
     )
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Devices that every matrix product of the model is sharded over."
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "
+        "(ZeRO-3), or keep them (ZeRO-2: more memory, less communication).",
     )
 
     start_timeout_seconds: float = Field(
@@ -69,13 +76,33 @@ class ParallelConfig(Section):
     )
 
     @property
-    def num_row_parts(self) -> int:
-        """Parts that the rows of a batch are divided into."""
-        return self.data_parallel_size * self.fsdp_size
+    def num_devices(self) -> int:
+        """Devices of the run; the fewest possible under ``auto``."""
+        return self.num_row_parts * self.tensor_parallel_size
 
     @property
-    def num_devices(self) -> int:
-        return self.num_row_parts * self.tensor_parallel_size
+    def num_row_parts(self) -> int:
+        """Parts that the rows of a batch are divided into; the fewest possible under ``auto``."""
+        return (1 if self.data_parallel_size == "auto" else self.data_parallel_size) * self.fsdp_size
+
+    def data_parallel_size_on(self, num_devices: int) -> int:
+        """Return the number of replicas on so many devices; at least 1, even if they are too few."""
+        if self.data_parallel_size != "auto":
+            return self.data_parallel_size
+        return max(1, num_devices // (self.fsdp_size * self.tensor_parallel_size))
+
+    def micro_batch_sequences(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
+        """Return the rows of a micro-batch: ``limit``, or under ``auto`` the largest divisor of a rank's rows below it.
+
+        Args:
+            limit: ``train.micro_batch_sequences``.
+            global_batch_sequences: Rows of a step.
+            num_parts: Parts that they are divided into.
+        """
+        share = -(-global_batch_sequences // num_parts)
+        if self.data_parallel_size != "auto" or num_parts == 1:
+            return limit
+        return max(size for size in range(1, max(1, min(limit, share)) + 1) if share % size == 0)
 
 
 class RunSection(Section):

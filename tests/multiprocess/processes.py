@@ -1,0 +1,80 @@
+"""Commands of several processes, each command a process of its own, in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eventually import wait_until
+from tiny_runs import configuration
+from vorox.core.staged_directory import read_manifest
+from vorox.training.replay_chain import ChainEntry, number, read_chain
+
+PATIENCE_SECONDS = 600
+
+
+class Runs:
+    """A folder with a text, its cache and runs; ``model`` are settings of all commands."""
+
+    def __init__(self, directory: Path, model: Sequence[str]) -> None:
+        self.directory, self.model = directory, model
+        configuration(directory)  # writes the text and tiny.yaml
+
+    def command(self, name: str, overrides: Sequence[str]) -> list[str]:
+        words = [str(self.directory / "tiny.yaml"), *self.model, *overrides]
+        return [sys.executable, "-m", "vorox", "train", *words, "--name", name]
+
+    def start(self, name: str, overrides: Sequence[str], hold: Path | None = None) -> subprocess.Popen[str]:
+        """The command as a process; where there is a file ``hold``, no process of the run begins step 9."""
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        if hold is not None:
+            hold.touch()
+            environment |= {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": " ".join(self.model)}
+            environment["PYTHONPATH"] = str(Path(__file__).with_name("held"))
+        return subprocess.Popen(
+            self.command(name, overrides), env=environment, cwd=self.directory, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
+        """The run of that name, and what was said on stderr."""
+        process = self.start(name, overrides)
+        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == code, f"{process.returncode}\n{said[-3000:]}\n{errors[-3000:]}"
+        return self.find(name), errors
+
+    def find(self, name: str) -> Path:
+        found = [path for path in (self.directory / "runs").glob(f"{name}-*") if path.is_dir()]
+        return found[0] if found else self.directory / "runs" / name
+
+
+def entries(run: Path) -> list[ChainEntry]:
+    return list(read_chain(run).values())
+
+
+def losses(run: Path) -> list[float]:
+    return [number(entry.loss) for entry in entries(run)]
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int:
+    """The process id of the second process, once the run has saved."""
+    saved = "checkpoints/step-*/MANIFEST.json"
+    wait_until(lambda: process.poll() is not None or any(runs.find(name).glob(saved)), PATIENCE_SECONDS)
+    assert process.poll() is None, process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    is_second = b"\0RANK=1\0"
+    (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
+    return found
+
+
+def fingerprint(run: Path) -> str:
+    return read_manifest(run / "checkpoints" / "step-00000012")["metadata"]["fingerprint"]

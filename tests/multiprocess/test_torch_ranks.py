@@ -1,0 +1,157 @@
+"""Several processes with PyTorch are one run: the losses and the state of one process, one chain, one directory.
+
+The oracle is the same command with one process. Sums over ranks are made in another order, so losses agree to 1e-5
+(relative), parameters and moments to 2e-5; what is read (the batch digests of the chain) and what a resumed run repeats
+are equal bit for bit. The hidden size and three ranks make shards of unequal size.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+MODEL = [
+    "backend=torch", "model.num_layers=2", "model.num_heads=4", "model.hidden_size=40", "model.vocab_size=265",
+    "train.global_batch_sequences=8", "train.micro_batch_sequences=1", "eval.prompts=[the]", "eval.sample_tokens=4",
+    "log.matmul_peak=false", "log.accuracy=true", "log.parameter_norms=true", "log.activation_statistics=true",
+]  # fmt: skip
+PLACEMENTS = {
+    "replicas": (2, ["parallel.data_parallel_size=2"]),
+    "three replicas of unequal parts": (3, ["parallel.data_parallel_size=3"]),
+    "FSDP2": (2, ["parallel.fsdp_size=2"]),
+    "FSDP2, three ranks, shards of unequal size": (3, ["parallel.fsdp_size=3"]),
+    "FSDP2 without resharding": (2, ["parallel.fsdp_size=2", "parallel.reshard_after_forward=false"]),
+    "HSDP": (4, ["parallel.data_parallel_size=2", "parallel.fsdp_size=2"]),
+    "FSDP2 and activation checkpointing": (2, ["parallel.fsdp_size=2", "train.activation_checkpointing=block"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ranks"), MODEL)
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> Path:
+    return runs.train("alone", [])[0]
+
+
+@pytest.fixture(scope="module")
+def pair(runs: Runs, alone: Path) -> Path:
+    """Two sharded ranks, never interrupted."""
+    return runs.train("pair", ["parallel.fsdp_size=2", "--nproc", "2"])[0]
+
+
+def assert_same_run(run: Path, oracle: Path) -> None:
+    """The same rows, and the same numbers up to the order of sums."""
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(oracle)]
+    assert losses(run) == pytest.approx(losses(oracle), rel=1e-5)
+    for here, there in zip(lines(run, "evaluations"), lines(oracle, "evaluations"), strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+    for here, there in zip(metrics(run), metrics(oracle), strict=True):
+        assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
+    for name in ("model", "optimizer"):
+        mine, theirs = (load_file(path / f"checkpoints/step-00000012/{name}.safetensors") for path in (run, oracle))
+        assert mine.keys() == theirs.keys()
+        for key, array in theirs.items():
+            np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=2e-5, err_msg=key)
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    prefixes = ("train/", "activation/", "loss", "grad_norm", "accuracy", "parameter_norm")
+    return [
+        {key: value for key, value in record["values"].items() if key.startswith(prefixes)}
+        for record in lines(run, "metrics")
+        if "loss" in record.get("values", {})
+    ]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placement: str) -> None:
+    count, overrides = PLACEMENTS[placement]
+    run, _ = runs.train(placement.replace(" ", "-").replace(",", ""), [*overrides, "--nproc", str(count)])
+    assert len(entries(run)) == 12
+    assert_same_run(run, alone)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["optimizer.name=muon"], ["data.document_mask=true"], ["loss.z_loss_weight=0.01", "model.tie_embeddings=true"]],
+    ids=lambda settings: settings[0],
+)
+def test_sharded_settings_train_as_in_one_process(runs: Runs, settings: list[str]) -> None:
+    name = settings[0].replace(".", "-").replace("=", "-").replace("_", "-")
+    alone, _ = runs.train(f"{name}-alone", settings)
+    run, _ = runs.train(f"{name}-pair", [*settings, "parallel.fsdp_size=2", "--nproc", "2"])
+    assert_same_run(run, alone)
+
+
+def test_dropout_is_that_of_one_process(runs: Runs) -> None:
+    """Dropout is a function of the micro-batch's index in the global batch, not of the rank."""
+    alone, _ = runs.train("dropout-alone", ["model.dropout_fraction=0.2"])
+    run, _ = runs.train("dropout-pair", ["model.dropout_fraction=0.2", "parallel.data_parallel_size=2", "--nproc", "2"])
+    assert_same_run(run, alone)
+
+
+def test_bf16_is_near(runs: Runs, alone: Path) -> None:
+    run, _ = runs.train("bf16", ["precision.dtype=bf16", "parallel.fsdp_size=2", "--nproc", "2"])
+    assert losses(run) == pytest.approx(losses(alone), rel=0.02)
+
+
+def test_the_world_may_change_at_a_resume(runs: Runs, alone: Path) -> None:
+    """Four ranks, then three, one and two: the rows of an uninterrupted run, and its losses up to the order of sums."""
+    run, _ = runs.train("elastic", ["parallel.fsdp_size=4", "train.num_steps=3", "--nproc", "4"])
+    for count, data, fsdp, steps in [(3, 3, 1, 6), (1, 1, 1, 9), (2, 1, 2, 12)]:
+        sizes = [f"parallel.data_parallel_size={data}", f"parallel.fsdp_size={fsdp}"]
+        command = [
+            sys.executable, "-m", "vorox", "train", "--resume", str(run), *sizes, f"train.num_steps={steps}",
+            "--nproc", str(count),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=runs.directory, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+
+
+def test_auto_uses_all_ranks(runs: Runs, alone: Path) -> None:
+    """As many replicas as ranks, with micro-batches that divide a rank's rows; the same run as of one process."""
+    run, _ = runs.train("auto", ["train.micro_batch_sequences=8", "--nproc", "3"])
+    assert_same_run(run, alone)
+
+
+def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -> None:
+    overrides = ["parallel.fsdp_size=2", "--nproc", "2"]
+    process = runs.start("killed", overrides, tmp_path / "hold")
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    (tmp_path / "hold").unlink()
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 2, 75), errors
+    run, _ = runs.train("killed", overrides)
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
+def test_torchrun_starts_the_ranks(runs: Runs, pair: Path) -> None:
+    words = runs.command("torchrun", ["parallel.fsdp_size=2"])[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    done = subprocess.run(command, cwd=runs.directory, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert fingerprint(runs.find("torchrun")) == fingerprint(pair)
+
+
+def test_a_world_that_does_not_fit_is_refused(runs: Runs, alone: Path) -> None:
+    _, errors = runs.train("misfit", ["parallel.fsdp_size=3", "--nproc", "2"], code=2)
+    assert "parallel" in errors
+    assert "--nproc 3" in errors
+    _, errors = runs.train("tensor", ["parallel.tensor_parallel_size=2", "--nproc", "2"], code=2)
+    assert "parallel.tensor_parallel_size" in errors
