@@ -245,10 +245,10 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
 
 def _batch_lines(config: RunConfig) -> Iterator[str]:
     train = config.train
-    rows, micro = train.global_batch_sequences, train.micro_batch_sequences
-    parts = config.parallel.num_row_parts
+    rows, parts = train.global_batch_sequences, config.parallel.num_row_parts
+    micro = config.parallel.micro_batch_sequences(train.micro_batch_sequences, rows, parts)
     tokens = rows * config.data.sequence_length_tokens
-    times = rows // (micro * parts)
+    times = -(-rows // parts) // micro
     yield (
         f"batch          {pluralize(rows, 'row')} = {times:,} x {pluralize(micro, 'row')} x "
         f"{pluralize(parts, 'device')}; {pluralize(tokens, 'token')} per step"

@@ -295,7 +295,8 @@ def _quantifier(keys: list[str]) -> str:
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
     rows, micro = config.train.global_batch_sequences, config.train.micro_batch_sequences
-    parts = config.parallel.num_row_parts
+    # Under auto, a run of several ranks takes smaller micro-batches.
+    parts = 1 if config.parallel.data_parallel_size == "auto" else config.parallel.num_row_parts
     if -(-rows // parts) % micro or rows < parts:  # shorter parts are filled up
         over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
         below, above = (rows // (micro * parts) * micro * parts + more for more in (0, micro * parts))

@@ -247,7 +247,8 @@ def resolve_dependencies(tree: ConfigTree) -> None:
 def _fit_micro_batch(tree: ConfigTree) -> None:
     """Reduce the micro-batch to the batch if a later layer makes the batch smaller."""
     rows, micro = tree.get("train.global_batch_sequences"), tree.get("train.micro_batch_sequences")
-    parts = (tree.get("parallel.data_parallel_size"), tree.get("parallel.fsdp_size"))
+    is_auto = tree.get("parallel.data_parallel_size") == "auto"
+    parts = (1, 1) if is_auto else (tree.get("parallel.data_parallel_size"), tree.get("parallel.fsdp_size"))
     batch_origin = tree.origin("train.global_batch_sequences")
     if batch_origin.layer <= tree.origin("train.micro_batch_sequences").layer or not all(
         isinstance(number, int) and number > 0 for number in (rows, micro, *parts)
