@@ -8,7 +8,7 @@ import pytest
 
 from rank_threads import together
 from vorox.core.distributed_context import DistributedContext, Membership, membership
-from vorox.core.errors import ConfigError, DataError
+from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.rank_comparison import compare_ranks
 
 
@@ -44,6 +44,21 @@ def test_an_error_of_the_decision_too() -> None:
 
     results, _ = together(2, lambda dist: dist.agree("sum", dist.rank, refuse))
     assert [str(found) for found in results] == ["not with [0, 1]", "rank 0: not with [0, 1]"]
+
+
+def test_a_lost_rank_is_no_bug_of_this_one() -> None:
+    """A collective of gloo reports a rank that was killed by the state of its socket."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17032: Connection reset by peer\nmore")
+
+    def program(dist: DistributedContext) -> Any:
+        raise lost
+
+    results, _ = together(2, program)
+    assert {type(error) for error in results} == {VoroxError}
+    assert results[1].what.startswith("Rank 1 lost the connection to another rank: [gloo/")
+    assert results[1].what.endswith("Connection reset by peer")
+    with pytest.raises(RuntimeError, match="Connection reset"), DistributedContext().propagating_failure():
+        raise lost
 
 
 def test_a_bug_of_one_is_not_waited_for() -> None:

@@ -31,6 +31,8 @@ FOUND_BY_BACKEND = "auto"
 """Value of ``VOROX_COORDINATOR`` for which the backend queries the cluster (SLURM, Open MPI, Kubernetes, TPU pods)."""
 _VOROX, _TORCHRUN = (INDEX, COUNT), (RANK, WORLD_SIZE)
 _FAILED = "vorox/failed"
+_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exited")
+"""Texts of gloo and NCCL for a rank that has ended."""
 _SLICE_SECONDS = 1.0
 _MAX_PORT = 65535
 
@@ -215,13 +217,22 @@ class DistributedContext:
 
     @contextlib.contextmanager
     def propagating_failure(self) -> Generator[None]:
-        """Publish an error of this rank to the ranks that wait for it."""
+        """Publish an error of this rank to the ranks that wait for it; explain the loss of another rank.
+
+        Raises:
+            VoroxError: A collective of the framework failed because another rank has ended.
+        """
         try:
             yield
         except BaseException as error:
             if self.world_size > 1:
                 with contextlib.suppress(Exception):  # do not hide the original error
                     self._channel.put(_FAILED, canonical_json(self._report(error)))
+                if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST):
+                    raise VoroxError(
+                        f"Rank {self.rank} lost the connection to another rank: {str(error).splitlines()[0]}",
+                        hint="see the output of the rank that ended first; the same command resumes the run",
+                    ) from error
             raise
 
     @property
