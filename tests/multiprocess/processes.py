@@ -41,6 +41,16 @@ class Runs:
             stderr=subprocess.PIPE,
         )  # fmt: skip
 
+    def train_with_variables(self, name: str, overrides: Sequence[str], variables: dict[str, str]) -> str:
+        """Run the command with more environment variables to its end; return what was said on stderr."""
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | variables
+        done = subprocess.run(
+            self.command(name, overrides), env=environment, cwd=self.directory, text=True, capture_output=True,
+            timeout=PATIENCE_SECONDS,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stderr
+
     def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
         """The run of that name, and what was said on stderr."""
         process = self.start(name, overrides)
@@ -51,6 +61,27 @@ class Runs:
     def find(self, name: str) -> Path:
         found = [path for path in (self.directory / "runs").glob(f"{name}-*") if path.is_dir()]
         return found[0] if found else self.directory / "runs" / name
+
+
+def train_with_kills(runs: Runs, backend: str, overrides: Sequence[str], orders: Path) -> Path:
+    """A run of two ranks that kill themselves twice each and are restarted.
+
+    They do so before they connect, while they prepare the data, in a step, and before a checkpoint is committed.
+    """
+    for kill in ("1-connect", "0-corpus", "1-step", "0-checkpoint"):
+        (orders / kill).touch()
+    variables = {
+        "VOROX_TESTS_KILLS": str(orders),
+        "VOROX_TESTS_BACKEND": backend,
+        "PYTHONPATH": str(Path(__file__).with_name("killed")),
+    }
+    errors = runs.train_with_variables("restarted", [*overrides, "--nproc", "2", "--max-restarts", "4"], variables)
+    assert not any(orders.iterdir()), "every kill took place"
+    assert [line for line in errors.splitlines() if "Restarting" in line] == [
+        f"Rank {rank} of 2 was killed by SIGKILL. Restarting ({number} of 4) from the newest checkpoint."
+        for number, rank in enumerate((1, 0, 1, 0), start=1)
+    ]
+    return runs.find("restarted")
 
 
 def entries(run: Path) -> list[ChainEntry]:

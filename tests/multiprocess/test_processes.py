@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from multiprocess.processes import (
+    PATIENCE_SECONDS,
+    Runs,
+    entries,
+    fingerprint,
+    lines,
+    losses,
+    second_process,
+    train_with_kills,
+)
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 
@@ -84,21 +93,8 @@ def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -
     assert fingerprint(run) == fingerprint(pair)
 
 
-def test_kills_at_every_phase_are_restarted_and_nothing_is_lost(
-    runs: Runs, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank kills itself twice: before it connects, while it prepares data, in a step, before a commit."""
-    for kill in ("1-connect", "0-corpus", "1-step", "0-checkpoint"):
-        (tmp_path / kill).touch()
-    monkeypatch.setenv("VOROX_TESTS_KILLS", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("killed")))
-    run, errors = runs.train("restarted", [*MESHES["fsdp 4"], "--nproc", "2", "--max-restarts", "4"])
-    assert not any(tmp_path.iterdir()), "every kill took place"
-    restarts = [line for line in errors.splitlines() if "Restarting" in line]
-    assert restarts == [
-        f"Rank {rank} of 2 was killed by SIGKILL. Restarting ({number} of 4) from the newest checkpoint."
-        for number, rank in enumerate((1, 0, 1, 0), start=1)
-    ]
+def test_kills_at_every_phase_are_restarted_and_nothing_is_lost(runs: Runs, pair: Path, tmp_path: Path) -> None:
+    run = train_with_kills(runs, "jax", MESHES["fsdp 4"], tmp_path)
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
 

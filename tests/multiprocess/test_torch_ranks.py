@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from multiprocess.processes import (
+    PATIENCE_SECONDS,
+    Runs,
+    entries,
+    fingerprint,
+    lines,
+    losses,
+    second_process,
+    train_with_kills,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -137,6 +146,12 @@ def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode not in (0, 2, 75), errors
     run, _ = runs.train("killed", overrides)
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
+def test_kills_at_every_phase_are_restarted_and_nothing_is_lost(runs: Runs, pair: Path, tmp_path: Path) -> None:
+    run = train_with_kills(runs, "torch", ["parallel.fsdp_size=2"], tmp_path)
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
 

@@ -22,11 +22,18 @@ def _die_at(point: str) -> None:
 
 if "RANK" in os.environ:
     import vorox.run
-    from vorox.backends.jax_engine import distributed
-    from vorox.backends.jax_engine.engine import JaxEngine
+
+    distributed: Any
+    engine: Any
+    if os.environ["VOROX_TESTS_BACKEND"] == "torch":
+        from vorox.backends.torch_engine import distributed
+        from vorox.backends.torch_engine.engine import TorchEngine as engine
+    else:
+        from vorox.backends.jax_engine import distributed
+        from vorox.backends.jax_engine.engine import JaxEngine as engine
     from vorox.core.staged_directory import StagedDirectory
 
-    _joined, _prepare, _train_step = distributed._joined, vorox.run.prepare, JaxEngine.train_step
+    _joined, _prepare, _train_step = distributed._joined, vorox.run.prepare, engine.train_step
     _commit = StagedDirectory.commit
 
     def joined(*arguments: Any) -> Any:
@@ -37,7 +44,7 @@ if "RANK" in os.environ:
         _die_at("corpus")
         return _prepare(*arguments, **options)
 
-    def train_step(self: JaxEngine, batch: Any, **options: float) -> Any:
+    def train_step(self: Any, batch: Any, **options: float) -> Any:
         if batch.step == STEP:
             _die_at("step")
         return _train_step(self, batch, **options)
@@ -47,7 +54,7 @@ if "RANK" in os.environ:
             _die_at("checkpoint")
         return _commit(self, *arguments, **options)
 
-    distributed._joined, vorox.run.prepare, JaxEngine.train_step = joined, prepare, train_step
+    distributed._joined, vorox.run.prepare, engine.train_step = joined, prepare, train_step
     StagedDirectory.commit = commit
 else:
     from vorox.cli import launch
