@@ -42,23 +42,27 @@ def given(
     return query, key, value, segments
 
 
+@pytest.mark.parametrize("window", [None, 4, 11])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("name", ["reference", "xla"])
-def test_against_float64(name: str, num_kv_heads: int, documents: bool) -> None:
+def test_against_float64(name: str, num_kv_heads: int, documents: bool, window: int | None) -> None:
     query, key, value, segments = given(11, num_kv_heads, 8)
     mask = np.broadcast_to(np.tril(np.ones((11, 11), bool)), (2, 11, 11))
     if documents:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
-    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None)
+    if window is not None:
+        mask = mask & ~np.tril(np.ones((11, 11), bool), -window)
+    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None, window_tokens=window)
     found = jax.jit(lambda q, k, v: attention.ATTENTION[name](q, k, v, attention_mask, None))(query, key, value)
     np.testing.assert_allclose(np.asarray(found), expected(query, key, value, mask), atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_kernel_for_tpus_computes_the_same(documents: bool) -> None:
+def test_the_kernel_for_tpus_computes_the_same(documents: bool, window: int | None) -> None:
     query, key, value, segments = given(128, 2, 128)
-    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None)
+    attention_mask = AttentionMask(jnp.asarray(segments) if documents else None, window_tokens=window)
     found = partial(attention.splash, interpret=True)(
         *(jnp.asarray(x) for x in (query, key, value)), attention_mask, None
     )  # fmt: skip

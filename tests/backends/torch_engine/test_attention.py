@@ -115,6 +115,27 @@ def test_continued_tokens_see_the_past_and_each_other() -> None:
     assert mask[0, 0].tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 
 
+def test_a_window_hides_what_is_further_back() -> None:
+    for mask in (CAUSAL, FULL):
+        assert attention.add_window(mask, None, 3, 4, CPU) is mask
+        assert attention.add_window(mask, 7, 3, 4, CPU) is mask, "no position is further back"
+    row = attention.add_window(CAUSAL, 2, 0, 4, CPU)
+    assert (row.dense, row.is_causal) == (None, True), "layers without the window keep the fast kernel"
+    assert row.sliding is not None
+    assert row.sliding.dense is not None
+    assert row.sliding.dense[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    next_token = attention.add_window(attention.decoding_mask(4, 1, CPU), 2, 4, 1, CPU)
+    assert next_token.sliding is not None
+    assert next_token.sliding.dense is not None
+    assert next_token.sliding.dense[0, 0].int().tolist() == [[0, 0, 0, 1, 1]]
+    segments = np.array([[1, 1, 1, 2, 2, 0]], np.int32)
+    packed = attention.add_window(attention.document_mask(segments, CPU), 2, 0, 6, CPU).sliding
+    assert packed is not None
+    assert packed.dense is not None
+    seen = [[index for index in range(6) if row[index]] for row in packed.dense[0, 0]]
+    assert seen == [[0], [0, 1], [1, 2], [3], [3, 4], [5]]
+
+
 def test_rotary_table() -> None:
     cosines, sines = attention.rotary_table(6, 50, 1000.0)
     for position in (0, 1, 49):

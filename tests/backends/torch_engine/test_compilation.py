@@ -17,6 +17,7 @@ from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configurat
 from vorox.core.errors import ConfigError
 
 pytestmark = pytest.mark.torch
+WINDOWS = ("sliding_attention", "full_attention")
 
 
 @pytest.mark.slow
@@ -27,8 +28,9 @@ pytestmark = pytest.mark.torch
         (GPT2 | {"num_layers": 4}, {}),
         (LLAMA | {"num_layers": 4, "num_kv_heads": 2}, {"train__activation_checkpointing": "block"}),
         (LLAMA | {"num_layers": 4, "dropout_fraction": 0.1}, {}),
+        (LLAMA | {"num_layers": 4, "sliding_window_tokens": 6, "layer_types": WINDOWS, "rotary_fraction": 0.5}, {}),
     ],
-    ids=["gpt2", "llama, recomputed", "llama, dropout"],
+    ids=["gpt2", "llama, recomputed", "llama, dropout", "some windows"],
 )
 def test_equal_within_tolerance(
     model: dict[str, Any], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
