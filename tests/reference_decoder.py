@@ -20,7 +20,7 @@ def _norm(spec: Any, x: np.ndarray, weights: Mapping[str, np.ndarray], name: str
     if spec.norm == "layer_norm":
         x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.norm_eps)
-    return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0)
+    return x * (weights[f"{name}.weight"] + spec.norm_unit_offset) + weights.get(f"{name}.bias", 0)
 
 
 def _activation(name: str, x: np.ndarray) -> np.ndarray:
@@ -28,18 +28,21 @@ def _activation(name: str, x: np.ndarray) -> np.ndarray:
         return np.maximum(x, 0)
     if name in ("silu", "swiglu"):
         return x / (1 + np.exp(-x))
-    if name == "gelu_tanh":
+    if name in ("gelu_tanh", "geglu_tanh"):
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     assert name in ("gelu", "geglu")
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
-def _rotate(spec: Any, x_BTNH: np.ndarray) -> np.ndarray:
+def _rotate(spec: Any, x_BTNH: np.ndarray, is_sliding: bool) -> np.ndarray:
     """Scaled frequencies are compared with those of transformers in tests/huggingface/test_rotary.py."""
     width = int(spec.head_dim * spec.rotary_fraction)
     half = width // 2
-    frequencies = spec.rope_theta ** (-2 * np.arange(half) / width)
-    scaled, factor = scale_frequencies(frequencies, spec.rope_theta, spec.rope_scaling)
+    if is_sliding and spec.sliding_rope_theta is not None:
+        scaled, factor = spec.sliding_rope_theta ** (-2 * np.arange(half) / width), 1.0
+    else:
+        frequencies = spec.rope_theta ** (-2 * np.arange(half) / width)
+        scaled, factor = scale_frequencies(frequencies, spec.rope_theta, spec.rope_scaling)
     turn_TH = factor * np.exp(1j * np.outer(np.arange(x_BTNH.shape[1]), scaled))[None, :, None, :]
     turned = (x_BTNH[..., :half] + 1j * x_BTNH[..., half:width]) * turn_TH
     return np.concatenate([turned.real, turned.imag, x_BTNH[..., width:]], axis=-1)
@@ -53,7 +56,7 @@ def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
 
     batch, length = tokens_BT.shape
-    x = weights["embedding.weight"][tokens_BT]
+    x = weights["embedding.weight"][tokens_BT] * (math.sqrt(spec.hidden_size) if spec.scale_embeddings else 1)
     if spec.positions == "learned":
         x = x + weights["position_embedding.weight"][:length]
     ahead = np.arange(length)[None, :] - np.arange(length)[:, None]
@@ -71,15 +74,15 @@ def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.
             for part in ("query", "key", "value")
         ]
         for place, part in enumerate(("query", "key") if spec.qk_norm else ()):
-            scale = weights[f"{block}.attention.{part}_norm.weight"]
+            scale = weights[f"{block}.attention.{part}_norm.weight"] + spec.norm_unit_offset
             grouped = heads[place].reshape(batch, length, -1, len(scale))
             square = (grouped**2).mean(-1, keepdims=True)
             heads[place] = (grouped / np.sqrt(square + spec.norm_eps) * scale).reshape(heads[place].shape)
         if spec.positions == "rope":
-            heads[0], heads[1] = (_rotate(spec, head) for head in heads[:2])
+            heads[0], heads[1] = (_rotate(spec, head, spec.layer_windows[index] is not None) for head in heads[:2])
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (np.repeat(head, groups, axis=2) for head in heads[1:])
-        scores = np.einsum("bqnh,bknh->bnqk", heads[0], key) / math.sqrt(spec.head_dim)
+        scores = np.einsum("bqnh,bknh->bnqk", heads[0], key) / math.sqrt(spec.query_pre_attn_scalar or spec.head_dim)
         scores = np.where(hidden, -np.inf, scores)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)

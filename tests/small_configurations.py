@@ -47,6 +47,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_tokens": 6,
         "layer_types": ("full_attention", "sliding_attention"),
     },
+    "gemma3": QWEN3
+    | {
+        "activation": "geglu_tanh",
+        "norm_placement": "both",
+        "norm_unit_offset": True,
+        "scale_embeddings": True,
+        "sliding_window_tokens": 6,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "rope_theta": 500.0,
+        "sliding_rope_theta": 100.0,
+        "query_pre_attn_scalar": 20,
+    },
     "phi3": LLAMA | {"rotary_fraction": 0.5},
     "olmo2": LLAMA | {"qk_norm": "full_width", "norm_placement": "post", "num_kv_heads": 2},
 }

@@ -169,7 +169,7 @@ def test_every_size_and_family_loads_and_is_what_the_table_says(small: str) -> N
         expected = {**presets.families[str(size["family"])], **size}
         assert {key: model[key] for key in expected} == expected
     for family, knobs in presets.families.items():
-        model = load_config(small, [f"model.family={family}"]).model.model_dump()
+        model = load_config(small, [f"model.family={family}"]).model.model_dump(mode="json")
         assert {key: model[key] for key in knobs} == dict(knobs)
 
 

@@ -48,6 +48,8 @@ WITHOUT_UNIT = {
     "model.rope_scaling.beta_slow": "a pure number",
     "model.rope_scaling.attention_factor": "a pure number",
     "model.norm_eps": "a pure number",
+    "model.sliding_rope_theta": "the base of the rotary frequencies, a pure number",
+    "model.query_pre_attn_scalar": "a pure number",
     "model.init_std": "a pure number",
     "optimizer.lr": "a pure number",
     "optimizer.beta1": "a pure number",

@@ -25,6 +25,11 @@ LLAMA3 = {
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 11}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": None}
+GEMMA = LLAMA | {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True}
+GEMMA3 = {key: value for key, value in GEMMA.items() if key != "rope_parameters"} | {
+    "model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False},
@@ -53,6 +58,15 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "phi3-partial": PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 12},
     "olmo2": LLAMA | {"model_type": "olmo2"},
     "olmo2-biases": LLAMA | {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 1},
+    "gemma": GEMMA | {"tie_word_embeddings": False},
+    "gemma3": GEMMA3,
+    "gemma3-scaled": GEMMA3 | {
+        "tie_word_embeddings": False, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "qwen3": QWEN3,
     "qwen3-windows": QWEN3 | {
         "use_sliding_window": True, "sliding_window": 10,

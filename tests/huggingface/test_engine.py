@@ -55,7 +55,7 @@ def randomised(engine: Engine, seed: int) -> dict[str, np.ndarray]:
         name: (
             generator.normal(0, 0.2, array.shape)
             if array.ndim == 2
-            else generator.normal(0 if name.endswith("bias") else 1, 0.3, array.shape)
+            else generator.normal(array.mean(), 0.3, array.shape)  # biases start at 0, norms at 1 or 0
         ).astype(np.float32)
         for name, array in engine.export_weights()
     }

@@ -24,7 +24,7 @@ from vorox.models.weights_file import open_directory
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 LENGTHS = (24, 5, 17, 14)
 """Documents of a packed row of 64 positions; the rest is padding. Windows are of 9 to 12 positions."""
-MODELS = pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "phi3-partial", "olmo2"])
+MODELS = pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "phi3-partial", "olmo2", "gemma3-scaled"])
 
 
 def packed(documents: list[np.ndarray], length: int = 64) -> Batch:
@@ -91,7 +91,7 @@ def test_decoding_equals_whole_sequences_beyond_the_window(
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("name", ["qwen2-windows", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2-windows", "gemma3"])
 def test_scanned_layers_have_their_windows(name: str, random_model: Callable[..., Any], tmp_path: Path) -> None:
     model, engine = imported(name, "jax", random_model, tmp_path, scan_layers=True)
     tokens = np.random.default_rng().integers(0, 97, (2, 64)).astype(np.int32)

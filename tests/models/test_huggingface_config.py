@@ -76,9 +76,22 @@ OLMO2_HUB: dict[str, Any] = {
     "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.50.0",
     "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
-PUBLISHED = [MISTRAL_HUB, QWEN2_HUB, PHI3_HUB, OLMO2_HUB]
-COUNTS = {"mistral": 7_241_732_096, "qwen2": 494_032_768, "phi3": 3_836_021_760, "olmo2": 1_484_916_736}
-"""Parameters of Mistral 7B v0.1, Qwen2.5 0.5B, Phi-4 mini and OLMo 2 1B."""
+GEMMA3_HUB: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "eos_token_id": 1, "final_logit_softcapping": None,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "use_cache": True,
+    "transformers_version": "4.50.0.dev0", "vocab_size": 262144,
+}  # fmt: skip
+PUBLISHED = [MISTRAL_HUB, QWEN2_HUB, PHI3_HUB, OLMO2_HUB, GEMMA3_HUB]
+COUNTS = {
+    "mistral": 7_241_732_096, "qwen2": 494_032_768, "phi3": 3_836_021_760, "olmo2": 1_484_916_736,
+    "gemma3_text": 999_885_952,
+}  # fmt: skip
+"""Parameters of Mistral 7B v0.1, Qwen2.5 0.5B, Phi-4 mini, OLMo 2 1B and Gemma 3 1B."""
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
@@ -103,7 +116,7 @@ def test_other_published_files_are_read(hub: dict[str, Any]) -> None:
     assert sum(prod(part.shape) for part in spec.parameters) == COUNTS[hub["model_type"]]
     assert huggingface_family(spec) == hub["model_type"]
     assert (spec.sliding_window_tokens, spec.rotary_dim) == (
-        4096 if hub is MISTRAL_HUB else None,
+        4096 if hub is MISTRAL_HUB else 512 if hub is GEMMA3_HUB else None,
         96 if hub is PHI3_HUB else spec.head_dim,
     )
 
@@ -147,7 +160,7 @@ def test_rotary_base_is_found_wherever_it_is_kept() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (LLAMA_3_8B_HUB, {"model_type": "gemma"}, "model_type = 'gemma'.*gpt2, llama, qwen3, mistral"),
+        (LLAMA_3_8B_HUB, {"model_type": "gemma2"}, "model_type = 'gemma2'.*gpt2, llama, qwen3, mistral"),
         (LLAMA_3_8B_HUB, {"model_type": None}, "model_type = None"),
         (LLAMA_3_8B_HUB, {"rope_scaling": {"type": "longrope"}}, "rope_scaling.type = 'longrope'.*llama3"),
         (LLAMA_3_8B_HUB, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2'"),
@@ -192,6 +205,16 @@ def test_rotary_base_is_found_wherever_it_is_kept() -> None:
         (PHI3_HUB, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type = 'yarn'.*this model_type"),
         (PHI3_HUB, {"resid_pdrop": 0.1}, "resid_pdrop = 0.1"),
         (PHI3_HUB, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (GEMMA3_HUB, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (GEMMA3_HUB, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3_HUB, {"sliding_window": None}, "sliding_window = None"),
+        (GEMMA3_HUB, {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        (GEMMA3_HUB, {"rope_parameters": {"chunked_attention": {}}}, "rope_parameters"),
+        (
+            GEMMA3_HUB | {"rope_theta": None, "rope_local_base_freq": None},
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.rope_type = 'linear'",
+        ),
         (OLMO2_HUB, {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         (QWEN3_HUB, {"mlp_bias": True}, "mlp_bias = True"),
         (GPT2_HUB, {"attn_pdrop": 0.0}, "embd_pdrop, resid_pdrop, attn_pdrop"),

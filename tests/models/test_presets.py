@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from typing import Any, get_args
 
@@ -50,7 +51,7 @@ def test_families_fill_every_knob_that_a_size_leaves_open() -> None:
     )
     for family, knobs in model_presets().families.items():
         assert set(knobs) == set(ModelConfig.model_fields) - NOT_ARCHITECTURE - SHAPE - LEFT_TO_WEIGHTS, family
-        config = ModelConfig.model_validate({"family": family, **knobs}, strict=True)
+        config = ModelConfig.model_validate_json(json.dumps({"family": family, **knobs}), strict=True)
         spec = model_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
         assert huggingface_family(spec) == family
 

@@ -142,7 +142,11 @@ FIRST_KEYS = {
 LATER = {
     "sliding_window_tokens": 12,
     "layer_types": ("full_attention", "sliding_attention"),
-    "norm_placement": "post",
+    "norm_placement": "both",
+    "norm_unit_offset": True,
+    "scale_embeddings": True,
+    "sliding_rope_theta": 100.0,
+    "query_pre_attn_scalar": 24,
     "rotary_fraction": 0.5,
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_positions_tokens": 32},
 }

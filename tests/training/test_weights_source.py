@@ -121,6 +121,14 @@ EXPECTED_OF: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"model.rotary_fraction": 0.5},
     ),
     (
+        LLAMA_CONFIG | {
+            "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 32, "rope_local_base_freq": 50.0,
+            "query_pre_attn_scalar": 12,
+        },
+        "gemma3_text",
+        {"model.sliding_rope_theta": 50.0, "model.query_pre_attn_scalar": 12, "model.norm_placement": "both"},
+    ),
+    (
         LLAMA_CONFIG | {"model_type": "olmo2"},
         "olmo2",
         {"model.qk_norm": "full_width", "model.norm_placement": "post", "model.rope_scaling.factor": 8.0},

@@ -10,6 +10,7 @@ Invariant: ``spec_from_huggingface(huggingface_config(spec, ...))`` describes th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -50,6 +51,9 @@ def huggingface_config(
     family = require_family(spec)
     architecture = ARCHITECTURES[family]
     activations = {ours: theirs for theirs, ours in reversed(list(architecture.activations.items()))}
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    if spec.query_pre_attn_scalar is None:
+        values["query_pre_attn_scalar"] = spec.head_dim
     shared: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": family,
@@ -59,13 +63,18 @@ def huggingface_config(
         "use_cache": True,
         **architecture.constants,
         architecture.activation_key: activations[spec.activation],
-        **{key: getattr(spec, field) for field, key in architecture.keys.items()},
+        **{key: values[name] for name, key in architecture.keys.items()},
     }
     if family == "gpt2":
         dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop"), spec.dropout_fraction)
         return shared | dropouts | {"n_ctx": spec.max_positions_tokens}
     # transformers applies dropout in fewer places, so none is the closest setting
-    return shared | write_rope(spec) | write_windows(spec, architecture.windows) | {"attention_dropout": 0.0}
+    return (
+        shared
+        | write_rope(spec, by_layer="sliding_rope_theta" in architecture.rules)
+        | write_windows(spec, architecture.windows)
+        | {"attention_dropout": 0.0}
+    )
 
 
 def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | None = None) -> dict[str, Any]:
@@ -99,15 +108,17 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         if key in config and config[key] not in accepted:
             refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
     values = {key: config.get(key, default) for key, default in architecture.defaults.items()}
-    fields = {field: values[key] for field, key in architecture.keys.items()} | dict(architecture.fixed)
-    fields["activation"] = _activation(architecture, values)
+    found = {field: values[key] for field, key in architecture.keys.items()} | dict(architecture.fixed)
+    found["activation"] = _activation(architecture, values)
     if family == "gpt2":
         _check_dropouts(values)
     else:
-        fields |= read_rope(config, architecture.rules, default_theta=DEFAULT_ROPE_THETA)
-        fields |= read_windows({**values, **config}, architecture.windows, fields["num_layers"])
+        found |= read_rope(config, architecture.rules, default_theta=DEFAULT_ROPE_THETA)
+        found |= read_windows({**values, **config}, architecture.windows, found["num_layers"])
+        if found.get("sliding_window_tokens") is None:
+            found.pop("sliding_rope_theta", None)
     try:
-        return ModelConfig.model_validate({"family": family, **fields}, strict=True)
+        return ModelConfig.model_validate({"family": family, **found}, strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
         field = str(problem["loc"][0])

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from vorox.core.errors import ConfigError
 from vorox.models.spec import ModelSpec
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"]
-Windows = Literal["none", "all_layers", "by_layer"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "gemma3_text"]
+Windows = Literal["none", "all_layers", "by_layer", "every_sixth_full"]
 
 _GPT2_MODULES = {
     "embedding": "transformer.wte",
@@ -58,6 +58,11 @@ _OLMO2_MODULES = _LLAMA_MODULES | {
     "attention_output_norm": "model.layers.{i}.post_attention_layernorm",
     "mlp_output_norm": "model.layers.{i}.post_feedforward_layernorm",
 }
+_GEMMA3_MODULES = _LLAMA_MODULES | {
+    "attention_output_norm": "model.layers.{i}.post_attention_layernorm",
+    "mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
+    "mlp_output_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
 
 _GPT2_KEYS = {
     "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "intermediate_size": "n_inner",
@@ -77,12 +82,14 @@ _GPT2_ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
+_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", **_GATED_ACTIVATIONS}
 
 _GPT2_FIXED = {
     "positions": "learned", "norm": "layer_norm", "norm_bias": True, "attention_bias": True, "mlp_bias": True,
     "scale_residual_init": True,
 }  # fmt: skip
 _LLAMA_FIXED = {"positions": "rope", "norm": "rms_norm", "scale_residual_init": False, "dropout_fraction": 0.0}
+_GEMMA_FIXED = _LLAMA_FIXED | {"norm_unit_offset": True, "scale_embeddings": True}
 
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -92,17 +99,24 @@ _LLAMA_DEFAULTS = {
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
     "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
 }  # fmt: skip
+_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
+}  # fmt: skip
 
 _WHOLE_HEADS = {"partial_rotary_factor": (1, None)}
 _NO_PADDING = {"pad_token_id": None}
 """For architectures whose default is an id, which the vocabulary may lack."""
 _NO_DROPOUT = {"attention_dropout": (0, None)}
 
+_LLAMA_ACTIVATIONS = ("swiglu", "geglu")
 Rules = Mapping[str, tuple[Any, ...] | None]
 _PLAIN_RULES: Rules = {
     "positions": ("rope",), "norm": ("rms_norm",), "is_gated": (True,), "qk_norm": (False,),
     "attention_bias": (False,), "mlp_bias": (False,), "rotary_fraction": (1.0,), "norm_placement": ("pre",),
-    "windows": ("none",), "has_even_heads": (True,),
+    "windows": ("none",), "has_even_heads": (True,), "norm_unit_offset": (False,), "scale_embeddings": (False,),
+    "sliding_rope_theta": (None,), "query_pre_attn_scalar": (None,), "activation": _LLAMA_ACTIVATIONS,
 }  # fmt: skip
 """The values that a property of a spec may have, unless a row says otherwise; ``None`` for any value."""
 
@@ -138,12 +152,17 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
 
 
+_GEMMA_RULES: Rules = {
+    "norm_unit_offset": (True,), "scale_embeddings": (True,), "attention_bias": (False, True),
+    "activation": (*_LLAMA_ACTIVATIONS, "geglu_tanh"),
+}  # fmt: skip
+_GEMMA_ONLY = {"use_bidirectional_attention": (False, None)}
 ARCHITECTURES: Mapping[Family, Architecture] = {
     "gpt2": Architecture(
         "GPT2LMHeadModel",
         {
             "positions": ("learned",), "norm": ("layer_norm",), "norm_bias": (True,), "is_gated": (False,),
-            "attention_bias": (True,), "mlp_bias": (True,), "has_gpt2_heads": (True,),
+            "attention_bias": (True,), "mlp_bias": (True,), "has_gpt2_heads": (True,), "activation": None,
         },
         _GPT2_MODULES, _GPT2_KEYS, _GPT2_FIXED,
         {
@@ -212,6 +231,35 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
         _LLAMA_DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False},
         constants=_NO_PADDING,
     ),
+    "gemma": Architecture(
+        "GemmaForCausalLM",
+        _GEMMA_RULES,
+        _LLAMA_MODULES, _LLAMA_KEYS | _BIAS, _GEMMA_FIXED, _GEMMA_DEFAULTS,
+        only=_NO_DROPOUT | _WHOLE_HEADS | _GEMMA_ONLY,
+        activations=_GEMMA_ACTIVATIONS,
+        constants=_NO_PADDING,
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM",
+        _GEMMA_RULES | {
+            "norm_placement": ("both",), "qk_norm": (True,), "windows": ("none", "all_layers", "by_layer"),
+            "sliding_rope_theta": None, "query_pre_attn_scalar": None, "has_unscaled_windows": (True,),
+        },
+        _GEMMA3_MODULES, _LLAMA_KEYS | _BIAS | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
+        _GEMMA_FIXED | {"norm_placement": "both", "qk_norm": True},
+        {key: value for key, value in _GEMMA_DEFAULTS.items() if key != "hidden_act"} | {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
+        },
+        only=_NO_DROPOUT | _WHOLE_HEADS | _GEMMA_ONLY | {
+            "final_logit_softcapping": (None,), "attn_logit_softcapping": (None,),
+        },
+        activation_key="hidden_activation",
+        activations=_GEMMA_ACTIVATIONS,
+        windows="every_sixth_full",
+        constants=_NO_PADDING,
+    ),
 }  # fmt: skip
 """In the order in which a spec is compared with them."""
 
@@ -236,12 +284,14 @@ def _properties(spec: ModelSpec) -> dict[str, Any]:
         "windows": kind,
         "has_even_heads": spec.hidden_size % spec.num_heads == 0,
         "has_gpt2_heads": is_plain,
+        "has_unscaled_windows": kind == "none" or spec.rope_scaling is None or spec.sliding_rope_theta is not None,
     }
 
 
 _FIELDS = (
     "positions", "norm", "norm_bias", "activation", "qk_norm", "attention_bias", "mlp_bias", "norm_placement",
-    "rotary_fraction", "rope_scaling", "sliding_window_tokens",
+    "rotary_fraction", "rope_scaling", "sliding_window_tokens", "norm_unit_offset", "scale_embeddings",
+    "sliding_rope_theta", "query_pre_attn_scalar",
 )  # fmt: skip
 
 

@@ -47,6 +47,8 @@ def read_rope(config: Mapping[str, Any], rules: Rules, *, default_theta: float) 
     Raises:
         ConfigError: A key has an invalid value or is not implemented, or two places contradict each other.
     """
+    if "sliding_rope_theta" in rules:
+        return _read_by_layer(config, rules)
     stated = _stated(config)
     theta = stated.pop("rope_theta", ("rope_theta", default_theta))[1]
     share_place, share = stated.pop("partial_rotary_factor", ("partial_rotary_factor", 1.0))
@@ -70,6 +72,25 @@ def read_rope(config: Mapping[str, Any], rules: Rules, *, default_theta: float) 
         name = next(theirs for theirs, ours in _KEYS.items() if ours == problem["loc"][0])
         refuse(stated[name][0], problem["input"], problem["msg"])
     return {"rope_theta": theta, "rotary_fraction": share, "rope_scaling": checked}
+
+
+def _read_by_layer(config: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    """Read the rotary keys of an architecture whose sliding layers have their own base (Gemma 3)."""
+    rules = {name: values for name, values in rules.items() if name != "sliding_rope_theta"}
+    plain = {key: config.get(key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor")}
+    table, local = config.get("rope_parameters"), config.get("rope_local_base_freq")
+    if table is None:
+        return read_rope(plain, rules, default_theta=1e6) | {"sliding_rope_theta": 1e4 if local is None else local}
+    if not isinstance(table, Mapping) or set(cast("Mapping[str, Any]", table)) - {
+        "full_attention",
+        "sliding_attention",
+    }:
+        refuse("rope_parameters", table, "it must have full_attention and sliding_attention")
+    by_layer = cast("Mapping[str, Any]", table)
+    full = read_rope({**plain, "rope_parameters": by_layer.get("full_attention")}, rules, default_theta=1e6)
+    own = {"rope_theta": local, "rope_parameters": by_layer.get("sliding_attention")}
+    sliding = read_rope(own, {**rules, "rope_scaling": (None,)}, default_theta=1e4)
+    return full | {"sliding_rope_theta": sliding["rope_theta"]}
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -99,8 +120,13 @@ def _stated(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return stated
 
 
-def write_rope(spec: ModelSpec) -> dict[str, Any]:
-    """Return the rotary keys of a ``config.json``."""
+def write_rope(spec: ModelSpec, *, by_layer: bool = False) -> dict[str, Any]:
+    """Return the rotary keys of a ``config.json``.
+
+    Args:
+        spec: The model.
+        by_layer: Whether the architecture has a base for sliding layers.
+    """
     if spec.rope_scaling is None:
         table: dict[str, Any] = {"rope_type": "default"}
     else:
@@ -114,4 +140,9 @@ def write_rope(spec: ModelSpec) -> dict[str, Any]:
         keys["partial_rotary_factor"] = keys["rope_parameters"]["partial_rotary_factor"] = spec.rotary_fraction
     if spec.rope_scaling is not None:
         keys["rope_scaling"] = table
+    if by_layer:
+        local = spec.rope_theta if spec.sliding_rope_theta is None else spec.sliding_rope_theta
+        keys["rope_local_base_freq"] = local
+        sliding = {"rope_type": "default", "rope_theta": local}
+        keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": sliding}
     return keys

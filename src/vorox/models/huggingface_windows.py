@@ -1,7 +1,7 @@
 """Sliding windows in ``config.json``, in both directions.
 
 Mistral and Phi-3 have one key, ``sliding_window``, for all layers. Qwen also has a switch, and a list of layer types or
-the index of the first layer with a window.
+the index of the first layer with a window. Gemma 3 has the list, or the distance between layers without one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,17 @@ def read_windows(config: Mapping[str, Any], windows: Windows, num_layers: Any) -
         window = None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         refuse("sliding_window", window, "it must be a positive integer")
+    if window is None and windows == "every_sixth_full":
+        refuse("sliding_window", None, "sliding_attention needs it")
     if windows == "all_layers" or not isinstance(num_layers, int):
         return {"sliding_window_tokens": window}
-    types = _layer_types(config, window, num_layers)
+    if windows == "every_sixth_full" and config.get("layer_types") is None:
+        pattern = config.get("sliding_window_pattern", 6)
+        if not isinstance(pattern, int) or pattern < 1:
+            refuse("sliding_window_pattern", pattern, "it must be a positive integer")
+        types = tuple(_SLIDING if (layer + 1) % pattern else _FULL for layer in range(min(num_layers, 1 << 16)))
+    else:
+        types = _layer_types(config, window, num_layers)
     if _SLIDING not in types:
         return {"sliding_window_tokens": None}
     if window is None:
@@ -65,7 +73,11 @@ def write_windows(spec: ModelSpec, windows: Windows) -> dict[str, Any]:
         return {}
     if windows == "all_layers":
         return {"sliding_window": spec.sliding_window_tokens}
+    if windows == "every_sixth_full" and spec.sliding_window_tokens is None:
+        return {"layer_types": [_FULL] * spec.num_layers}
     types = [_FULL if window is None else _SLIDING for window in spec.layer_windows]
+    if windows == "every_sixth_full":
+        return {"sliding_window": spec.sliding_window_tokens, "layer_types": types}
     return {
         "use_sliding_window": True,
         "sliding_window": spec.sliding_window_tokens,

@@ -24,7 +24,7 @@ from vorox.models.rotary import RopeScaling
 Kind = Literal["embedding", "matrix", "head", "norm", "bias"]
 Init = Literal["normal", "ones", "zeros"]
 
-GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu", "geglu_tanh"})
 GATED_WIDTH_MULTIPLE = 64
 """The default width of a gated MLP is 8/3 of the hidden size, rounded up to a multiple of this."""
 
@@ -88,7 +88,11 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     sliding_window_tokens: int | None = None
     layer_types: tuple[LayerType, ...] | None = None
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_unit_offset: bool = False
+    scale_embeddings: bool = False
+    sliding_rope_theta: float | None = None
+    query_pre_attn_scalar: int | None = None
 
     def __post_init__(self) -> None:
         if self.layer_types is not None:  # JSON has lists
@@ -100,6 +104,15 @@ class ModelSpec:
     def rotary_dim(self) -> int:
         """Number of dimensions of a head that are rotated, the first ones."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def query_scale(self) -> float:
+        """Factor on queries before attention, which divides scores by the root of ``head_dim``."""
+        return 1.0 if self.query_pre_attn_scalar is None else sqrt(self.head_dim / self.query_pre_attn_scalar)
+
+    @property
+    def embedding_scale(self) -> float:
+        return sqrt(self.hidden_size) if self.scale_embeddings else 1.0
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -199,6 +212,7 @@ def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_lengt
         "rope_scaling": _rope_scaling(config.rope_scaling, max_positions),
         "sliding_window_tokens": None if set(layer_types) == {"full_attention"} else config.sliding_window_tokens,
         "layer_types": layer_types if len(set(layer_types)) > 1 else None,
+        "query_pre_attn_scalar": None if config.query_pre_attn_scalar == head_dim else config.query_pre_attn_scalar,
     }
     return ModelSpec(**{field.name: getattr(config, field.name) for field in fields(ModelSpec)} | resolved)
 
@@ -261,33 +275,38 @@ def _block_table(spec: ModelSpec, prefix: str) -> list[ParameterSpec]:
         return [weight, extra] if bias else [weight]
 
     hidden, heads, kv_heads, mlp = (width, "hidden"), (query, "heads"), (key_value, "kv_heads"), (inner, "mlp")
-    rows = _norm(spec, f"{prefix}attention_norm") if spec.norm_placement == "pre" else []
+    has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
+    rows = _norm(spec, f"{prefix}attention_norm") if has_pre else []
     rows += linear("attention.query", heads, hidden, spec.init_std, bool(spec.attention_bias))
     rows += linear("attention.key", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
     rows += linear("attention.value", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
     if spec.qk_norm:
         whole = spec.qk_norm == "full_width"
         rows += [
-            ParameterSpec(f"{prefix}attention.{name}.weight", (width,), "ones", 0.0, False, "norm", (axis,))
+            ParameterSpec(f"{prefix}attention.{name}.weight", (width,), _norm_init(spec), 0.0, False, "norm", (axis,))
             for name, (width, axis) in (
                 ("query_norm", heads if whole else (spec.head_dim, "head")),
                 ("key_norm", kv_heads if whole else (spec.head_dim, "head")),
             )
         ]
     rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias is True)
-    rows += _norm(spec, f"{prefix}mlp_norm" if spec.norm_placement == "pre" else f"{prefix}attention_output_norm")
+    rows += _norm(spec, f"{prefix}attention_output_norm") if has_post else []
+    rows += _norm(spec, f"{prefix}mlp_norm") if has_pre else []
     if spec.is_gated:
         rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias)
     rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
     rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
-    if spec.norm_placement == "post":
-        rows += _norm(spec, f"{prefix}mlp_output_norm")
+    rows += _norm(spec, f"{prefix}mlp_output_norm") if has_post else []
     return rows
+
+
+def _norm_init(spec: ModelSpec) -> Init:
+    return "zeros" if spec.norm_unit_offset else "ones"
 
 
 def _norm(spec: ModelSpec, name: str) -> list[ParameterSpec]:
     shape, axes = (spec.hidden_size,), ("hidden",)
-    rows = [ParameterSpec(f"{name}.weight", shape, "ones", 0.0, False, "norm", axes)]
+    rows = [ParameterSpec(f"{name}.weight", shape, _norm_init(spec), 0.0, False, "norm", axes)]
     if spec.norm_bias:
         rows.append(ParameterSpec(f"{name}.bias", shape, "zeros", 0.0, False, "bias", axes))
     return rows

@@ -95,14 +95,15 @@ def test_embed(chosen: kernels.Kernels) -> None:
     compare(lambda t, p: chosen.embed(t, p[0]), lambda t, p: F.embedding(t, p[0]), tokens, [random(9, WIDTH)])
 
 
-def test_rms_norm(chosen: kernels.Kernels) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(chosen: kernels.Kernels, offset: float) -> None:
     x = random(ROWS, WIDTH) * torch.logspace(-3, 3, ROWS)[:, None]  # small rows are where eps counts
     parameters = [random(WIDTH) + 1]
     ours, oracle = with_gradient(parameters[0]), parameters[0].double().requires_grad_()
     x32, x64 = x.clone().requires_grad_(), x.double().requires_grad_()
     direction = random(ROWS, WIDTH, seed=4)
-    y32 = chosen.rms_norm(x32, ours, 1e-5)
-    y64 = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * oracle
+    y32 = chosen.rms_norm(x32, ours, 1e-5, offset)
+    y64 = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (oracle + offset)
     y32.backward(direction)
     y64.backward(direction.double())
     torch.testing.assert_close(y32.double(), y64, rtol=1e-5, atol=1e-5)
@@ -111,12 +112,16 @@ def test_rms_norm(chosen: kernels.Kernels) -> None:
     torch.testing.assert_close(ours.grad.double() - 0.5, oracle.grad, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
 def test_gate(chosen: kernels.Kernels, activation: str) -> None:
     def oracle(x: Tensor, _: list[Tensor]) -> Tensor:
         gate, up = x[:, : OUT // 2], x[:, OUT // 2 :]
-        active = gate / (1 + torch.exp(-gate)) if activation == "swiglu" else gate * (1 + torch.erf(gate / 2**0.5)) / 2
-        return active * up
+        rise = {
+            "swiglu": 1 / (1 + torch.exp(-gate)),
+            "geglu": (1 + torch.erf(gate / 2**0.5)) / 2,
+            "geglu_tanh": (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2,
+        }
+        return gate * rise[activation] * up
 
     compare(lambda x, _: chosen.gate(x, activation), oracle, random(ROWS, OUT), [])
 

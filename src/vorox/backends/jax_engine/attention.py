@@ -85,10 +85,26 @@ def layer_window(spec: ModelSpec, layer: Array | int) -> int | Array | None:
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return the rotary table of a model; ``None`` with learned positions."""
+    """Return cosines and sines ``[positions, H / 2]``; ``None`` with learned positions.
+
+    If sliding layers have their own, they are ``[positions, 2, H / 2]``: of full and of sliding layers.
+    """
     if spec.positions == "learned":
         return None
-    return rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
+    full = rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
+    if spec.sliding_rope_theta is None:
+        return full
+    sliding = rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.sliding_rope_theta)
+    return np.stack([full[0], sliding[0]], axis=1), np.stack([full[1], sliding[1]], axis=1)
+
+
+def layer_rotary(spec: ModelSpec, rotary: tuple[Array, Array] | None, layer: Array | int) -> tuple[Array, Array] | None:
+    """Choose the rotary table of a layer: from ``[B or 1, T, 1, 2, H / 2]`` if sliding layers have their own."""
+    if rotary is None or spec.sliding_rope_theta is None:
+        return rotary
+    kinds = np.array([window is not None for window in spec.layer_windows], np.int32)
+    kind = kinds[layer] if isinstance(layer, int) else jnp.asarray(kinds)[layer]
+    return jnp.take(rotary[0], kind, axis=3), jnp.take(rotary[1], kind, axis=3)
 
 
 def rotary_table(

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vorox.backends.jax_engine.attention import Attend, AttentionMask, apply_dropout, apply_rotary, layer_window
+from vorox.backends.jax_engine.attention import (
+    Attend,
+    AttentionMask,
+    apply_dropout,
+    apply_rotary,
+    layer_rotary,
+    layer_window,
+)
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.models.spec import ModelSpec
@@ -69,8 +76,9 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    def __init__(self, width: int, *, kind: str, bias: bool, eps: float) -> None:
+    def __init__(self, width: int, *, kind: str, bias: bool, eps: float, offset: float = 0.0) -> None:
         self.weight = nnx.Param(jnp.ones(width))
+        self._offset = offset
         self.bias = nnx.Param(jnp.zeros(width)) if bias else None
         self._kind, self._eps = kind, eps
 
@@ -79,7 +87,8 @@ class Norm(nnx.Module):
         if self._kind == "layer_norm":
             centred = centred - centred.mean(axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + self._eps)
-        normed = centred * scale * self.weight[...]
+        weight = self.weight[...] + self._offset if self._offset else self.weight[...]
+        normed = centred * scale * weight
         return (normed if self.bias is None else normed + self.bias[...]).astype(x.dtype)
 
 
@@ -92,7 +101,7 @@ class Attention(nnx.Module):
         self.key = Linear(num_key, spec.hidden_size, bias=bias)
         self.value = Linear(num_key, spec.hidden_size, bias=bias)
         self.output = Linear(spec.hidden_size, num_query, bias=spec.attention_bias is True)
-        norm = partial(Norm, kind="rms_norm", bias=False, eps=spec.norm_eps)
+        norm = partial(Norm, kind="rms_norm", bias=False, eps=spec.norm_eps, offset=float(spec.norm_unit_offset))
         whole = spec.qk_norm == "full_width"
         self.query_norm = norm(num_query if whole else spec.head_dim) if spec.qk_norm else None
         self.key_norm = norm(num_key if whole else spec.head_dim) if spec.qk_norm else None
@@ -112,6 +121,8 @@ class Attention(nnx.Module):
             query_BTNH, key_BTKH = _norm_heads(self.query_norm, query_BTNH), _norm_heads(self.key_norm, key_BTKH)
         if rotary is not None:
             query_BTNH, key_BTKH = apply_rotary(query_BTNH, *rotary), apply_rotary(key_BTKH, *rotary)
+        if self._spec.query_scale != 1:
+            query_BTNH = query_BTNH * self._spec.query_scale
         if cache is not None:
             assert context.cache_start is not None
             new = jnp.stack([key_BTKH, value_BTKH])
@@ -134,6 +145,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=False),
+    "geglu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
 
@@ -154,14 +166,13 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     def __init__(self, spec: ModelSpec, attend: Attend) -> None:
         self._spec = spec
-        norm = partial(Norm, spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
-        is_pre = spec.norm_placement == "pre"
-        self.attention_norm = norm() if is_pre else None
+        has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
+        self.attention_norm = _stream_norm(spec) if has_pre else None
         self.attention = Attention(spec, attend)
-        self.attention_output_norm = None if is_pre else norm()
-        self.mlp_norm = norm() if is_pre else None
+        self.attention_output_norm = _stream_norm(spec) if has_post else None
+        self.mlp_norm = _stream_norm(spec) if has_pre else None
         self.mlp = Mlp(spec)
-        self.mlp_output_norm = None if is_pre else norm()
+        self.mlp_output_norm = _stream_norm(spec) if has_post else None
 
     def __call__(
         self, x_BTD: Array, layer: Array | int, context: ForwardContext, taps: Taps, rotary: tuple[Array, Array] | None,
@@ -181,6 +192,7 @@ class Block(nnx.Module):
 
         context = replace(context, attention_mask=context.attention_mask.with_window(layer_window(self._spec, layer)))
         x_BTD = tap("block_input", x_BTD)
+        rotary = layer_rotary(self._spec, rotary, layer)
         mixed_BTD, cache = self.attention(_apply(self.attention_norm, x_BTD), context, rotary, keys[0], cache)
         x_BTD = tap("after_attention", x_BTD + self._drop(_apply(self.attention_output_norm, mixed_BTD), keys[1]))
         inner_BTD = _apply(self.mlp_output_norm, self.mlp(_apply(self.mlp_norm, x_BTD)))
@@ -189,6 +201,13 @@ class Block(nnx.Module):
 
     def _drop(self, x_BTD: Array, key: Array | None) -> Array:
         return x_BTD if key is None else apply_dropout(x_BTD, (self._spec.dropout_fraction, key))
+
+
+def _stream_norm(spec: ModelSpec) -> Norm:
+    """Return a norm of the residual stream."""
+    return Norm(
+        spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps, offset=float(spec.norm_unit_offset)
+    )
 
 
 def _apply(norm: Norm | None, x_BTD: Array) -> Array:
@@ -202,7 +221,7 @@ class OuterLayers(nnx.Module):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         is_learned = spec.positions == "learned"
         self.position_embedding = Embedding(spec.max_positions_tokens, spec.hidden_size) if is_learned else None
-        self.final_norm = Norm(spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps)
+        self.final_norm = _stream_norm(spec)
         self.head = None if spec.tie_embeddings else Linear(spec.vocab_size, spec.hidden_size, bias=False)
 
 
@@ -240,6 +259,8 @@ class Decoder:
         """Return the final hidden state ``[B, T, D]``, the extended cache, and the tap moments ``[L, points, 3]``."""
         outer = self._outer.bind(params)
         x_BTD = outer.embedding(tokens_BT, self._dtype)
+        if self._layout.spec.scale_embeddings:
+            x_BTD = x_BTD * self._layout.spec.embedding_scale
         if outer.position_embedding is not None:
             x_BTD = x_BTD + outer.position_embedding(context.positions_BT, self._dtype)
         if context.dropout_key is not None:

@@ -100,12 +100,14 @@ def add_window(
     return AttentionMask(mask.dense, mask.is_causal, AttentionMask(visible, False))
 
 
-def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the rotary table of a model; ``None`` with learned positions."""
+def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the rotary tables of a model: none, one, or one of full and one of sliding layers."""
     if spec.positions == "learned":
-        return None
-    table = rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
-    return table[0].to(device), table[1].to(device)
+        return ()
+    tables = [rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)]
+    if spec.sliding_rope_theta is not None:
+        tables.append(rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.sliding_rope_theta))
+    return tuple((cosines.to(device), sines.to(device)) for cosines, sines in tables)
 
 
 def rotary_table(

@@ -266,16 +266,16 @@ class TorchEngine:
         cache: KeyValueCache | None = None,
     ) -> ForwardContext:
         num_rows, num_positions = shape_BT
-        rotary: tuple[Tensor, Tensor] | None = None
         positions: Tensor | None = None
         here = slice(num_past, num_past + num_positions)
         if positions_BT is not None:
             positions = to_device(positions_BT, self.compute.device)
-        if self._rotary is not None:
-            tables = self._rotary
-            chosen = (table[here][None] if positions is None else table[positions] for table in tables)
-            cosines, sines = (table[:, :, None] for table in chosen)
-            rotary, positions = (cosines, sines), None
+        rotary = [
+            (_rows_at(cosines, positions, here)[:, :, None], _rows_at(sines, positions, here)[:, :, None])
+            for cosines, sines in self._rotary
+        ]
+        if rotary:
+            positions = None
         elif positions is None:
             positions = torch.arange(here.start, here.stop, device=self.compute.device)[None]
         return ForwardContext(
@@ -283,7 +283,8 @@ class TorchEngine:
             attention_mask=attention.add_window(
                 attention_mask, self._spec.sliding_window_tokens, num_past, num_positions, self.compute.device
             ),
-            rotary=rotary,
+            rotary=rotary[0] if rotary else None,
+            sliding_rotary=rotary[1] if len(rotary) > 1 else None,
             positions=positions,
             dropout=self._spec.dropout_fraction if is_training else 0.0,
             cache=cache,
@@ -389,3 +390,8 @@ class TorchEngine:
     def synchronize(self) -> None:
         """Wait until the device is idle; for timing."""
         devices.synchronize(self.compute.device)
+
+
+def _rows_at(table: Tensor, positions: Tensor | None, here: slice) -> Tensor:
+    """Return the rows of a rotary table at the positions of tokens, or at consecutive ones, ``[B or 1, T, H / 2]``."""
+    return table[here][None] if positions is None else table[positions]

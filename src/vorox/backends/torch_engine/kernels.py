@@ -62,7 +62,7 @@ class Kernels:
     Attributes:
         embed: (tokens_M, weight_VD) -> x_MD.
         linear: (x_MD, weight_OD, bias_O or None) -> y_MO.
-        rms_norm: (x_MD, weight_D, eps) -> y_MD.
+        rms_norm: (x_MD, weight_D, eps, offset) -> y_MD, scaled by weight + offset.
         gate: (gate_and_up_M2F, activation) -> hidden_MF.
         rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; cosines and sines are
             ``[B or 1, T, 1, H / 2]``, or fewer for the first dimensions of each head.
@@ -70,7 +70,7 @@ class Kernels:
 
     embed: Callable[[Tensor, nn.Parameter], Tensor]
     linear: Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
-    rms_norm: Callable[[Tensor, nn.Parameter, float], Tensor]
+    rms_norm: Callable[[Tensor, nn.Parameter, float, float], Tensor]
     gate: Callable[[Tensor, str], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -110,13 +110,21 @@ def _plain_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | 
     return F.linear(x_MD, weight_OD, bias_O)
 
 
-def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
-    return F.rms_norm(x_MD, weight_D.shape, weight_D.to(x_MD.dtype), eps)  # mixed types would not be fused
+def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: float) -> Tensor:
+    scale_D = weight_D + offset if offset else weight_D
+    return F.rms_norm(x_MD, weight_D.shape, scale_D.to(x_MD.dtype), eps)  # mixed types would not be fused
 
 
 def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:
     gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
-    return (F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF)) * up_MF
+    return _activate_gate(gate_MF, activation) * up_MF
+
+
+def _activate_gate(gate_MF: Tensor, activation: str) -> Tensor:
+    return F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF, approximate=_APPROXIMATIONS[activation])
+
+
+_APPROXIMATIONS = {"geglu": "none", "geglu_tanh": "tanh"}
 
 
 def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
@@ -206,29 +214,29 @@ class _Linear(torch.autograd.Function):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float) -> Tensor:
+    def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: float) -> Tensor:
         norm_M1 = torch.linalg.vector_norm(x_MD, dim=-1, keepdim=True)
         scale_M1 = norm_M1.square_().div_(x_MD.shape[-1]).add_(eps).rsqrt_()
         unit_MD = x_MD * scale_M1
         ctx.save_for_backward(unit_MD, scale_M1)
         ctx.weight_D = weight_D
-        return unit_MD * weight_D.detach()
+        ctx.scale_D = weight_D.detach() + offset if offset else weight_D.detach()
+        return unit_MD * ctx.scale_D
 
     @staticmethod
-    def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit_MD, scale_M1 = ctx.saved_tensors
-        weight_D = ctx.weight_D.detach()
         d_weight_MD = d_y_MD * unit_MD
         ctx.weight_D.grad.add_(d_weight_MD.sum(0))
-        projection_M1 = torch.mv(d_weight_MD, weight_D).div_(-unit_MD.shape[-1])[:, None]
-        return (unit_MD * projection_M1).addcmul_(d_y_MD, weight_D).mul_(scale_M1), None, None
+        projection_M1 = torch.mv(d_weight_MD, ctx.scale_D).div_(-unit_MD.shape[-1])[:, None]
+        return (unit_MD * projection_M1).addcmul_(d_y_MD, ctx.scale_D).mul_(scale_M1), None, None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up_M2F: Tensor, activation: str) -> Tensor:
         gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
-        active_MF = F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF)
+        active_MF = _activate_gate(gate_MF, activation)
         ctx.save_for_backward(gate_and_up_M2F, active_MF)
         ctx.activation = activation
         return active_MF * up_MF
@@ -244,7 +252,8 @@ class _Gate(torch.autograd.Function):
         if ctx.activation == "swiglu":
             _aten.silu_backward.grad_input(d_active_MF, gate_MF, grad_input=d_gate_MF)
         else:
-            _aten.gelu_backward.grad_input(d_active_MF, gate_MF, grad_input=d_gate_MF)
+            approximate = _APPROXIMATIONS[ctx.activation]
+            _aten.gelu_backward.grad_input(d_active_MF, gate_MF, approximate=approximate, grad_input=d_gate_MF)
         return d_both_M2F, None
 
 

@@ -39,6 +39,7 @@ class ForwardContext:
         shape_BT: Number of rows and positions.
         attention_mask: Which keys each query may attend to.
         rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
+        sliding_rotary: Those of layers with a sliding window; ``None`` if they are the same.
         positions: Position of each token, ``[B or 1, T]``, for learned positions.
         dropout: Dropout rate; 0 in evaluation.
         cache: Key/value cache, for decoding.
@@ -48,6 +49,7 @@ class ForwardContext:
     shape_BT: tuple[int, int]
     attention_mask: AttentionMask
     rotary: tuple[Tensor, Tensor] | None = None
+    sliding_rotary: tuple[Tensor, Tensor] | None = None
     positions: Tensor | None = None
     dropout: float = 0.0
     cache: Cache | None = None
@@ -91,12 +93,12 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self.bias = parts.parameters.get(f"{name}.bias")
-        self._eps = parts.spec.norm_eps
+        self._eps, self._offset = parts.spec.norm_eps, float(parts.spec.norm_unit_offset)
         self._rms_norm = parts.kernels.rms_norm if kind == "rms_norm" else None
 
     def forward(self, x_MD: Tensor) -> Tensor:
         if self._rms_norm is not None:
-            return self._rms_norm(x_MD, self.weight, self._eps)
+            return self._rms_norm(x_MD, self.weight, self._eps, self._offset)
         return F.layer_norm(x_MD, self.weight.shape, self.weight, self.bias, self._eps)
 
 
@@ -106,7 +108,7 @@ class Attention(nn.Module):
         spec, name = parts.spec, f"blocks.{layer}.attention"
         self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._is_sliding = spec.layer_windows[layer] is not None
+        self._is_sliding, self._query_scale = spec.layer_windows[layer] is not None, spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
         self.output = Linear(parts, f"{name}.output")
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
@@ -115,24 +117,26 @@ class Attention(nn.Module):
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
         qkv_BTXH = self.qkv(x_MD).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
-        if self.query_norm is None and context.rotary is not None:
-            qkv_BTXH = self._rotate(qkv_BTXH, *context.rotary, num_rotated)
+        rotary, mask = context.rotary, context.attention_mask
+        if self._is_sliding:
+            rotary, mask = context.sliding_rotary or rotary, mask.sliding or mask
+        if self.query_norm is None and rotary is not None:
+            qkv_BTXH = self._rotate(qkv_BTXH, *rotary, num_rotated)
         query, key, value = qkv_BTXH.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query = self._norm_and_rotate(query, self.query_norm, context)
-            key = self._norm_and_rotate(key, self.key_norm, context)
+            query = self._norm_and_rotate(query, self.query_norm, rotary)
+            key = self._norm_and_rotate(key, self.key_norm, rotary)
+        if self._query_scale != 1:
+            query = query * self._query_scale
         query_BNTH, key_BKTH, value_BKTH = (x.transpose(1, 2) for x in (query, key, value))
         if context.cache is not None:
             key_BKTH, value_BKTH = context.cache.extend(self._layer, key_BKTH, value_BKTH)
-        mask = context.attention_mask
-        if self._is_sliding and mask.sliding is not None:
-            mask = mask.sliding
         mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, mask, context.dropout)
         return self.output(mixed_BNTH.transpose(1, 2).reshape(x_MD.shape[0], -1))
 
-    def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, context: ForwardContext) -> Tensor:
+    def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         normed_BTXH = norm(x_BTXH.reshape(-1, norm.weight.shape[0])).view(x_BTXH.shape)
-        return normed_BTXH if context.rotary is None else self._rotate(normed_BTXH, *context.rotary, x_BTXH.shape[2])
+        return normed_BTXH if rotary is None else self._rotate(normed_BTXH, *rotary, x_BTXH.shape[2])
 
 
 class Mlp(nn.Module):
@@ -191,7 +195,7 @@ def call_block(block: nn.Module, x_MD: Tensor, context: ForwardContext) -> Tenso
 class Decoder(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.embedding = Embedding(parts, "embedding")
+        self.embedding, self._embedding_scale = Embedding(parts, "embedding"), parts.spec.embedding_scale
         is_learned = parts.spec.positions == "learned"
         self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
         self.blocks = nn.ModuleList(Block(parts, layer) for layer in range(parts.spec.num_layers))
@@ -219,6 +223,8 @@ class Decoder(nn.Module):
             run_block: Runs a block, for example compiled; ``call_block`` by default.
         """
         x_MD = self.embedding(tokens_M)
+        if self._embedding_scale != 1:
+            x_MD = x_MD * self._embedding_scale
         if self.position_embedding is not None:
             assert context.positions is not None
             x_MD = (x_MD.view(*context.shape_BT, -1) + self.position_embedding(context.positions)).view(x_MD.shape)

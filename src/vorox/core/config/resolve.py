@@ -86,6 +86,10 @@ DIGEST_OMITS_DEFAULT = (
     "model.sliding_window_tokens",
     "model.layer_types",
     "model.norm_placement",
+    "model.norm_unit_offset",
+    "model.scale_embeddings",
+    "model.sliding_rope_theta",
+    "model.query_pre_attn_scalar",
 )
 """Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""
 

@@ -169,12 +169,16 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
         for key in keys
     ),
-    Dependency(
-        "model.layer_types",
-        "model.sliding_window_tokens",
-        lambda value: value is not None,
-        "model.sliding_window_tokens",
+    *(
+        Dependency(
+            f"model.{key}",
+            "model.sliding_window_tokens",
+            lambda value: value is not None,
+            "model.sliding_window_tokens",
+        )
+        for key in ("layer_types", "sliding_rope_theta")
     ),
+    Dependency("model.norm_unit_offset", "model.norm", _is("rms_norm"), "norm rms_norm"),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from vorox.core.schema.section import Section
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -50,7 +50,7 @@ class ModelConfig(Section):
         description="Model size (gpt2-124m, llama-1b, qwen3-0.6b, ...) whose values fill in this section; explicit "
         "keys take precedence.",
     )
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"] = Field(
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "gemma3_text"] = Field(
         default="llama", description="Architecture whose defaults fill in the keys below."
     )
     num_layers: int = Field(default=6, ge=1, description="Number of decoder blocks.")
@@ -82,6 +82,12 @@ class ModelConfig(Section):
     rope_scaling: RopeScalingConfig = Field(
         default=RopeScalingConfig(), description="Scaling of the rotary frequencies for longer rows (Llama 3.x)."
     )
+    sliding_rope_theta: float | None = Field(
+        default=None,
+        gt=0,
+        description="Base of the rotary frequencies of sliding layers, which are then never scaled (Gemma 3). None: as "
+        "in other layers.",
+    )
     rotary_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Share of each head's dimensions that is rotated, the first ones."
     )
@@ -91,17 +97,29 @@ class ModelConfig(Section):
         description="Sliding-window attention: a position attends to itself and the positions before it, this many in "
         "all. None: to the whole row.",
     )
+    query_pre_attn_scalar: int | None = Field(
+        default=None, ge=1, description="Attention scores are divided by the root of this. None: head_dim."
+    )
     layer_types: tuple[LayerType, ...] | None = Field(
         default=None,
         min_length=1,
         description="Which layers have the sliding window; a list shorter than num_layers repeats. None: all layers.",
     )
     norm: Literal["rms_norm", "layer_norm"] = Field(default="rms_norm", description="Normalisation layer.")
-    norm_placement: Literal["pre", "post"] = Field(
-        default="pre", description="Norms before attention and MLP, or after them, on the residual branch (OLMo 2)."
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        default="pre",
+        description="Norms before attention and MLP, after them on the residual branch (OLMo 2), or both (Gemma 3).",
+    )
+    norm_unit_offset: bool = Field(
+        default=False, description="RMS norms multiply by 1 + weight, and weights start at 0 (Gemma)."
+    )
+    scale_embeddings: bool = Field(
+        default=False, description="Multiply token embeddings by the root of hidden_size (Gemma)."
     )
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon added to the variance in every norm.")
-    activation: Activation = Field(default="swiglu", description="MLP non-linearity; swiglu and geglu are gated.")
+    activation: Activation = Field(
+        default="swiglu", description="MLP non-linearity; swiglu, geglu and geglu_tanh are gated."
+    )
     qk_norm: bool | Literal["full_width"] = Field(
         default=False,
         description="RMS norm of queries and keys: true per head (Qwen3), full_width over all heads together (OLMo 2).",
