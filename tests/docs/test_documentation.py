@@ -45,7 +45,7 @@ SHOWN_BY = {
     r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_weights_source.py",
-    r"vorox .*--nproc 2": "tests/multiprocess/test_processes.py",
+    r"vorox .*--nproc \d": "tests/multiprocess",
     r"vorox .*(gs|s3)://|vorox (train CONFIG|checkpoints list RUN|runs remove RUN) ": "tests/training/test_mirror.py",
     r"vorox train quickstart backend=jax parallel": "tests/backends/jax_engine/test_sharding.py",
 }
