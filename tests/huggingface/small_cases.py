@@ -57,7 +57,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "phi3-window": PHI3 | {"sliding_window": 12},
     "phi3-partial": PHI3 | {"partial_rotary_factor": 0.5, "sliding_window": 12},
     "olmo2": LLAMA | {"model_type": "olmo2"},
-    "olmo2-biases": LLAMA | {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 1},
+    "olmo2-biases": LLAMA | {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 4},
     "gemma": GEMMA | {"tie_word_embeddings": False},
     "gemma3": GEMMA3,
     "gemma3-scaled": GEMMA3 | {

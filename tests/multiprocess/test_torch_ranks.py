@@ -96,7 +96,12 @@ def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placemen
 
 @pytest.mark.parametrize(
     "settings",
-    [["optimizer.name=muon"], ["data.document_mask=true"], ["loss.z_loss_weight=0.01", "model.tie_embeddings=true"]],
+    [
+        ["optimizer.name=muon"],
+        ["data.document_mask=true"],
+        ["loss.z_loss_weight=0.01", "model.tie_embeddings=true"],
+        ["model.family=gemma3_text", "model.sliding_window_tokens=16", "data.document_mask=true"],
+    ],
     ids=lambda settings: settings[0],
 )
 def test_sharded_settings_train_as_in_one_process(runs: Runs, settings: list[str]) -> None:
