@@ -37,7 +37,6 @@ from vorox.training import loop, time_budget
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import Display, NoDisplay
 from vorox.training.mirror import open_mirror
-from vorox.training.resume import check_backend
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
@@ -188,7 +187,6 @@ def _open_as_main(
 ) -> RunContext:
     if isinstance(resume_from, Path):
         directory = run_of_checkpoint(resume_from) or resume_from
-        check_backend(directory, config)
         return RunContext.open(directory, config, argv=argv, distributed=dist)
     enter = RunContext.create if resume_from == "never" else RunContext.open_or_create
     return enter(config, argv=argv, distributed=dist)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from numpy_engine import NumpyEngine
-from tiny_runs import Killed, NumpyBackend, at_step, configuration, events, kill, result, run, use_numpy_engine
+from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.lock import FileLock
@@ -129,18 +129,6 @@ def test_the_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError) as again:
             read()
         assert str(again.value) == str(refused.value), "one message, whoever reads the plan"
-
-
-def test_another_backend_is_refused_before_its_engine_is_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its engine would refuse a setting that only the recorded backend has, such as ``checkpoint.format``."""
-    directory = run(configuration(tmp_path, ["backend=jax"])).run_directory
-    monkeypatch.setattr(NumpyBackend, "create", lambda *_: pytest.fail("the engine was created"))
-    with pytest.raises(ConfigError, match="Run cannot be resumed with another configuration") as refused:
-        run(recorded_config(directory, ["backend=torch", "run.seed=2"]), resume_from=directory)
-    assert "backend: jax -> torch" in refused.value.what
-    assert "run.seed: 1234 -> 2" in refused.value.what
 
 
 def test_a_changed_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

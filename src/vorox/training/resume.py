@@ -54,7 +54,7 @@ from vorox.training.checkpoint_store import (
 from vorox.training.replay_chain import check_chain
 from vorox.training.workload import Workload
 
-REFUSED = ("backend", "model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
+REFUSED = ("model", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences")
 """Sections and keys that decide the architecture, the data or its order: a resume refuses a change."""
 
 ALLOWED = (
@@ -93,19 +93,6 @@ def check_config(recorded: RunConfig, current: RunConfig) -> list[Difference]:
             hint="resume with the recorded configuration, or start a new run with --resume never",
         )
     return found
-
-
-def check_backend(run_directory: Path, current: RunConfig) -> None:
-    """Refuse another backend before its engine is created, which may refuse settings of the recorded backend.
-
-    Raises:
-        ConfigError: The backend differs from the recorded one.
-    """
-    path = RunLayout(run_directory).config
-    if path.exists():
-        recorded = load_config(path)
-        if any(entry.key == "backend" for entry in differences(recorded, current)):
-            check_config(recorded, current)
 
 
 def settings_for_manifest(config: RunConfig) -> dict[str, Any]:
