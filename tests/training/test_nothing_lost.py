@@ -23,7 +23,6 @@ from vorox.training import sampling
 from vorox.training.checkpoint_store import read_state, request_save, step_directories
 from vorox.training.checkpoint_writer import CheckpointWriter
 from vorox.training.replay_chain import read_chain
-from vorox.training.session import validations_without_save
 
 SPARSE = ["checkpoint.every_steps=null", "eval.every_steps=5"]
 
@@ -103,28 +102,38 @@ def test_a_failure_between_steps_is_saved_first(
 
 
 @pytest.mark.usefixtures("_numpy_engine")
-def test_one_of_several_processes_says_what_it_cannot_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may wait for it in the middle of a collective, so it must not wait for them to write."""
+def test_several_processes_save_before_a_validation(
+    straight: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure on one rank the others cannot take part in a save, so the state is committed before."""
+    config = configuration(tmp_path, SAMPLED)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "saves_alone", property(lambda _: False))
+        fail_once(patch, NumpyEngine, "eval_step", DataError("a chunk is gone"), call=2)
+        with pytest.raises(DataError):
+            run(config)
+    (directory,) = run_directories(tmp_path / "runs")
+    assert list(step_directories(directory)) == [5]
+    assert not [event for event in read_lines(directory / "events.jsonl") if event["kind"] == "checkpoint_failed"]
+    outcome = run(config)
+    assert outcome.start_step == 5
+    assert (outcome.fingerprint, chain(directory)) == (straight.fingerprint, chain(straight.run_directory))
+
+
+@pytest.mark.usefixtures("_numpy_engine")
+def test_one_of_several_processes_names_the_steps_that_a_failed_batch_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may be inside a collective, so it must not wait for them to write."""
     monkeypatch.setattr(CheckpointWriter, "saves_alone", property(lambda _: False))
-    fail_once(monkeypatch, NumpyEngine, "eval_step", DataError("a chunk is gone"), call=2)
+    fail_once(monkeypatch, Prefetcher, "__next__", DataError("a chunk is gone"), call=5)
     with pytest.raises(DataError):
         run(configuration(tmp_path, SPARSE))
     (directory,) = run_directories(tmp_path / "runs")
     assert list(step_directories(directory)) == []
     (event,) = [event for event in read_lines(directory / "events.jsonl") if event["kind"] == "checkpoint_failed"]
-    assert "after step 5 is lost" in event["message"]
+    assert "after step 4 is lost" in event["message"]
     assert event["level"] == "error"
-
-
-@pytest.mark.parametrize(
-    ("saves", "validations", "is_said"),
-    [("null", "5", True), ("4", "6", True), ("4", "8", False), ("4", "null", False), ("null", "null", False)],
-)
-def test_validations_that_no_save_precedes_are_said(
-    saves: str, validations: str, is_said: bool, tmp_path: Path
-) -> None:
-    config = configuration(tmp_path, [f"checkpoint.every_steps={saves}", f"eval.every_steps={validations}"])
-    assert ("checkpoint.every_steps" in validations_without_save(config)) is is_said
 
 
 def _no_memory(*arguments: object, **named: object) -> None:

@@ -2,7 +2,8 @@
 
 In: a session and the progress to start from. Out: the progress at the end. The loop waits for the device only to save
 and to validate: the numbers of a step settle while the next one runs. A checkpoint is taken before the validation of
-the same step. If something between two steps fails (a validation, a sample, reading a batch), the state is saved first.
+the same step. If something between two steps fails (a validation, a sample, reading a batch), the state is saved first;
+several ranks save before they validate instead.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def train(session: Session, progress: Progress) -> Progress:
 
 def _validate(session: Session, progress: Progress) -> Progress:
     progress = session.settle(progress)
+    if not session.checkpoints.saves_alone:  # after a failure on one rank, the others cannot take part in a save
+        progress = session.save(progress)
+        session.wait_for_save()
     with session.saving_on_failure(progress), session.observer.validating(progress) as report:
         found = session.evaluations.run(session.engine, progress, session.sync.stop)
         if found is not None:

@@ -22,7 +22,6 @@ from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
-from vorox.core.schema import RunConfig
 from vorox.data.growth import DataNotReady
 from vorox.data.loader import BatchStream
 from vorox.data.storage.stalls import observe_stalls
@@ -143,7 +142,7 @@ class Session:
         """Save the state of the last step if the block, which runs between two steps, fails.
 
         With several ranks this is impossible, because the others may wait for this one inside a collective. The log
-        then reports which steps are lost.
+        then reports which steps are lost. A validation loses none: the state is saved before it.
         """
         try:
             yield
@@ -201,8 +200,6 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         writes=is_main,
         custom=user_functions.open_evaluations(engine, corpus.tokenizer, config, workload.spec, log),
     )  # fmt: skip
-    if validation is not None and workload.distributed.world_size > 1 and (risk := validations_without_save(config)):
-        log.event("validation_without_save", risk, level="warning")
     checkpoints = _checkpoint_writer(setup, evaluations)
     if is_main:
         corpus.tokenizer.save(run.layout.tokenizer)
@@ -284,14 +281,3 @@ def _description(workload: Workload) -> dict[str, Any]:
         "environment": resume.environment(workload.engine),
         user_functions.MANIFEST_KEY: user_functions.identities(workload.config),
     }
-
-
-def validations_without_save(config: RunConfig) -> str:
-    """Warn that a failed validation loses steps, because several ranks save on schedule only; empty if none can."""
-    saves, validations = config.checkpoint.every_steps, config.eval.every_steps
-    if validations is None or (saves is not None and validations % saves == 0):
-        return ""
-    return (
-        "A failed validation loses the steps since the last checkpoint, because several ranks save on schedule only; "
-        "let checkpoint.every_steps divide eval.every_steps to save before every validation"
-    )
