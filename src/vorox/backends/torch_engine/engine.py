@@ -27,7 +27,7 @@ from vorox.backends.torch_engine import attention, checkpoint, compilation, devi
 from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
-from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, to_device
+from vorox.backends.torch_engine.inputs import keyed_randomness, labels_to_device, rows_of_rank, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, LossSums
 from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, RunBlock
 from vorox.backends.torch_engine.optim import Optimizer, global_norm
@@ -295,17 +295,19 @@ class TorchEngine:
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> EvalValues:
-        """Sum the loss of a batch without training on it."""
+        """Sum the loss of a batch without training on it. Every rank gets the whole batch and computes its part."""
         check_tokens(batch, self._spec)
+        part = rows_of_rank(batch, self.data_shard)
         loss_sum, num_correct = 0.0, 0
         with devices.memory_errors("evaluating", self._memory):
-            for index in range(batch.tokens_ABT.shape[0]):
-                labels = labels_to_device(batch.labels_ABT[index], self.compute.device)
-                tokens_M, context = self._inputs(batch, index, is_training=False)
+            for index in range(part.tokens_ABT.shape[0]):
+                labels = labels_to_device(part.labels_ABT[index], self.compute.device)
+                tokens_M, context = self._inputs(part, index, is_training=False)
                 sums = self._forward(tokens_M, context, partial(self._loss.evaluate, labels=labels))
                 loss_sum += float(sums.cross_entropy)
                 num_correct += int(sums.num_correct)
-        return EvalValues(loss_sum, batch.num_target_tokens, num_correct)
+            loss_sum, total_correct = self._ranks.sum_counts(loss_sum, num_correct)
+        return EvalValues(loss_sum, batch.num_target_tokens, int(total_correct))
 
     @torch.no_grad()
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:

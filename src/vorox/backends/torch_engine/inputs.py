@@ -1,4 +1,4 @@
-"""Copying batches to the device, and seeding the randomness of a micro-batch.
+"""Batches on their way to the device, and the randomness of a micro-batch.
 
 Shape legend: A micro-batches, B rows, T positions, M = B x T.
 """
@@ -6,6 +6,7 @@ Shape legend: A micro-batches, B rows, T positions, M = B x T.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.loss import Labels
 from vorox.core.atomic import canonical_json
-from vorox.core.batch import IGNORED_LABEL, Int32Array
+from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
 
 
 def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:
@@ -33,6 +34,30 @@ def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
         return Labels(to_device(labels_BT, device).view(-1).long(), None)
     index_M = to_device(np.where(kept_BT, labels_BT, 0).astype(np.int32), device).view(-1).long()
     return Labels(index_M, to_device(kept_BT.astype(np.int32), device).view(-1).bool())
+
+
+def rows_of_rank(batch: Batch, shard: DataShard) -> Batch:
+    """Return a rank's part of the rows of every micro-batch.
+
+    A rank without rows gets the first one without labels, because all ranks run equally many forward passes.
+    """
+    if shard.is_whole:
+        return batch
+    rows = np.arange(batch.tokens_ABT.shape[1])[shard.index :: shard.count]
+    is_empty = not len(rows)
+    rows = np.zeros(1, np.int64) if is_empty else rows
+
+    def select(array_ABT: Int32Array | None) -> Int32Array | None:
+        return None if array_ABT is None else array_ABT[:, rows]
+
+    labels_ABT = batch.labels_ABT[:, rows]
+    return dataclasses.replace(
+        batch,
+        tokens_ABT=batch.tokens_ABT[:, rows],
+        labels_ABT=np.full_like(labels_ABT, IGNORED_LABEL) if is_empty else labels_ABT,
+        segment_ids_ABT=select(batch.segment_ids_ABT),
+        position_ids_ABT=select(batch.position_ids_ABT),
+    )
 
 
 @contextlib.contextmanager
