@@ -20,7 +20,7 @@ import pytest
 
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
-from vorox.core.config import config_digest, flat_values, in_digest, load_config
+from vorox.core.config import config_digest, digest_values, load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, Preempted
 from vorox.core.run_context import RunContext, expected_directory, recorded_config, run_id
@@ -96,7 +96,7 @@ def test_a_run_that_began_before_a_setting_existed_is_found(config: RunConfig, t
         pass
     earlier = run.directory.with_name(f"{run.run_id[:-8]}0123abcd")
     run.directory.rename(earlier)
-    values = {name: value for name, value in flat_values(config).items() if in_digest(name) and name != key}
+    values = {name: value for name, value in digest_values(config).items() if name != key}
     record = record_of(earlier)
     record["config_digest"] = hashlib.sha256(atomic.canonical_json(values)).hexdigest()
     (earlier / "run.json").write_text(json.dumps(record))

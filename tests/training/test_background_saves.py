@@ -238,8 +238,9 @@ def test_a_failed_write_is_raised_once_with_the_words_of_a_waiting_save(
     with atomic.observe(failing), pytest.raises(CheckpointError) as expected:
         other.save(20)
     unlike = (str(run.directory), str(other.directory))
-    for attribute in ("what", "hint", "saved", "exit_code"):
+    for attribute in ("what", "saved", "exit_code"):
         assert getattr(refused.value, attribute) == getattr(expected.value, attribute)
+    assert refused.value.hint.replace(*unlike) == expected.value.hint
     assert "step-00000020" in refused.value.where.replace(*unlike)
 
 
