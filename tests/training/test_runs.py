@@ -240,7 +240,15 @@ def test_samples_and_prompts(tmp_path: Path) -> None:
     run(configuration(tmp_path, prompts), display=Display())
     assert [prompt for prompt, _ in seen] == ["the step", "a"] * 2
     with pytest.raises(ConfigError, match="more than the 16 positions"):
-        run(configuration(tmp_path, ["eval.prompts=['the step of the run']", "eval.sample_tokens=9"]))
+        run(configuration(tmp_path, ["eval.prompts=['the step of the run, and more']", "eval.sample_tokens=9"]))
+    seen.clear()
+    for asked in (5, 15):  # 11 bytes of prompt leave 5 of 16 positions
+        run(
+            configuration(tmp_path / str(asked), ["eval.prompts=['the step of']", f"eval.sample_tokens={asked}"]),
+            display=Display(),
+        )
+    assert len(seen) == 4
+    assert seen[:2] == seen[2:]
     nothing = ["data.validation.held_out_fraction=0", "eval.every_steps=null"]
     assert run(configuration(tmp_path, nothing)).eval_losses == {}
     with pytest.raises(ConfigError, match=r"eval\.prompts.* data\.validation\.held_out_fraction=0") as refused:

@@ -93,16 +93,18 @@ def complete(
 
 
 class PromptSampler:
-    """Continues the prompts in ``eval.prompts``.
+    """Continues the prompts in ``eval.prompts``, by ``eval.sample_tokens`` or as far as the model's positions allow.
 
     Raises:
-        ConfigError: A prompt cannot be continued.
+        ConfigError: A prompt cannot be continued by a single token.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer, self._prompts = tokenizer, config.eval.prompts
+        encoded = encode_prompts(tokenizer, self._prompts)
+        room_tokens = spec.max_positions_tokens - max(map(len, encoded), default=0)
         self._settings = SamplingSettings(
-            max_new_tokens=config.eval.sample_tokens,
+            max_new_tokens=max(1, min(config.eval.sample_tokens, room_tokens)),
             temperature=config.eval.sample_temperature,
             top_k=config.eval.sample_top_k,
             seed=config.run.seed,
@@ -110,7 +112,7 @@ class PromptSampler:
             end_of_text_id=tokenizer.end_of_text_id,
             max_positions_tokens=spec.max_positions_tokens,
         )
-        for prompt, ids in zip(self._prompts, encode_prompts(tokenizer, self._prompts), strict=True):
+        for prompt, ids in zip(self._prompts, encoded, strict=True):
             check_prompt(ids, self._settings, where=f"eval.prompts: {prompt!r}")
 
     def complete(self, engine: Engine) -> list[tuple[str, str]]:

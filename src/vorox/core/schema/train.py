@@ -75,7 +75,11 @@ class EvalConfig(Section):
     prompts: tuple[str, ...] = Field(
         default=(), description="Prompts completed at every validation, with the same random numbers every time."
     )
-    sample_tokens: int = Field(default=48, ge=1, description="Maximum number of tokens per completion.")
+    sample_tokens: int = Field(
+        default=48,
+        ge=1,
+        description="Maximum number of tokens per completion. Prompt and completion fit into the model's positions.",
+    )
     sample_temperature: float = Field(default=0.8, ge=0, description="Sampling temperature; 0 is greedy decoding.")
     sample_top_k: int | None = Field(
         default=50, ge=1, description="Sample from the k most likely tokens. None: from all."
