@@ -38,7 +38,7 @@ from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.models import flops
-from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 
@@ -75,8 +75,8 @@ def configuration(options: argparse.Namespace, *extra: str) -> RunConfig:
     )  # fmt: skip
 
 
-def spec_of(config: RunConfig, options: argparse.Namespace) -> ModelSpec:
-    return model_spec(
+def spec_of(config: RunConfig, options: argparse.Namespace) -> DecoderSpec:
+    return decoder_spec(
         config.model,
         tokenizer_vocab_size=VOCABULARY[options.size],
         sequence_length_tokens=config.data.sequence_length_tokens,

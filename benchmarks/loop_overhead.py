@@ -23,7 +23,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.run_context import RunContext
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 from vorox.run import make_workload
 from vorox.training import loop
 from vorox.training.display import NoDisplay
@@ -68,7 +68,7 @@ def compare(folder: Path, name: str, steps: int, rounds: int) -> None:
     total = steps * (rounds + 2)
     config = configuration(folder, name, total)
     corpus = prepare(config)
-    spec = model_spec(
+    spec = decoder_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,

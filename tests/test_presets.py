@@ -8,7 +8,7 @@ import pytest
 
 from vorox.core.config import config_digest, dump_yaml, load_config
 from vorox.core.config.presets import run_presets
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 
 ROOT = Path(__file__).parents[1]
 FILES = {**run_presets(), **{f"configs/{path.name}": path for path in sorted((ROOT / "configs").iterdir())}}
@@ -29,7 +29,7 @@ def test_it_loads_and_reads_back(source: str, tmp_path: Path) -> None:
 
 def test_it_describes_a_model(source: str) -> None:
     config = load_config(source)
-    spec = model_spec(
+    spec = decoder_spec(
         config.model,
         tokenizer_vocab_size=config.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,
@@ -83,14 +83,14 @@ def test_the_published_character_demo_is_what_it_says(monkeypatch: pytest.Monkey
     assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.decay_embeddings) == (0.1, 1.0, True)
     schedule = config.schedule
     assert (schedule.name, schedule.warmup_steps, optimizer.lr * schedule.min_lr_fraction) == ("cosine", 100, 1e-4)
-    spec = model_spec(model, tokenizer_vocab_size=65, sequence_length_tokens=64)
+    spec = decoder_spec(model, tokenizer_vocab_size=65, sequence_length_tokens=64)
     # 12 L D^2 + (2 L + 1) norms of D + 65 tokens and 64 positions of D
     assert spec.num_parameters == 12 * 4 * 128**2 + 9 * 128 + (65 + 64) * 128
 
 
 def test_presets_with_a_published_size_have_it() -> None:
     config = load_config("gpt2-124m")
-    spec = model_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
     assert spec.num_parameters == 124_439_808
 
 

@@ -17,7 +17,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
 from vorox.experiments.tracking import read_metrics
-from vorox.models.spec import ModelSpec
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.replay_chain import read_chain
 
@@ -68,7 +68,7 @@ class NumpyBackend:
     def connect(self, config: RunConfig) -> DistributedContext:
         return DistributedContext()
 
-    def create(self, config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> NumpyEngine:
+    def create(self, config: RunConfig, spec: DecoderSpec, dist: DistributedContext) -> NumpyEngine:
         return NumpyEngine(spec.vocab_size, seed=config.run.seed, width=4)
 
 

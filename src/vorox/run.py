@@ -30,8 +30,8 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import PrepareProgress, prepare
 from vorox.data.tokenizers.store import load_run_tokenizer
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_estimate import check_host_memory
-from vorox.models.spec import model_spec
 from vorox.runtime.throughput import Reading
 from vorox.training import loop, time_budget
 from vorox.training.checkpoint_store import step_directories
@@ -155,7 +155,7 @@ def make_workload(
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:
         dist.barrier("corpus")
-    spec = model_spec(
+    spec = decoder_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,

@@ -24,10 +24,10 @@ def make_engine(name: str, *, seed: int = 0, width: int = 8) -> Engine:
         return NumpyEngine(VOCAB, seed=seed, width=width)
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
-    from vorox.models.spec import model_spec
+    from vorox.models.decoder_spec import decoder_spec
 
     config = jax_config(seed, width) if name == "jax" else torch_config(seed, width)
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(name).create(config, spec, DistributedContext())
 
 

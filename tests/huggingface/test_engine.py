@@ -20,9 +20,9 @@ from vorox.core.engine import Engine
 from vorox.core.schema import DataConfig, RunConfig, RuntimeConfig, SourceConfig, TokenizerConfig, TrainConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import from_huggingface
-from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_export import export
 
@@ -35,7 +35,7 @@ TEXT = "def greet(name):\n    return f'hello {name}'\n"
 
 def engine_of(
     config: dict[str, Any], tokenizer_vocab_size: int, backend: Any = "torch", **runtime: Any
-) -> tuple[ModelSpec, Engine]:
+) -> tuple[DecoderSpec, Engine]:
     model = spec_from_huggingface(config)
     run = RunConfig(
         backend=backend,
@@ -44,7 +44,7 @@ def engine_of(
         train=TrainConfig(num_steps=1, global_batch_sequences=1, micro_batch_sequences=1),
         runtime=RuntimeConfig(device="cpu", num_threads=1 if backend == "torch" else None, **runtime),
     )
-    spec = model_spec(model, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=32)
+    spec = decoder_spec(model, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=32)
     return spec, backends.load(backend).create(run, spec, DistributedContext())
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_config, spec_from_huggingface
 from vorox.models.rotary import scale_frequencies
-from vorox.models.spec import ModelSpec, model_spec
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 LLAMA_32 = {
@@ -47,7 +47,7 @@ def config_of(scaling: dict[str, Any], theta: float, head_dim: int) -> dict[str,
     }  # fmt: skip
 
 
-def frequencies_of(spec: ModelSpec) -> tuple[np.ndarray, float]:
+def frequencies_of(spec: DecoderSpec) -> tuple[np.ndarray, float]:
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
     return scale_frequencies((1 / spec.rope_theta**exponents).astype(np.float32), spec.rope_theta, spec.rope_scaling)
 
@@ -60,7 +60,7 @@ def test_frequencies_are_those_of_transformers(name: str, head_dim: int, theta: 
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     fields = config_of(SCALINGS[name], theta, head_dim)
-    spec = model_spec(spec_from_huggingface(fields), tokenizer_vocab_size=2, sequence_length_tokens=2)
+    spec = decoder_spec(spec_from_huggingface(fields), tokenizer_vocab_size=2, sequence_length_tokens=2)
     written = huggingface_config(spec, end_of_text_id=1)
     written["rope_parameters"], old = None, dict(written)  # readers of rope_scaling, and of rope_parameters
     old["rope_scaling"] = old["rope_theta"] = None

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.huggingface_config import huggingface_config, spec_from_huggingface
 from vorox.models.huggingface_weights import huggingface_entries
-from vorox.models.spec import model_spec
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
@@ -26,7 +26,7 @@ def test_transformers_builds_the_same_tensors(size: str) -> None:
 
     fields = PRESETS["sizes"][size]
     config = ModelConfig(**(PRESETS["families"][fields["family"]] | fields))
-    spec = model_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
+    spec = decoder_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
     written = huggingface_config(spec, end_of_text_id=0)
     loaded = dict(written)
     with torch.device("meta"):
@@ -35,6 +35,6 @@ def test_transformers_builds_the_same_tensors(size: str) -> None:
     assert {entry.name: entry.shape for entry in huggingface_entries(spec)} == parameters
     assert model.num_parameters() == spec.num_parameters
 
-    back = model_spec(spec_from_huggingface(written), tokenizer_vocab_size=1000, sequence_length_tokens=64)
+    back = decoder_spec(spec_from_huggingface(written), tokenizer_vocab_size=1000, sequence_length_tokens=64)
     differences = {key for key, value in spec.to_json().items() if back.to_json()[key] != value}
     assert differences <= {"scale_residual_init"}, "only what decides initial weights, which transformers does not keep"

@@ -15,10 +15,10 @@ import pytest
 
 from reference_decoder import numpy_logits
 from vorox.core.staged_directory import StagedDirectory
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.huggingface_config import generation_config, huggingface_config, spec_from_huggingface
 from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
-from vorox.models.spec import model_spec
 from vorox.models.weights_file import open_directory, write_weights
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
@@ -40,7 +40,7 @@ def test_a_transformers_model_comes_in(case: dict[str, Any], random_model: Calla
     model = random_model(case, seed=1)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=7, sequence_length_tokens=16)
+    spec = decoder_spec(spec_from_huggingface(config), tokenizer_vocab_size=7, sequence_length_tokens=16)
     stored = (pair for file in open_directory(tmp_path) for pair in file)
     weights = dict(from_huggingface(spec, stored))
     assert [parameter.name for parameter in spec.parameters if parameter.name not in weights] == []
@@ -59,7 +59,7 @@ EXPORTED_AS = {"mistral-no-window": "llama", "phi3": "llama", "phi3-window": "mi
 def test_our_model_goes_out(case: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     from transformers import AutoModelForCausalLM
 
-    spec = model_spec(spec_from_huggingface(case), tokenizer_vocab_size=7, sequence_length_tokens=16)
+    spec = decoder_spec(spec_from_huggingface(case), tokenizer_vocab_size=7, sequence_length_tokens=16)
     assert huggingface_family(spec) == EXPORTED_AS.get(request.node.callspec.params["case"], case["model_type"])
     generator = np.random.default_rng(5)
     weights = {

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from vorox.core.config import load_config
-from vorox.models.flops import causal_flops_per_token, flops_per_token, num_matmul_weights
-from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.flops import causal_flops_per_token, flops_per_token
 
 
-def spec_of(overrides: list[str], *, vocab_size: int, length: int) -> ModelSpec:
+def spec_of(overrides: list[str], *, vocab_size: int, length: int) -> DecoderSpec:
     config = load_config("quickstart", overrides)
-    return model_spec(config.model, tokenizer_vocab_size=vocab_size, sequence_length_tokens=length)
+    return decoder_spec(config.model, tokenizer_vocab_size=vocab_size, sequence_length_tokens=length)
 
 
 def test_gpt2_124m_is_the_published_figure() -> None:
     """124M without position embeddings is N = 123.65M; 0.86 GFLOP per token at T = 1,024 is the figure in use."""
     spec = spec_of(["model.preset=gpt2-124m"], vocab_size=50257, length=1024)
-    assert num_matmul_weights(spec) == 12 * 12 * 768 * 768 + 50257 * 768
+    assert spec.num_matmul_weights == 12 * 12 * 768 * 768 + 50257 * 768
     assert flops_per_token(spec, 1024) == pytest.approx(0.855e9, rel=0.01)
     assert causal_flops_per_token(spec, 1024) < flops_per_token(spec, 1024)
 
@@ -34,7 +34,7 @@ def test_layers_with_a_window_attend_to_less(window: int) -> None:
     pairs = [(query, key) for query in range(length) for key in range(query + 1)]
     near = sum(query - key < window for query, key in pairs)
     visible = 2 * (len(pairs) + near) * 12 * 96 / length
-    matmuls = 6.0 * num_matmul_weights(spec)
+    matmuls = 6.0 * spec.num_matmul_weights
     assert causal_flops_per_token(spec, length) == pytest.approx(matmuls + visible)
     assert flops_per_token(spec, length) == pytest.approx(matmuls + 12 * 96 * 2 * (length + min(window, length)))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import generation_config, huggingface_config, spec_from_huggingface
 from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
-from vorox.models.spec import ModelSpec, model_spec
 
 GPT2_HUB: dict[str, Any] = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -94,8 +94,8 @@ COUNTS = {
 """Parameters of Mistral 7B v0.1, Qwen2.5 0.5B, Phi-4 mini, OLMo 2 1B and Gemma 3 1B."""
 
 
-def spec_of(config: ModelConfig) -> ModelSpec:
-    return model_spec(config, tokenizer_vocab_size=2, sequence_length_tokens=8)
+def spec_of(config: ModelConfig) -> DecoderSpec:
+    return decoder_spec(config, tokenizer_vocab_size=2, sequence_length_tokens=8)
 
 
 def test_published_files_are_read() -> None:

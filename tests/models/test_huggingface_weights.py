@@ -12,9 +12,9 @@ import pytest
 
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import huggingface_family, require_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_tensors, to_huggingface
-from vorox.models.spec import ModelSpec, model_spec
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "vocab_size": 11, "intermediate_size": 20}
 GPT2 = SMALL | {
@@ -25,11 +25,11 @@ LLAMA = SMALL | {"family": "llama", "head_dim": 4}
 QWEN3 = SMALL | {"family": "qwen3", "head_dim": 6, "num_kv_heads": 1, "qk_norm": True}
 
 
-def spec_of(fields: dict[str, Any]) -> ModelSpec:
-    return model_spec(ModelConfig(**fields), tokenizer_vocab_size=11, sequence_length_tokens=9)
+def spec_of(fields: dict[str, Any]) -> DecoderSpec:
+    return decoder_spec(ModelConfig(**fields), tokenizer_vocab_size=11, sequence_length_tokens=9)
 
 
-def random_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
+def random_weights(spec: DecoderSpec) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(1)
     return {part.name: generator.normal(size=part.shape).astype(np.float32) for part in spec.parameters}
 
@@ -179,7 +179,7 @@ def test_the_family_follows_what_is_computed_not_the_label() -> None:
             huggingface_tensors(spec)
 
 
-def first_family(spec: ModelSpec) -> str | None:
+def first_family(spec: DecoderSpec) -> str | None:
     """The rule of the first version, which decides the names in its checkpoints."""
     plain = spec.head_dim * spec.num_heads == spec.hidden_size and spec.num_kv_heads == spec.num_heads
     if spec.positions == "learned":

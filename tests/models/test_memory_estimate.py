@@ -6,6 +6,7 @@ import pytest
 
 from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_estimate import (
     MemoryBudget,
     MemoryEstimate,
@@ -13,12 +14,11 @@ from vorox.models.memory_estimate import (
     planned_memory,
     training_memory,
 )
-from vorox.models.spec import model_spec
 
 
 def estimate(overrides: list[str], **changes: object):
     config = load_config("quickstart", overrides)
-    spec = model_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
     settings = {
         "micro_batch_sequences": 8,
         "sequence_length_tokens": 1024,
@@ -100,7 +100,7 @@ def test_a_window_shorter_than_the_row_has_a_mask(model: list[str], num_masks: t
     for is_packed, expected in zip((False, True), num_masks, strict=True):
         overrides = [*model, "data.sequence_length_tokens=1024", f"data.document_mask={str(is_packed).lower()}"]
         config = load_config("quickstart", overrides)
-        spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=1024)
+        spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=1024)
         pairs = config.train.micro_batch_sequences * 1024**2
         assert planned_memory(spec, config).mask_bytes == expected * pairs * (1 + 4), overrides
 
@@ -117,7 +117,7 @@ def test_a_step_beyond_the_host_is_refused_with_a_setting_that_fits(
 ) -> None:
     def check(more: list[str]) -> None:
         config = load_config("quickstart", ["data.sequence_length_tokens=2048", *overrides, *more])
-        spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=2048)
+        spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=2048)
         check_host_memory(spec, config, available_gib << 30)
 
     with pytest.raises(DoesNotFitError) as caught:
@@ -131,6 +131,6 @@ def test_a_step_beyond_the_host_is_refused_with_a_setting_that_fits(
 
 def test_a_model_beyond_the_host_is_refused_with_no_other_remedy() -> None:
     config = load_config("quickstart", [])
-    spec = model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
     with pytest.raises(DoesNotFitError, match=r"model\.num_layers"):
         check_host_memory(spec, config, planned_memory(spec, config).optimizer_bytes)

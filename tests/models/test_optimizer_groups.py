@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, optimizer_group
-from vorox.models.spec import model_spec
 
 MODEL = ModelConfig(
     num_layers=1,
@@ -22,7 +22,7 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize("decay_embeddings", [False, True])
 def test_groups(muon: bool, decay_embeddings: bool) -> None:
-    spec = model_spec(MODEL, tokenizer_vocab_size=16, sequence_length_tokens=8)
+    spec = decoder_spec(MODEL, tokenizer_vocab_size=16, sequence_length_tokens=8)
     found = {
         parameter.name: optimizer_group(parameter, muon=muon, decay_embeddings=decay_embeddings)
         for parameter in spec.parameters

@@ -11,8 +11,8 @@ import yaml
 
 from vorox.core.config.presets import model_presets
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
-from vorox.models.spec import ModelSpec, model_spec
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
     files("vorox").joinpath("presets/models.yaml").read_text(encoding="utf-8")
@@ -34,10 +34,10 @@ PUBLISHED = {
 }
 
 
-def spec_of(size: str, tokenizer_vocab_size: int = 512) -> ModelSpec:
+def spec_of(size: str, tokenizer_vocab_size: int = 512) -> DecoderSpec:
     fields = PRESETS["sizes"][size]
     config = ModelConfig(**(PRESETS["families"][fields["family"]] | fields))
-    return model_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
+    return decoder_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
 
 
 LEFT_TO_WEIGHTS = {"rope_scaling"}
@@ -52,7 +52,7 @@ def test_families_fill_every_knob_that_a_size_leaves_open() -> None:
     for family, knobs in model_presets().families.items():
         assert set(knobs) == set(ModelConfig.model_fields) - NOT_ARCHITECTURE - SHAPE - LEFT_TO_WEIGHTS, family
         config = ModelConfig.model_validate_json(json.dumps({"family": family, **knobs}), strict=True)
-        spec = model_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
+        spec = decoder_spec(config, tokenizer_vocab_size=1000, sequence_length_tokens=64)
         assert huggingface_family(spec) == family
 
 

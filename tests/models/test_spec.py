@@ -10,7 +10,7 @@ import pytest
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 
 GPT2: dict[str, Any] = {
     "num_layers": 12, "hidden_size": 768, "num_heads": 12, "positions": "learned", "norm": "layer_norm",
@@ -18,8 +18,8 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 
 
-def resolve(vocab: int = 100, length: int = 64, **fields: Any) -> ModelSpec:
-    return model_spec(ModelConfig(**fields), tokenizer_vocab_size=vocab, sequence_length_tokens=length)
+def resolve(vocab: int = 100, length: int = 64, **fields: Any) -> DecoderSpec:
+    return decoder_spec(ModelConfig(**fields), tokenizer_vocab_size=vocab, sequence_length_tokens=length)
 
 
 def test_what_is_left_open_is_resolved() -> None:
@@ -154,7 +154,7 @@ LATER = {
 
 def test_checkpoints_of_earlier_versions_hold_the_same_spec() -> None:
     assert set(resolve().to_json()) == FIRST_KEYS
-    assert ModelSpec(**resolve(**GPT2).to_json()) == resolve(**GPT2)
+    assert DecoderSpec(**resolve(**GPT2).to_json()) == resolve(**GPT2)
     assert set(resolve(**LATER).to_json()) == FIRST_KEYS | set(LATER)
 
 
@@ -163,7 +163,7 @@ def test_checkpoints_of_earlier_versions_hold_the_same_spec() -> None:
 )
 def test_a_spec_is_read_back_from_json_and_from_its_settings(fields: dict[str, Any]) -> None:
     spec = resolve(**fields)
-    assert ModelSpec(**json.loads(json.dumps(spec.to_json()))) == spec
+    assert DecoderSpec(**json.loads(json.dumps(spec.to_json()))) == spec
     sections: dict[str, Any] = {}
     for key, value in spec.settings().items():
         section, _, name = key.rpartition(".")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from vorox.core.schema.model import ModelConfig
-from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.weight_init import initial_weights
 
 
-def spec_of(num_layers: int = 2, **fields: object) -> ModelSpec:
+def spec_of(num_layers: int = 2, **fields: object) -> DecoderSpec:
     config = ModelConfig.model_validate({"num_layers": num_layers, "hidden_size": 64, "num_heads": 4, **fields})
-    return model_spec(config, tokenizer_vocab_size=500, sequence_length_tokens=32)
+    return decoder_spec(config, tokenizer_vocab_size=500, sequence_length_tokens=32)
 
 
 def test_every_parameter_once_in_order_with_its_distribution() -> None:

@@ -22,7 +22,7 @@ from vorox import backends
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 from vorox.training.engine_parity import QUANTITIES, Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
@@ -35,7 +35,7 @@ def engine(name: str, model: dict[str, Any], **overrides: Any) -> Engine:
         config = config.model_copy(
             update={"backend": "jax", "runtime": config.runtime.model_copy(update={"num_threads": None})}
         )
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(name).create(config, spec, DistributedContext())
 
 

@@ -28,10 +28,10 @@ from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.data.tokenizers import loading as tokenizers
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_config, huggingface_files
 from vorox.models.huggingface_families import huggingface_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
-from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
 from vorox.training.checkpoint_export import export
 
@@ -45,11 +45,11 @@ QWEN3 = LLAMA | {"qk_norm": True, "head_dim": 16}
 TOKENIZER = tokenizers.train(TokenizerConfig(kind="byte"), [])
 
 
-def spec_of(fields: dict[str, Any]) -> ModelSpec:
-    return model_spec(ModelConfig(**fields), tokenizer_vocab_size=TOKENIZER.vocab_size, sequence_length_tokens=48)
+def spec_of(fields: dict[str, Any]) -> DecoderSpec:
+    return decoder_spec(ModelConfig(**fields), tokenizer_vocab_size=TOKENIZER.vocab_size, sequence_length_tokens=48)
 
 
-def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
+def random_weights(spec: DecoderSpec, seed: int = 0) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     return {
         part.name: (
@@ -62,7 +62,7 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def make_run(
-    directory: Path, spec: ModelSpec, steps: Iterable[int] = (10,), tokenizer: tokenizers.Tokenizer = TOKENIZER
+    directory: Path, spec: DecoderSpec, steps: Iterable[int] = (10,), tokenizer: tokenizers.Tokenizer = TOKENIZER
 ) -> Path:
     """A run whose checkpoints hold what the engine and the checkpointer write for a model with a family."""
     for step in steps:
@@ -87,7 +87,7 @@ def make_run(
 class DecoderEngine:
     """As much of an engine as the check uses."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         self.spec, self.weights = spec, dict[str, np.ndarray]()
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
@@ -97,7 +97,7 @@ class DecoderEngine:
         return numpy_logits(self.spec, self.weights, tokens_BT).astype(np.float32)
 
 
-def engine_of(spec: ModelSpec) -> Engine:
+def engine_of(spec: DecoderSpec) -> Engine:
     engine: Any = DecoderEngine(spec)
     return engine
 

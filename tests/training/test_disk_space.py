@@ -16,7 +16,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import DoesNotFitError
 from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 from vorox.training import disk_space
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.disk_space import checkpoint_space
@@ -51,7 +51,7 @@ def test_how_many_lie_there_at_once(
     settings: list[str], total: int, done: int, present: int, most: int, tmp_path: Path
 ) -> None:
     config = configuration(tmp_path, settings)
-    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     space = checkpoint_space(config, spec, total, done_steps=done, present=present)
     assert space.most == most
     assert space.needed_bytes == (most - present) * space.checkpoint_bytes
@@ -69,7 +69,7 @@ def test_how_many_lie_there_at_once(
 def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str], tmp_path: Path) -> None:
     shape = ["model.hidden_size=128", "model.num_layers=2"]
     config = configuration(tmp_path, [*settings, *shape, f"backend={backend}"])
-    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     engine = backends.load(backend).create(config, spec, DistributedContext())
     with StagedDirectory(tmp_path / "checkpoint") as directory:
         engine.snapshot(detached=False).write(directory)
@@ -82,7 +82,7 @@ def test_too_little_space_is_refused_before_the_first_step(tmp_path: Path, monke
     use_numpy_engine(monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = configuration(tmp_path)
-    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     needed = checkpoint_space(config, spec, 12).needed_bytes
     with monkeypatch.context() as patch:
         leave_free(patch, needed - 1)
@@ -120,7 +120,7 @@ def test_a_dry_run_shows_it_and_refuses(
     leave_free(monkeypatch, 1000)
     assert main(command) == 3
     assert "checkpoint.keep_last" in capsys.readouterr().err
-    spec = model_spec(load_config("tiny.yaml").model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(load_config("tiny.yaml").model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     leave_free(monkeypatch, checkpoint_space(load_config("tiny.yaml"), spec, 12).needed_bytes + 1000)
     assert main(command) == 3
     assert "data.cache.directory" in capsys.readouterr().err

@@ -320,10 +320,10 @@ def test_both_engines_name_the_array_and_what_takes_memory(
 ) -> None:
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
-    from vorox.models.spec import model_spec
+    from vorox.models.decoder_spec import decoder_spec
 
     config = configuration(tmp_path, [*settings, f"backend={backend}"])
-    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     engine = backends.load(backend).create(config, spec, DistributedContext())
     assert engine.snapshot(detached=detached).nonfinite_array() == ""
     weights = dict(engine.export_weights())

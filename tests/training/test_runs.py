@@ -18,8 +18,8 @@ from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
 from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
-from vorox.models.spec import model_spec
 from vorox.training.checkpoint_store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.step_history import read_history
@@ -57,7 +57,7 @@ def test_flops_of_a_logged_interval_are_those_of_the_rows_trained(tmp_path: Path
     """Rows of 4 positions for 7 steps, then of 16: attention costs more per token from then on."""
     stages = [{"start_tokens": 0, "sequence_length_tokens": 4}, {"start_tokens": 7 * 64, "sequence_length_tokens": 16}]
     config = configuration(tmp_path, [f"data.stages={json.dumps(stages)}", "log.matmul_peak=false"])
-    spec = model_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     short, long = flops_per_token(spec, 4), flops_per_token(spec, 16)
     found = {
         step: values["model_flops_per_second"] / values["tokens_per_second"]

@@ -22,9 +22,9 @@ from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import huggingface_entries, to_huggingface
-from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import write_weights
 from vorox.run import train
 from vorox.training import weights_source
@@ -36,10 +36,10 @@ MODEL = ModelConfig(
     family="gpt2", num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=4, positions="learned", norm="layer_norm",
     norm_bias=True, activation="gelu_tanh", attention_bias=True, mlp_bias=True, max_positions_tokens=128,
 )  # fmt: skip
-SPEC = model_spec(MODEL, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
+SPEC = decoder_spec(MODEL, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
 
 
-def companions(spec: ModelSpec) -> dict[str, bytes]:
+def companions(spec: DecoderSpec) -> dict[str, bytes]:
     return huggingface_files(spec, end_of_text_id=BYTE.end_of_text_id) | BYTE.files(spec.max_positions_tokens)
 
 
@@ -87,7 +87,7 @@ def test_a_silent_configuration_adopts_architecture_and_tokenizer(
 ) -> None:
     place = write(tmp_path / "weights")
     config = load_config_with_weights("quickstart", [f"train.from_weights={place}"])
-    found = model_spec(config.model, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
+    found = decoder_spec(config.model, tokenizer_vocab_size=BYTE.vocab_size, sequence_length_tokens=128)
     assert found == SPEC
     assert config.model.family == "gpt2"
     assert config.tokenizer.kind == "huggingface"
@@ -144,12 +144,12 @@ def test_a_published_architecture_is_adopted_with_every_part(
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
     BYTE.save(place)
-    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=2, sequence_length_tokens=2)
+    spec = decoder_spec(spec_from_huggingface(config), tokenizer_vocab_size=2, sequence_length_tokens=2)
     with (place / "model.safetensors").open("wb") as file:
         zeros = ((part.name, np.zeros(part.shape, np.float32)) for part in spec.parameters)
         write_weights(file, huggingface_entries(spec), to_huggingface(spec, zeros))
     adopted = load_config_with_weights("quickstart", [f"train.from_weights={place}"])
-    assert model_spec(adopted.model, tokenizer_vocab_size=2, sequence_length_tokens=2) == spec
+    assert decoder_spec(adopted.model, tokenizer_vocab_size=2, sequence_length_tokens=2) == spec
     assert adopted.model.family == family
     assert settings.items() <= flat_values(adopted).items()
     check_weights(adopted, tokenizer=BYTE)

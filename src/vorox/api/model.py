@@ -19,7 +19,7 @@ from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import find_run, is_run, run_argument
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import load as load_tokenizer
-from vorox.models.spec import ModelSpec
+from vorox.models.stored_spec import spec_from_json
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.evaluate import Evaluation
 from vorox.training.language_model import LanguageModel
@@ -89,7 +89,7 @@ class Model(LanguageModel):
 
     def __init__(self, config: RunConfig, checkpoint: Checkpoint, engine: Engine) -> None:
         tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
-        super().__init__(engine, tokenizer, config, ModelSpec(**checkpoint.metadata["spec"]), checkpoint.step)
+        super().__init__(engine, tokenizer, config, spec_from_json(checkpoint.metadata["spec"]), checkpoint.step)
         self.path = checkpoint.path
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ def find_checkpoint(
 
 def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
     """Create an engine for the model of a checkpoint; the caller loads the weights."""
-    spec = ModelSpec(**checkpoint.metadata["spec"])
+    spec = spec_from_json(checkpoint.metadata["spec"])
     return backends.load(config.backend).create(config, spec, DistributedContext())
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vorox.data.text.holdout import Split
     from vorox.data.text.sources import Source
     from vorox.data.tokenizers.tokenizer import Tokenizer
+    from vorox.models.decoder_spec import DecoderSpec
     from vorox.models.spec import ModelSpec
     from vorox.training.schedule import Horizon
 
@@ -69,7 +70,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     from vorox.core.config import config_digest
     from vorox.core.run_context import expected_directory
     from vorox.data.cache_location import cache_root
-    from vorox.models.spec import model_spec
+    from vorox.models.decoder_spec import decoder_spec
     from vorox.run import is_fresh
     from vorox.training.startup import check_resume
     from vorox.training.weights_source import check_weights
@@ -89,7 +90,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     yield from _text_lines(config, text)
     if fresh and text.listed.tokenizer is not None:
         check_weights(config, tokenizer=text.listed.tokenizer)
-    spec = model_spec(
+    spec = decoder_spec(
         config.model,
         tokenizer_vocab_size=text.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,
@@ -225,12 +226,9 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
     from vorox.core.config import model_label
     from vorox.models.flops import flops_per_token
 
-    heads = pluralize(spec.num_heads, "head") + (
-        f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
-    )
     yield (
-        f"model          {model_label(config)}: {pluralize(spec.num_layers, 'layer')} x {spec.hidden_size}, {heads}, "
-        f"MLP {spec.intermediate_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions_tokens:,} positions"
+        f"model          {model_label(config)}: {spec.summary()}, vocabulary {spec.vocab_size:,}, "
+        f"{spec.max_positions_tokens:,} positions"
     )
     by_kind: Counter[str] = Counter()
     for parameter in spec.parameters:
@@ -298,7 +296,7 @@ def _every(num_steps: int) -> str:
     return "every step" if num_steps == 1 else f"every {num_steps:,} steps"
 
 
-def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
+def _probe_engine(config: RunConfig, spec: DecoderSpec) -> tuple[str, Mapping[str, str | int | bool]]:
     """Validate the configuration with the engine, on a model of one small layer."""
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext

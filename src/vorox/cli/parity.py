@@ -125,9 +125,9 @@ def _corpus(config: RunConfig) -> Corpus:
 def _engine(config: RunConfig, corpus: Corpus) -> Engine:
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
-    from vorox.models.spec import model_spec
+    from vorox.models.decoder_spec import decoder_spec
 
-    spec = model_spec(
+    spec = decoder_spec(
         config.model,
         tokenizer_vocab_size=corpus.tokenizer.vocab_size,
         sequence_length_tokens=config.data.sequence_length_tokens,

@@ -26,17 +26,13 @@ from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.schema import CheckpointFormat
 from vorox.core.staged_directory import StagedDirectory
-from vorox.models.huggingface_families import huggingface_family
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.orbax_arrays import OrbaxArrays, weight_entries
 from vorox.models.spec import ModelSpec
+from vorox.models.stored_weights import from_stored, stored_entries, to_stored
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
-FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
-"""Fields of the spec that do not affect the meaning of stored weights."""
-
 _PIECE_ELEMENTS = 1 << 20
 
 Arrays = Callable[[], Iterable[NamedArray]]
@@ -89,10 +85,7 @@ class Snapshot:
         """Write the three files."""
         spec, state = self.spec, self.state
         with directory.open(MODEL_FILE) as sink:
-            if huggingface_family(spec) is not None:
-                write_weights(sink, huggingface_entries(spec), to_huggingface(spec, iter(state.weights())))
-            else:
-                write_weights(sink, _canonical_entries(spec), state.weights())
+            write_weights(sink, stored_entries(spec), to_stored(spec, state.weights()))
         with directory.open(OPTIMIZER_FILE) as sink:
             write_weights(sink, _optimizer_entries(spec, state), _optimizer_arrays(state))
         write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")
@@ -201,9 +194,8 @@ def _open_weights(directory: Path, spec: ModelSpec, body: Mapping[str, Any]) -> 
         pieces.check_entries(weight_entries(spec))
         return pieces.weights(spec)
     model = WeightsFile(directory / MODEL_FILE)
-    is_huggingface = huggingface_family(spec) is not None
-    model.check_entries(huggingface_entries(spec) if is_huggingface else _canonical_entries(spec))
-    return from_huggingface(spec, model) if is_huggingface else model
+    model.check_entries(stored_entries(spec))
+    return from_stored(spec, model)
 
 
 def _line(name: str, array: np.ndarray[Any, Any]) -> str:
@@ -257,11 +249,6 @@ def _read_body(path: Path) -> dict[str, Any]:
 
 
 def _check_spec(spec: ModelSpec, stored: Mapping[str, Any], *, where: str) -> None:
-    wanted = spec.to_json()
-    differing = [
-        f"{name} = {stored.get(name)} (here {wanted.get(name)})"
-        for name in sorted({*wanted, *stored})
-        if name not in FREE_TO_CHANGE and stored.get(name) != wanted.get(name)
-    ]
+    differing = spec.differences(stored)
     if differing:
         raise CheckpointError(f"Checkpoint belongs to a different model: {', '.join(differing)}", where=where)

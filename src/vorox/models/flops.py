@@ -12,17 +12,11 @@ from __future__ import annotations
 from vorox.models.spec import ModelSpec
 
 
-def num_matmul_weights(spec: ModelSpec) -> int:
-    """Return the elements of all matrices that every token is multiplied by; a tied embedding counts as the head."""
-    matrices = sum(parameter.num_elements for parameter in spec.parameters if parameter.kind == "matrix")
-    return matrices + spec.vocab_size * spec.hidden_size
-
-
 def flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> float:
     """Return the FLOPs of forward and backward pass per position: 6 N + 12 L W T."""
     length = sequence_length_tokens
     keys = sum(length if window is None else min(window, length) for window in spec.layer_windows)
-    return 6.0 * num_matmul_weights(spec) + _attention_flops_per_position(spec) * keys
+    return 6.0 * spec.num_matmul_weights + _attention_flops_per_position(spec) * keys
 
 
 def causal_flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> float:
@@ -30,9 +24,9 @@ def causal_flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> floa
     length = sequence_length_tokens
     windows = [length if window is None else min(window, length) for window in spec.layer_windows]
     visible = sum(window - window * (window - 1) / (2 * length) for window in windows)
-    return 6.0 * num_matmul_weights(spec) + _attention_flops_per_position(spec) * visible
+    return 6.0 * spec.num_matmul_weights + _attention_flops_per_position(spec) * visible
 
 
 def _attention_flops_per_position(spec: ModelSpec) -> float:
     """Return the FLOPs of one layer for one query and one key."""
-    return 12.0 * spec.num_heads * spec.head_dim
+    return 12.0 * spec.attention_width

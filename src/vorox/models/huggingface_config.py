@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from vorox.core.atomic import pretty_json
 from vorox.core.schema.model import ModelConfig
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import ARCHITECTURES, Architecture, Family, huggingface_family, require_family
 from vorox.models.huggingface_rope import read_rope, refuse, write_rope
 from vorox.models.huggingface_windows import read_windows, write_windows
@@ -35,7 +36,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 def huggingface_config(
-    spec: ModelSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
+    spec: DecoderSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a spec.
 
@@ -86,7 +87,7 @@ def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | Non
 
 def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[str, bytes]:
     """Return the files that make a checkpoint a transformers model; empty if the spec has no family."""
-    if huggingface_family(spec) is None:
+    if not isinstance(spec, DecoderSpec) or huggingface_family(spec) is None:
         return {}
     return {
         CONFIG_NAME: pretty_json(huggingface_config(spec, end_of_text_id=end_of_text_id)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vorox.core.errors import ConfigError
-from vorox.models.spec import ModelSpec
+from vorox.models.decoder_spec import DecoderSpec
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "gemma3_text"]
 Windows = Literal["none", "all_layers", "by_layer", "every_sixth_full"]
@@ -264,7 +264,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
 """In the order in which a spec is compared with them."""
 
 
-def huggingface_family(spec: ModelSpec) -> Family | None:
+def huggingface_family(spec: DecoderSpec) -> Family | None:
     """Return the transformers architecture that computes exactly this model, or ``None``."""
     properties = _properties(spec)
     for family, architecture in ARCHITECTURES.items():
@@ -274,7 +274,7 @@ def huggingface_family(spec: ModelSpec) -> Family | None:
     return None
 
 
-def _properties(spec: ModelSpec) -> dict[str, Any]:
+def _properties(spec: DecoderSpec) -> dict[str, Any]:
     """Return the fields of a spec with the properties that rules name besides."""
     windows = set(spec.layer_windows)
     kind: Windows = "none" if windows == {None} else "by_layer" if None in windows else "all_layers"
@@ -295,7 +295,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def require_family(spec: ModelSpec) -> Family:
+def require_family(spec: DecoderSpec) -> Family:
     """Return ``huggingface_family``, or raise ``ConfigError`` with the properties that decide it."""
     family = huggingface_family(spec)
     if family is None:

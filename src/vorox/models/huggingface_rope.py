@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import RopeScalingConfig
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import Rules
-from vorox.models.spec import ModelSpec
 
 _KEYS = {
     "rope_type": "rope_type", "factor": "factor", "original_max_position_embeddings": "original_max_positions_tokens",
@@ -120,7 +120,7 @@ def _stated(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return stated
 
 
-def write_rope(spec: ModelSpec, *, by_layer: bool = False) -> dict[str, Any]:
+def write_rope(spec: DecoderSpec, *, by_layer: bool = False) -> dict[str, Any]:
     """Return the rotary keys of a ``config.json``.
 
     Args:

@@ -21,8 +21,9 @@ import xxhash
 
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import ARCHITECTURES, require_family
-from vorox.models.spec import ModelSpec, ParameterSpec
+from vorox.models.spec import ParameterSpec
 from vorox.models.weights_file import TensorEntry
 
 _CANONICAL = re.compile(r"(?:blocks\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
@@ -59,13 +60,13 @@ class HuggingFaceTensor:
             start = end
 
 
-def huggingface_tensors(spec: ModelSpec) -> tuple[HuggingFaceTensor, ...]:
+def huggingface_tensors(spec: DecoderSpec) -> tuple[HuggingFaceTensor, ...]:
     """Return all tensors of the transformers model, in the order in which ``to_huggingface`` completes them."""
     family = require_family(spec)
     return _tensors(spec, ARCHITECTURES[family].modules, transposes=family == "gpt2")
 
 
-def _tensors(spec: ModelSpec, modules: Mapping[str, str], *, transposes: bool) -> tuple[HuggingFaceTensor, ...]:
+def _tensors(spec: DecoderSpec, modules: Mapping[str, str], *, transposes: bool) -> tuple[HuggingFaceTensor, ...]:
     parts: dict[str, list[ParameterSpec]] = {}
     transposed: dict[str, bool] = {}
     for parameter in spec.parameters:
@@ -80,12 +81,12 @@ def _tensors(spec: ModelSpec, modules: Mapping[str, str], *, transposes: bool) -
     return tuple(HuggingFaceTensor(name, tuple(parts[name]), transposed[name]) for name in order)
 
 
-def huggingface_entries(spec: ModelSpec, dtype: str = "F32") -> tuple[TensorEntry, ...]:
+def huggingface_entries(spec: DecoderSpec, dtype: str = "F32") -> tuple[TensorEntry, ...]:
     """Return the entries of ``model.safetensors``, for ``weights_file.write_weights``."""
     return tuple(TensorEntry(tensor.name, dtype, tensor.shape) for tensor in huggingface_tensors(spec))
 
 
-def to_huggingface(spec: ModelSpec, weights: Iterable[NamedArray]) -> Iterator[NamedArray]:
+def to_huggingface(spec: DecoderSpec, weights: Iterable[NamedArray]) -> Iterator[NamedArray]:
     """Convert canonical parameters, in table order, to transformers tensors in the order of ``huggingface_entries``.
 
     Buffers only the parts of one fused tensor.
@@ -109,7 +110,7 @@ def to_huggingface(spec: ModelSpec, weights: Iterable[NamedArray]) -> Iterator[N
         raise CheckpointError(f"Parameter {min(missing)} is missing ({len(missing)} in total)")
 
 
-def from_huggingface(spec: ModelSpec, tensors: Iterable[tuple[str, npt.NDArray[Any]]]) -> Iterator[NamedArray]:
+def from_huggingface(spec: DecoderSpec, tensors: Iterable[tuple[str, npt.NDArray[Any]]]) -> Iterator[NamedArray]:
     """Convert transformers tensors, in any order, to canonical fp32 parameters.
 
     Accepts names with and without the prefix ``transformer.`` or ``model.``, and the fused projections of Phi-3 in any

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import Windows
 from vorox.models.huggingface_rope import refuse
-from vorox.models.spec import ModelSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -67,7 +67,7 @@ def _layer_types(config: Mapping[str, Any], window: int | None, num_layers: int)
     return types
 
 
-def write_windows(spec: ModelSpec, windows: Windows) -> dict[str, Any]:
+def write_windows(spec: DecoderSpec, windows: Windows) -> dict[str, Any]:
     """Return the keys of a ``config.json`` for sliding windows."""
     if windows == "none" or (windows == "by_layer" and spec.sliding_window_tokens is None):
         return {}

@@ -100,7 +100,7 @@ def training_memory(
     if optimizer == "muon":
         state -= FP32_BYTES * sum(row.num_elements for row in spec.parameters if row.kind == "matrix")
     positions = micro_batch_sequences * sequence_length_tokens
-    block = positions * _saved_per_position(spec) * dtype_bytes
+    block = positions * spec.saved_per_position * dtype_bytes
     stream = positions * spec.hidden_size * dtype_bytes
     blocks = stream * spec.num_layers + block if recompute_blocks else block * spec.num_layers
     chunk = min(loss_chunk_tokens, positions)
@@ -161,14 +161,6 @@ def _fitting_settings(spec: ModelSpec, config: RunConfig, available_bytes: int) 
         for section, name, values in choices
     ]
     return [f"{section}.{name}={str(value).lower()}" for section, name, value in found if value is not None]
-
-
-def _saved_per_position(spec: ModelSpec) -> int:
-    """Return the elements per position that a block saves for its backward pass, without T x T matrices."""
-    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = 2 * spec.hidden_size + query + 2 * key_value + query  # stream, norm, projections, mixed values
-    mlp = 2 * spec.hidden_size + (3 if spec.is_gated else 2) * spec.intermediate_size
-    return attention + mlp
 
 
 @dataclass(frozen=True, slots=True)

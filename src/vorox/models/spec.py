@@ -1,32 +1,20 @@
-"""Model specification: resolved dimensions and the parameter table, without tensors.
+"""The interface of model specifications: what every other part knows of a model, without tensors.
 
-``model_spec`` resolves the configuration into a frozen ``ModelSpec`` without defaults. Its parameter table is the
-source of canonical names, shapes, initial distributions, weight decay and logical axes for engines, checkpoints,
-exports and cost estimates.
-
-Canonical weights are ``[out, in]``. Rotary embeddings rotate halves of a head (Hugging Face's convention). A gated MLP
-is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``. A layer with a sliding window of W lets position q
-attend to the positions from q - W + 1 to q.
+``DecoderSpec`` (``decoder_spec.py``) describes the native decoder, which both engines compute. The parameter table is
+the source of names, shapes, initial distributions and weight decay for engines, checkpoints, exports and cost
+estimates.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import cached_property
-from math import prod, sqrt
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
-from vorox.core.errors import ConfigError
-from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
-from vorox.models.rotary import RopeScaling
-
-Kind = Literal["embedding", "matrix", "head", "norm", "bias"]
+Kind = Literal["embedding", "matrix", "head", "norm", "bias", "tensor"]
 Init = Literal["normal", "ones", "zeros"]
-
-GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu", "geglu_tanh"})
-GATED_WIDTH_MULTIPLE = 64
-"""The default width of a gated MLP is 8/3 of the hidden size, rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +27,9 @@ class ParameterSpec:
         init: Initial distribution.
         std: Standard deviation of a normal initialisation, else 0.
         decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
-        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises.
+        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``tensor`` any other weight.
         axes: Logical axis of each dimension, for sharding.
+        trainable: Whether the optimizer updates it; other parameters are constants of the training state.
     """
 
     name: str
@@ -50,263 +39,74 @@ class ParameterSpec:
     decay: bool
     kind: Kind
     axes: tuple[str, ...]
+    trainable: bool = True
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """A decoder with all dimensions resolved. Fields are those of ``ModelConfig``.
+class ModelSpec(ABC):
+    """A model with all dimensions resolved.
 
-    Fields with a default are younger than the first checkpoints; JSON omits them where they have it.
+    Attributes:
+        num_layers: Number of blocks.
+        hidden_size: Width of the residual stream.
+        vocab_size: Rows of the embedding.
+        max_positions_tokens: Maximum sequence length.
+        free_to_change: Keys of ``to_json`` that do not affect the meaning of stored weights.
     """
 
     num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_positions_tokens: int
-    positions: Literal["rope", "learned"]
-    rope_theta: float
-    norm: Literal["rms_norm", "layer_norm"]
-    norm_eps: float
-    norm_bias: bool
-    activation: Activation
-    qk_norm: bool | Literal["full_width"]
-    attention_bias: bool | Literal["qkv"]
-    mlp_bias: bool
-    tie_embeddings: bool
-    dropout_fraction: float
-    init_std: float
-    scale_residual_init: bool
-    rotary_fraction: float = 1.0
-    rope_scaling: RopeScaling | None = None
-    sliding_window_tokens: int | None = None
-    layer_types: tuple[LayerType, ...] | None = None
-    norm_placement: Literal["pre", "post", "both"] = "pre"
-    norm_unit_offset: bool = False
-    scale_embeddings: bool = False
-    sliding_rope_theta: float | None = None
-    query_pre_attn_scalar: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.layer_types is not None:  # JSON has lists
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        if isinstance(self.rope_scaling, Mapping):  # from JSON
-            object.__setattr__(self, "rope_scaling", RopeScaling(**cast("dict[str, Any]", self.rope_scaling)))
+    free_to_change: frozenset[str] = frozenset()
 
     @property
-    def rotary_dim(self) -> int:
-        """Number of dimensions of a head that are rotated, the first ones."""
-        return int(self.head_dim * self.rotary_fraction)
-
-    @property
-    def query_scale(self) -> float:
-        """Factor on queries before attention, which divides scores by the root of ``head_dim``."""
-        return 1.0 if self.query_pre_attn_scalar is None else sqrt(self.head_dim / self.query_pre_attn_scalar)
-
-    @property
-    def embedding_scale(self) -> float:
-        return sqrt(self.hidden_size) if self.scale_embeddings else 1.0
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, in positions; ``None`` for full attention."""
-        if self.layer_types is None:
-            return (self.sliding_window_tokens,) * self.num_layers
-        return tuple(
-            self.sliding_window_tokens if layer_type == "sliding_attention" else None for layer_type in self.layer_types
-        )
-
-    @property
-    def is_gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
-
-    @cached_property
+    @abstractmethod
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The parameter table, in the order of the forward pass."""
-        return _parameter_table(self)
+
+    @property
+    @abstractmethod
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer with attention, in positions; ``None`` for full attention."""
+
+    @property
+    @abstractmethod
+    def attention_width(self) -> int:
+        """Width of the queries of a layer, over all heads."""
+
+    @property
+    @abstractmethod
+    def saved_per_position(self) -> int:
+        """Elements per position that a block saves for its backward pass, without T x T matrices."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec for manifests; two models are the same if and only if it is equal."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return the dimensions for people, without the vocabulary."""
 
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters; a tied head counts once."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the spec for manifests; two models are the same if and only if it is equal."""
-        young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
-        values = {name: value for name, value in asdict(self).items() if name not in young or value != young[name]}
-        if self.layer_types is not None:
-            values["layer_types"] = list(self.layer_types)
-        if self.rope_scaling is not None:
-            values["rope_scaling"] = {
-                name: value for name, value in values["rope_scaling"].items() if value is not None
-            }
-        return values
+    @property
+    def num_matmul_weights(self) -> int:
+        """Elements of all matrices that every token is multiplied by; a tied embedding counts as the head."""
+        matrices = sum(parameter.num_elements for parameter in self.parameters if parameter.kind == "matrix")
+        return matrices + self.vocab_size * self.hidden_size
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the section ``model`` that give this spec, by dotted key."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rope_scaling"}
-        scaling = {"rope_type": "default"} if self.rope_scaling is None else asdict(self.rope_scaling)
-        return values | {f"rope_scaling.{name}": value for name, value in scaling.items()}
-
-
-def model_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_length_tokens: int) -> ModelSpec:
-    """Resolve and check a model configuration.
-
-    Args:
-        config: The ``model`` section.
-        tokenizer_vocab_size: Vocabulary size of the tokenizer.
-        sequence_length_tokens: Positions of a training row.
-
-    Raises:
-        ConfigError: The dimensions contradict each other, the tokenizer or the data.
-    """
-    num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-    if config.head_dim is None and config.hidden_size % config.num_heads:
-        raise _contradiction(
-            f"hidden_size = {config.hidden_size} is not a multiple of num_heads = {config.num_heads}",
-            "or set model.head_dim",
-        )
-    head_dim = config.hidden_size // config.num_heads if config.head_dim is None else config.head_dim
-    vocab_size = tokenizer_vocab_size if config.vocab_size is None else config.vocab_size
-    max_positions = sequence_length_tokens if config.max_positions_tokens is None else config.max_positions_tokens
-    intermediate_size = config.intermediate_size
-    if intermediate_size is None:
-        intermediate_size = 4 * config.hidden_size
-        if config.activation in GATED_ACTIVATIONS:
-            multiples = -(-8 * config.hidden_size // (3 * GATED_WIDTH_MULTIPLE))
-            intermediate_size = multiples * GATED_WIDTH_MULTIPLE
-    pattern: tuple[LayerType, ...] = config.layer_types or ()
-    layer_types = (pattern * config.num_layers)[: config.num_layers]
-    if config.num_heads % num_kv_heads:
-        raise _contradiction(f"num_heads = {config.num_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
-    if config.positions == "rope" and head_dim % 2:
-        raise _contradiction(
-            f"rotary positions need an even head_dim, but it is {head_dim}", "or set positions: learned"
-        )
-    if config.positions == "rope" and int(head_dim * config.rotary_fraction) % 2:
-        raise _contradiction(
-            f"rotary_fraction = {config.rotary_fraction} of head_dim = {head_dim} is "
-            f"{int(head_dim * config.rotary_fraction)} dimensions; rotary positions need an even number"
-        )
-    if config.norm == "rms_norm" and config.norm_bias:
-        raise _contradiction("norm_bias = true, but rms_norm has no bias", "set norm: layer_norm or norm_bias: false")
-    if vocab_size < tokenizer_vocab_size:
-        raise _contradiction(f"vocab_size = {vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens")
-    if max_positions < sequence_length_tokens:
-        raise _contradiction(
-            f"max_positions_tokens = {max_positions}, but data.sequence_length_tokens = {sequence_length_tokens}"
-        )
-    resolved: dict[str, Any] = {
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate_size,
-        "vocab_size": vocab_size,
-        "max_positions_tokens": max_positions,
-        "rope_scaling": _rope_scaling(config.rope_scaling, max_positions),
-        "sliding_window_tokens": None if set(layer_types) == {"full_attention"} else config.sliding_window_tokens,
-        "layer_types": layer_types if len(set(layer_types)) > 1 else None,
-        "query_pre_attn_scalar": None if config.query_pre_attn_scalar == head_dim else config.query_pre_attn_scalar,
-    }
-    return ModelSpec(**{field.name: getattr(config, field.name) for field in fields(ModelSpec)} | resolved)
-
-
-def _rope_scaling(config: RopeScalingConfig, max_positions: int) -> RopeScaling | None:
-    """Return the scaling with the defaults of transformers for its type."""
-    if config.rope_type == "default":
-        return None
-    if config.factor is None:
-        raise _contradiction(f"rope_scaling.rope_type = {config.rope_type} needs rope_scaling.factor")
-    scaling = RopeScaling(config.rope_type, config.factor)
-    if config.rope_type not in ("llama3", "yarn"):
-        return scaling
-    original = max_positions if config.original_max_positions_tokens is None else config.original_max_positions_tokens
-    if config.rope_type == "llama3":
-        low = 1.0 if config.low_freq_factor is None else config.low_freq_factor
-        high = 4.0 if config.high_freq_factor is None else config.high_freq_factor
-        if high <= low:
-            raise _contradiction(f"rope_scaling.high_freq_factor = {high} is not above low_freq_factor = {low}")
-        return replace(scaling, original_max_positions_tokens=original, low_freq_factor=low, high_freq_factor=high)
-    return replace(
-        scaling,
-        original_max_positions_tokens=original,
-        beta_fast=32.0 if config.beta_fast is None else config.beta_fast,
-        beta_slow=1.0 if config.beta_slow is None else config.beta_slow,
-        attention_factor=config.attention_factor,
-        truncate=True if config.truncate is None else config.truncate,
-    )
-
-
-def _contradiction(what: str, hint: str = "") -> ConfigError:
-    return ConfigError(what, where="model", hint=hint)
-
-
-def _parameter_table(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
-    width, std = spec.hidden_size, spec.init_std
-    vocabulary = ((spec.vocab_size, width), "normal", std, True)
-    rows = [ParameterSpec("embedding.weight", *vocabulary, "embedding", ("vocab", "hidden"))]
-    if spec.positions == "learned":
-        shape = (spec.max_positions_tokens, width)
-        name = "position_embedding.weight"
-        rows.append(ParameterSpec(name, shape, "normal", std, True, "embedding", ("positions", "hidden")))
-    for index in range(spec.num_layers):
-        rows += _block_table(spec, f"blocks.{index}.")
-    rows += _norm(spec, "final_norm")
-    if not spec.tie_embeddings:
-        rows.append(ParameterSpec("head.weight", *vocabulary, "head", ("vocab", "hidden")))
-    return tuple(rows)
-
-
-def _block_table(spec: ModelSpec, prefix: str) -> list[ParameterSpec]:
-    width, inner = spec.hidden_size, spec.intermediate_size
-    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    residual_std = spec.init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else spec.init_std
-
-    def linear(name: str, out: tuple[int, str], into: tuple[int, str], std: float, bias: bool) -> list[ParameterSpec]:
-        shape, axes = (out[0], into[0]), (out[1], into[1])
-        weight = ParameterSpec(f"{prefix}{name}.weight", shape, "normal", std, True, "matrix", axes)
-        extra = ParameterSpec(f"{prefix}{name}.bias", (out[0],), "zeros", 0.0, False, "bias", (out[1],))
-        return [weight, extra] if bias else [weight]
-
-    hidden, heads, kv_heads, mlp = (width, "hidden"), (query, "heads"), (key_value, "kv_heads"), (inner, "mlp")
-    has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
-    rows = _norm(spec, f"{prefix}attention_norm") if has_pre else []
-    rows += linear("attention.query", heads, hidden, spec.init_std, bool(spec.attention_bias))
-    rows += linear("attention.key", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
-    rows += linear("attention.value", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
-    if spec.qk_norm:
-        whole = spec.qk_norm == "full_width"
-        rows += [
-            ParameterSpec(f"{prefix}attention.{name}.weight", (width,), _norm_init(spec), 0.0, False, "norm", (axis,))
-            for name, (width, axis) in (
-                ("query_norm", heads if whole else (spec.head_dim, "head")),
-                ("key_norm", kv_heads if whole else (spec.head_dim, "head")),
-            )
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        """Return what differs from the JSON of the model that stored weights belong to, one text per key."""
+        wanted = self.to_json()
+        return [
+            f"{name} = {stored.get(name)} (here {wanted.get(name)})"
+            for name in sorted({*wanted, *stored})
+            if name not in self.free_to_change and stored.get(name) != wanted.get(name)
         ]
-    rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias is True)
-    rows += _norm(spec, f"{prefix}attention_output_norm") if has_post else []
-    rows += _norm(spec, f"{prefix}mlp_norm") if has_pre else []
-    if spec.is_gated:
-        rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias)
-    rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
-    rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
-    rows += _norm(spec, f"{prefix}mlp_output_norm") if has_post else []
-    return rows
-
-
-def _norm_init(spec: ModelSpec) -> Init:
-    return "zeros" if spec.norm_unit_offset else "ones"
-
-
-def _norm(spec: ModelSpec, name: str) -> list[ParameterSpec]:
-    shape, axes = (spec.hidden_size,), ("hidden",)
-    rows = [ParameterSpec(f"{name}.weight", shape, _norm_init(spec), 0.0, False, "norm", axes)]
-    if spec.norm_bias:
-        rows.append(ParameterSpec(f"{name}.bias", shape, "zeros", 0.0, False, "bias", axes))
-    return rows

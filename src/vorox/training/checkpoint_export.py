@@ -27,11 +27,11 @@ from vorox.core.installation import install_command
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.data.tokenizers.token_ids import IDS_NAME
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface_config import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_families import require_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
-from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 
@@ -116,7 +116,7 @@ def export(
     """
     checkpoint = _checkpoint(source)
     config = _config(checkpoint)
-    spec = model_spec(spec_from_huggingface(config), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    spec = decoder_spec(spec_from_huggingface(config), tokenizer_vocab_size=1, sequence_length_tokens=1)
     metadata = _metadata(checkpoint, dtype)
     if target.parent.is_dir():
         atomic.sweep_temporary(target.parent)
@@ -152,7 +152,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     if not path.exists():
         spec = checkpoint.metadata.get("spec")
         if spec is not None:
-            require_family(ModelSpec(**spec))
+            require_family(DecoderSpec(**spec))
         raise ConfigError("No architecture of transformers computes this model", where=str(checkpoint.path))
     return json.loads(path.read_bytes())
 
@@ -192,7 +192,7 @@ def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
 
 
 def _write(
-    directory: StagedDirectory, checkpoint: Path, spec: ModelSpec, config: Mapping[str, Any], dtype: Dtype
+    directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, config: Mapping[str, Any], dtype: Dtype
 ) -> None:
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
@@ -206,7 +206,7 @@ def _write(
         write_weights(writer, [replace(entry, dtype=stored) for entry in entries], arrays)
 
 
-def _weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
+def _weights(checkpoint: Path, spec: DecoderSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
     """Return the checkpoint's parameters under Hugging Face names, from one file or assembled from parts."""
     path = checkpoint / WEIGHTS_NAME
     if path.exists():
@@ -215,7 +215,7 @@ def _weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], 
     return huggingface_entries(spec), to_huggingface(spec, iter(read_weights(checkpoint, spec)))
 
 
-def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
+def _write_failure(target: Path, spec: DecoderSpec, dtype: Dtype, error: OSError) -> CheckpointError:
     if not atomic.is_disk_full(error):
         return CheckpointError(
             f"Export cannot be written: {error.strerror}", where=str(error.filename or target),
@@ -229,7 +229,7 @@ def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) 
 
 
 def compare(
-    directory: Path, checkpoint: Path, spec: ModelSpec, engine: Engine, texts: Sequence[str] = _SAMPLE_TEXTS
+    directory: Path, checkpoint: Path, spec: DecoderSpec, engine: Engine, texts: Sequence[str] = _SAMPLE_TEXTS
 ) -> Comparison:
     """Compare an exported directory with the engine: ids of texts, and logits of texts and random tokens.
 
@@ -315,13 +315,13 @@ def _known_part(tokenizer: tokenizers.Tokenizer, text: str) -> str:
     return text if is_known(text) else "".join(filter(is_known, text))
 
 
-def _random_rows(spec: ModelSpec) -> Iterator[Int32Array]:
+def _random_rows(spec: DecoderSpec) -> Iterator[Int32Array]:
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(b"vorox export 1\0\0", np.uint64)))
     length = min(_RANDOM_TOKENS, spec.max_positions_tokens)
     yield generator.integers(0, spec.vocab_size, (_RANDOM_ROWS, length), dtype=np.int32)
 
 
-def _real_rows(spec: ModelSpec, texts: Iterable[list[int]]) -> Iterator[list[int]]:
+def _real_rows(spec: DecoderSpec, texts: Iterable[list[int]]) -> Iterator[list[int]]:
     length = min(_REAL_TOKENS, spec.max_positions_tokens)
     yield from (ids[:length] for ids in texts if ids)
 

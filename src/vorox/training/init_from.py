@@ -21,10 +21,11 @@ from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.cache_location import cache_root
 from vorox.data.storage import scheme_of
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_weights import from_huggingface
-from vorox.models.spec import ModelSpec, model_spec
+from vorox.models.spec import ModelSpec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.mirror import download
@@ -111,6 +112,7 @@ def _import_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
         values = json.loads((place / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
-    theirs = model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    assert isinstance(spec, DecoderSpec)
+    theirs = decoder_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
     require_equal_models(theirs, spec, str(place))
     engine.import_weights(from_huggingface(spec, (pair for file in open_directory(place) for pair in file)))

@@ -253,7 +253,7 @@ class SpeedMeter:
 def _work(spec: ModelSpec, document_mask: bool, num_tokens: int, row_tokens: int) -> Work:
     """Return the FLOPs of a step of ``num_tokens`` positions in rows of ``row_tokens``."""
     # A document mask lets kernels skip most of the attention, but never the matrix products.
-    least = 6.0 * flops.num_matmul_weights(spec) if document_mask else flops.causal_flops_per_token(spec, row_tokens)
+    least = 6.0 * spec.num_matmul_weights if document_mask else flops.causal_flops_per_token(spec, row_tokens)
     return Work(num_tokens, num_tokens * flops.flops_per_token(spec, row_tokens), num_tokens * least)
 
 

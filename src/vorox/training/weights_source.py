@@ -32,10 +32,9 @@ from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.loading import train as train_tokenizer
 from vorox.data.tokenizers.store import load_untrained
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
-from vorox.models.engine_state import FREE_TO_CHANGE
+from vorox.models.decoder_spec import FREE_TO_CHANGE, DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_families import huggingface_family
-from vorox.models.spec import ModelSpec, model_spec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import step_directories
 
@@ -54,7 +53,7 @@ class WeightsDescription:
     """
 
     location: str
-    spec: ModelSpec
+    spec: DecoderSpec
     tokenizer: dict[str, str]
 
 
@@ -106,7 +105,7 @@ def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> N
 
 def _check_model(config: RunConfig, weights: WeightsDescription, tokenizer_vocab_size: int | None) -> None:
     theirs = weights.spec
-    ours = model_spec(
+    ours = decoder_spec(
         config.model,
         tokenizer_vocab_size=tokenizer_vocab_size or 1,
         sequence_length_tokens=config.data.sequence_length_tokens,
@@ -161,7 +160,9 @@ def _tokenizer_of(weights: WeightsDescription) -> Tokenizer | None:
         return None
 
 
-def require_equal_models(theirs: ModelSpec, ours: ModelSpec, location: str, *, ignored: set[str] | None = None) -> None:
+def require_equal_models(
+    theirs: DecoderSpec, ours: DecoderSpec, location: str, *, ignored: set[str] | None = None
+) -> None:
     """Check that weights are of the configured model.
 
     Raises:
@@ -249,20 +250,20 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
     return WeightsDescription(name, spec or _huggingface_spec(place, with_weights=True), _tokenizer_settings(place))
 
 
-def _checkpoint_spec(checkpoint: Path) -> ModelSpec:
+def _checkpoint_spec(checkpoint: Path) -> DecoderSpec:
     """Return the model of a checkpoint, or of an export, which also has a manifest."""
     stored = read_manifest(checkpoint)["metadata"].get("spec")
-    return _huggingface_spec(checkpoint, with_weights=True) if stored is None else ModelSpec(**stored)
+    return _huggingface_spec(checkpoint, with_weights=True) if stored is None else DecoderSpec(**stored)
 
 
-def _huggingface_spec(place: Path, *, with_weights: bool = False) -> ModelSpec:
+def _huggingface_spec(place: Path, *, with_weights: bool = False) -> DecoderSpec:
     try:
         values = json.loads((place / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} cannot be read: {error}", where=str(place)) from error
     if with_weights:
         open_directory(place)  # checks headers and lengths of all files
-    return model_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    return decoder_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
 
 
 def _tokenizer_settings(directory: Path) -> dict[str, str]:

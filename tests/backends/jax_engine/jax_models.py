@@ -8,7 +8,7 @@ from small_configurations import LLAMA, POSITIONS, VOCAB, configuration
 from vorox.backends.jax_engine.engine import JaxEngine, create
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 
 
 def jax_configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
@@ -19,7 +19,7 @@ def jax_configuration(model: dict[str, Any] | None = None, **overrides: Any) -> 
 
 
 def engine_of(config: RunConfig) -> JaxEngine:
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return create(config, spec, DistributedContext())
 
 

@@ -14,9 +14,9 @@ from tiny_runs import configuration, run
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.cli import app
 from vorox.core.errors import Preempted
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER
-from vorox.models.spec import ModelSpec
 from vorox.training.checkpoint_store import latest_valid, step_directories
 from vorox.training.replay_chain import read_chain
 
@@ -48,10 +48,10 @@ def test_a_run_with_orbax_is_the_run_with_safetensors(tmp_path: Path, monkeypatc
     assert newest is not None
     assert newest.step == 12
     assert (newest.path / FOLDER).is_dir()
-    _reads(directory, newest.path, ModelSpec(**newest.metadata["spec"]), straight.run_directory)
+    _reads(directory, newest.path, DecoderSpec(**newest.metadata["spec"]), straight.run_directory)
 
 
-def _reads(directory: Path, newest: Path, spec: ModelSpec, straight: Path) -> None:
+def _reads(directory: Path, newest: Path, spec: DecoderSpec, straight: Path) -> None:
     command = CliRunner()
     verified = command.invoke(app, ["checkpoints", "verify", str(directory), "--json"])
     assert verified.exit_code == 0, verified.output

@@ -21,7 +21,7 @@ from small_configurations import (
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 
 __all__ = [
     "GPT2", "LLAMA", "LR", "MODELS", "POSITIONS", "QWEN3", "VOCAB", "batch_of", "configuration", "engine_of", "make",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def engine_of(config: RunConfig) -> TorchEngine:
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return create(config, spec, DistributedContext())
 
 

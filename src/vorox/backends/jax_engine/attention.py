@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.rotary import RopeScaling, scale_frequencies
-from vorox.models.spec import ModelSpec
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array, "AttentionMask", "Dropout | None"], Array]
@@ -74,7 +74,7 @@ class AttentionMask:
         return mask
 
 
-def layer_window(spec: ModelSpec, layer: Array | int) -> int | Array | None:
+def layer_window(spec: DecoderSpec, layer: Array | int) -> int | Array | None:
     """Return the sliding window of a layer; an array if layers differ and the layer is traced."""
     windows = spec.layer_windows
     if len(set(windows)) == 1:
@@ -84,7 +84,7 @@ def layer_window(spec: ModelSpec, layer: Array | int) -> int | Array | None:
     return jnp.asarray([spec.max_positions_tokens if window is None else window for window in windows])[layer]
 
 
-def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+def rotary_tables(spec: DecoderSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
     """Return cosines and sines ``[positions, H / 2]``; ``None`` with learned positions.
 
     If sliding layers have their own, they are ``[positions, 2, H / 2]``: of full and of sliding layers.
@@ -98,7 +98,9 @@ def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any
     return np.stack([full[0], sliding[0]], axis=1), np.stack([full[1], sliding[1]], axis=1)
 
 
-def layer_rotary(spec: ModelSpec, rotary: tuple[Array, Array] | None, layer: Array | int) -> tuple[Array, Array] | None:
+def layer_rotary(
+    spec: DecoderSpec, rotary: tuple[Array, Array] | None, layer: Array | int
+) -> tuple[Array, Array] | None:
     """Choose the rotary table of a layer: from ``[B or 1, T, 1, 2, H / 2]`` if sliding layers have their own."""
     if rotary is None or spec.sliding_rope_theta is None:
         return rotary

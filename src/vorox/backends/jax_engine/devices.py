@@ -27,8 +27,8 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import processor_name, usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.memory_estimate import MemoryBudget, planned_memory
-from vorox.models.spec import ModelSpec
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -259,7 +259,7 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
         raise budget.error(doing) from error
 
 
-def memory_budget(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> MemoryBudget:
+def memory_budget(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> MemoryBudget:
     """Return the estimated peak memory of a run on one device, with that device's memory."""
     # A process without a device of the mesh is refused later (``data_shard``), with the same message on all processes.
     device = next(iter(mesh.local_devices), jax.local_devices()[0])

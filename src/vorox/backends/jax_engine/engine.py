@@ -38,6 +38,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import EngineState, Snapshot
 from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.orbax_arrays import WEIGHTS
@@ -62,6 +63,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
         ConfigError: This machine or engine does not support a setting.
         DoesNotFitError: The state needs more memory than a device has.
     """
+    assert isinstance(spec, DecoderSpec)
     compute = devices.prepare(config, dist)
     if config.checkpoint.format == "orbax":
         require_orbax()
@@ -84,7 +86,7 @@ class JaxEngine:
     name = "jax"
     capabilities = CAPABILITIES
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute) -> None:
+    def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._memory = devices.memory_budget(config, spec, compute.mesh)
         self.layout = ParameterLayout(spec, scanned=config.runtime.scan_layers)

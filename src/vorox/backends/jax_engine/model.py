@@ -28,7 +28,7 @@ from vorox.backends.jax_engine.attention import (
 )
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
-from vorox.models.spec import ModelSpec
+from vorox.models.decoder_spec import DecoderSpec
 
 Array = jax.Array
 Constrain = Callable[[Array], Array]
@@ -93,7 +93,7 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, spec: ModelSpec, attend: Attend) -> None:
+    def __init__(self, spec: DecoderSpec, attend: Attend) -> None:
         self._spec, self._attend = spec, attend
         num_query, num_key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         bias = bool(spec.attention_bias)
@@ -150,7 +150,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 class Mlp(nnx.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         self._activate = _ACTIVATIONS[spec.activation]
         width, inner = spec.hidden_size, spec.intermediate_size
         self.gate = Linear(inner, width, bias=spec.mlp_bias) if spec.is_gated else None
@@ -164,7 +164,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, spec: ModelSpec, attend: Attend) -> None:
+    def __init__(self, spec: DecoderSpec, attend: Attend) -> None:
         self._spec = spec
         has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
         self.attention_norm = _stream_norm(spec) if has_pre else None
@@ -203,7 +203,7 @@ class Block(nnx.Module):
         return x_BTD if key is None else apply_dropout(x_BTD, (self._spec.dropout_fraction, key))
 
 
-def _stream_norm(spec: ModelSpec) -> Norm:
+def _stream_norm(spec: DecoderSpec) -> Norm:
     """Return a norm of the residual stream."""
     return Norm(
         spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps, offset=float(spec.norm_unit_offset)
@@ -217,7 +217,7 @@ def _apply(norm: Norm | None, x_BTD: Array) -> Array:
 class OuterLayers(nnx.Module):
     """The layers outside the blocks: embeddings, final norm, head."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: DecoderSpec) -> None:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         is_learned = spec.positions == "learned"
         self.position_embedding = Embedding(spec.max_positions_tokens, spec.hidden_size) if is_learned else None

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from vorox.backends.jax_engine.distributed import to_host
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import optimizer_group
-from vorox.models.spec import ModelSpec, ParameterSpec
+from vorox.models.spec import ParameterSpec
 
 Tree = dict[str, jax.Array]
 
@@ -36,7 +37,7 @@ class ParameterLayout:
         leaves: Leaf name to its canonical parameters: one, or one per layer.
     """
 
-    def __init__(self, spec: ModelSpec, *, scanned: bool) -> None:
+    def __init__(self, spec: DecoderSpec, *, scanned: bool) -> None:
         self.spec, self.scanned = spec, scanned
         self.leaves: dict[str, tuple[ParameterSpec, ...]] = {}
         for parameter in spec.parameters:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vorox.core.batch import Int32Array
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.rotary import RopeScaling, scale_frequencies
-from vorox.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def add_window(
     return AttentionMask(mask.dense, mask.is_causal, AttentionMask(visible, False))
 
 
-def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+def rotary_tables(spec: DecoderSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return the rotary tables of a model: none, one, or one of full and one of sliding layers."""
     if spec.positions == "learned":
         return ()

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.models.spec import ModelSpec
+from vorox.models.decoder_spec import DecoderSpec
 
 
 class KeyValueCache:
     """Keys and values of a fixed number of positions in every layer."""
 
     def __init__(
-        self, spec: ModelSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
+        self, spec: DecoderSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         shape = (2, spec.num_layers, batch_size, spec.num_kv_heads, max_tokens, spec.head_dim)
         self._stored = torch.zeros(shape, device=device, dtype=dtype)

@@ -39,6 +39,7 @@ from vorox.core.batch import Batch, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import Snapshot
 from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.spec import ModelSpec
@@ -48,17 +49,10 @@ __all__ = ["CAPABILITIES", "TorchEngine", "connect", "create"]
 
 CAPABILITIES = frozenset(
     {
-        "activation_checkpointing",
-        "activation_statistics",
-        "bf16",
-        "compile",
-        "document_mask",
-        "dropout",
-        "fp16",
-        "muon",
-        "taps",
+        "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "fp16",
+        "muon", "taps",
     }
-)
+)  # fmt: skip
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
@@ -68,6 +62,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
         ConfigError: This machine or engine does not support a setting.
         DoesNotFitError: The state needs more memory than the device has.
     """
+    assert isinstance(spec, DecoderSpec)
     compute = devices.prepare(config)
     compilation.check(config, compute)
     budget = devices.memory_budget(config, spec, compute.device)
@@ -90,7 +85,7 @@ class TorchEngine:
     name = "torch"
     capabilities = CAPABILITIES
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._ranks = ranks if ranks is not None else Ranks()
         self.data_shard = self._ranks.shard

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from vorox.backends.torch_engine.attention import Attend, AttentionMask
 from vorox.backends.torch_engine.kernels import Kernels, activate
 from vorox.backends.torch_engine.taps import Taps
-from vorox.models.spec import ModelSpec
+from vorox.models.decoder_spec import DecoderSpec
 
 
 class Cache(Protocol):
@@ -60,7 +60,7 @@ class ForwardContext:
 class Parts:
     """What the modules of a model share."""
 
-    spec: ModelSpec
+    spec: DecoderSpec
     parameters: Mapping[str, nn.Parameter]
     kernels: Kernels
     attend: Attend
