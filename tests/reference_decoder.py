@@ -1,4 +1,4 @@
-"""A slow, obvious decoder in float64 numpy, written from the parameter table of ``models/spec.py`` and nothing else.
+"""A slow, obvious decoder in float64 numpy, written from the table of ``models/decoder_spec.py`` and nothing else.
 
 The oracle for everything that claims to know what the canonical parameters mean: names, engines, exports.
 
@@ -49,7 +49,7 @@ def _rotate(spec: Any, x_BTNH: np.ndarray, is_sliding: bool) -> np.ndarray:
 
 
 def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.ndarray) -> np.ndarray:
-    """The decoder in float64, as the parameter table of ``models/spec.py`` means it."""
+    """The decoder in float64, as the parameter table of ``models/decoder_spec.py`` means it."""
     weights = {name: array.astype(np.float64) for name, array in parameters.items()}
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
