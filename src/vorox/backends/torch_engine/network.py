@@ -1,0 +1,61 @@
+"""The interface between the engine and a model on this rank: losses with gradients, logits, decoding."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine.parameters import Parameters
+from vorox.backends.torch_engine.taps import Taps
+from vorox.core.batch import Batch, Int32Array
+from vorox.core.engine import Decoder
+
+
+class Network(Protocol):
+    """A model with its loss, placed on the devices of a replica."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def parameters(self) -> Parameters:
+        """Values and gradients on this rank."""
+        ...
+
+    @property
+    def taps(self) -> Taps:
+        """Functions attached to the residual stream."""
+        ...
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training samples random numbers, for dropout."""
+        ...
+
+    def train(
+        self, batch: Batch, index: int, *, scale: float, loss_scale: Tensor | None, compiled: bool = True
+    ) -> LossSums:
+        """Run forward and backward of a micro-batch, and add to the gradients.
+
+        Args:
+            batch: The rows of this rank.
+            index: The micro-batch.
+            scale: One over the global number of targets.
+            loss_scale: Loss scale of fp16.
+            compiled: Whether compiled code may run.
+        """
+        ...
+
+    def evaluate(self, batch: Batch, index: int) -> LossSums:
+        """Return the loss sums of a micro-batch, without gradients and dropout."""
+        ...
+
+    def logits(self, tokens_BT: Int32Array) -> Tensor:
+        """Return the logits of whole sequences, fp32 ``[B, T, V]``."""
+        ...
+
+    def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
+        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
+        ...
