@@ -75,6 +75,8 @@ COMMAND_LINE = [
     row("a step beyond the end", "data where RUN --step 9999", 2, "step"),
     row("a step in no run", "data where nowhere --step 1", 2, "nowhere"),
     row("a file that the run never read", "data when RUN --source nofile.txt", 2, "nofile.txt"),
+    row("an evaluation set that is missing", "data contamination RUN --against nofile.jsonl", 4, "nofile.jsonl"),
+    row("too long n-grams", "data contamination RUN --against my.txt --ngram-tokens 9999", 2, "--ngram-tokens"),
     row("the version by its short name", "-V", 0, "vorox 0."),
     row("the version by its long name", "--version", 0, "vorox 0."),
     row("help by its short name", "-h", 0, "train"),

@@ -34,6 +34,7 @@ PAGES = sorted(
 PROSE_IS_GENERATED = {"architecture.md"}  # tests/contract compares it with the tree
 
 STANDS_FOR = {
+    "exam.jsonl": "notes/text.jsonl",
     "quickstart": "my.yaml", "quick": "my.yaml", "config.yaml": "my.yaml", "my_config.yaml": "my.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",

@@ -171,7 +171,7 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
     num_positions = block.row_tokens - 1
     arrays[0], arrays[1] = block.tokens_NC[:, :-1], block.tokens_NC[:, 1:]
     labels_NT = arrays[1]
-    real_N = _real_tokens(block)
+    real_N = real_tokens(block)
     if document_mask:
         # Every token of a segment except the first is a target.
         num_target_tokens = int(block.segment_lengths.sum()) - block.segment_lengths.size
@@ -249,7 +249,7 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
     )
 
 
-def _real_tokens(block: RowBlock) -> Int64Array:
+def real_tokens(block: RowBlock) -> Int64Array:
     """Return the number of tokens of each row that are not padding."""
     total = np.concatenate([[0], np.cumsum(block.segment_lengths, dtype=np.int64)])
     return total[block.row_ptr[1:]] - total[block.row_ptr[:-1]]

@@ -9,6 +9,7 @@ import typer
 
 from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.data.build import build, fill, grow, repair
+from vorox.cli.data.contamination import contamination
 from vorox.cli.data.inspect import peek, stats, verify
 from vorox.cli.data.provenance import sql, when, where
 from vorox.cli.data.transfer import download, export
@@ -24,5 +25,5 @@ app = typer.Typer(
 for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
 
-for _command in (where, when, sql, download):
+for _command in (where, when, contamination, sql, download):
     app.command()(_command)
