@@ -274,7 +274,9 @@ def run_with_functions_of_the_page(place: Path) -> None:
     (place / "mine.py").write_text("\n".join(texts[:second]), encoding="utf-8")
     third = next(number for number, text in enumerate(texts) if text.startswith("# lake.py"))
     (place / "shards.py").write_text("\n".join(texts[second:third]), encoding="utf-8")
-    (place / "lake.py").write_text("\n".join(texts[third:]), encoding="utf-8")
+    fourth = next(number for number, text in enumerate(texts) if text.startswith("# parts.py"))
+    (place / "lake.py").write_text("\n".join(texts[third:fourth]), encoding="utf-8")
+    (place / "parts.py").write_text("\n".join(texts[fourth:]), encoding="utf-8")
     (place / "urls.txt").write_text("2025-12.notes\n2026-01.notes\n", encoding="utf-8")
     (place / "2026-01.notes").write_text("\n---\n".join(f"note {number} of the month" * 9 for number in range(60)))
     settings = yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))
@@ -288,6 +290,7 @@ def run_with_functions_of_the_page(place: Path) -> None:
     for step in (21, 90, 160):
         share = 0.5 + 0.25 * (1 + math.cos(math.pi * (step - 1 - warm_up) / (total - 1 - warm_up)))
         assert metrics[step]["learning_rate"] == pytest.approx(6e-4 * share)
+        assert 0 < metrics[step]["objective"] < metrics[step]["loss"]
         assert metrics[step]["custom/excess"] == pytest.approx(metrics[step]["loss"] - math.log(2))
     assert metrics[160]["eval/custom/recall/hits"] in (0, 1, 2)
     lines = outcome.run_directory.with_suffix(".csv").read_text().splitlines()

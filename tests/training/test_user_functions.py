@@ -17,6 +17,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, ScheduleConfig
 from vorox.training.replay import replay
 from vorox.training.schedule import Horizon, Schedule
+from vorox.training.user_functions import changed_functions, identities
 
 FUNCTIONS = """
 import math
@@ -206,3 +207,18 @@ def test_a_function_with_a_version_may_be_edited(tmp_path: Path, functions: Path
     functions.write_text(versioned.replace("@version(3)", "@version(4)"), encoding="utf-8")
     run(tmp_path, [*settings, "train.num_steps=14"], resume_from=directory)
     assert "was version 3, is version 4" in (directory / "log.txt").read_text()
+
+
+def test_parts_of_the_model_and_the_loss_are_recorded(tmp_path: Path, functions: Path) -> None:
+    keys = ("model.activation", "model.attention_kernel", "loss.name", "schedule.name")
+    config = tiny_runs.configuration(tmp_path, [f"{key}={functions}:falling" for key in keys])
+    before = identities(config)
+    assert set(before) == set(keys)
+    functions.write_text(FUNCTIONS + "\n# a remark\n", encoding="utf-8")
+    changes = changed_functions({"functions": before}, config)
+    assert [change.split(" ")[0] for change in changes] == list(before)
+
+
+def test_a_loss_function_has_no_smoothing(tmp_path: Path, functions: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loss\.label_smoothing_fraction"):
+        tiny_runs.configuration(tmp_path, [f"loss.name={functions}:breaks", "loss.label_smoothing_fraction=0.1"])

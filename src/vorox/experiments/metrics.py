@@ -67,6 +67,7 @@ _METRICS = (
         "mean",
         "Contribution of the z-loss to the loss: its weight x the mean squared log of the softmax denominator.",
     ),
+    Metric("objective", "1/token", "mean", "User loss (loss.name): its mean over the target tokens.", "lower"),
     Metric("loss_scale", "1", "last", "Loss scale of fp16, which prevents gradient underflow."),
     Metric("nonfinite_steps", "steps", "sum", "Steps with a non-finite loss or gradient; they were skipped.", "lower"),
     Metric("tokens_total", "tokens", "last", "Positions processed since the start of the run, over all ranks."),

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
+from vorox.core.schema.section import ImportPath
 from vorox.models.rotary import RopeScaling
 from vorox.models.spec import Init, ModelSpec, ParameterSpec
 
@@ -50,7 +51,7 @@ class DecoderSpec(ModelSpec):
     norm: Literal["rms_norm", "layer_norm"]
     norm_eps: float
     norm_bias: bool
-    activation: Activation
+    activation: Activation | ImportPath
     qk_norm: bool | Literal["full_width"]
     attention_bias: bool | Literal["qkv"]
     mlp_bias: bool

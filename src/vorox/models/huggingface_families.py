@@ -162,7 +162,8 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
         "GPT2LMHeadModel",
         {
             "positions": ("learned",), "norm": ("layer_norm",), "norm_bias": (True,), "is_gated": (False,),
-            "attention_bias": (True,), "mlp_bias": (True,), "has_gpt2_heads": (True,), "activation": None,
+            "attention_bias": (True,), "mlp_bias": (True,), "has_gpt2_heads": (True,),
+            "activation": tuple(_GPT2_ACTIVATIONS.values()),
         },
         _GPT2_MODULES, _GPT2_KEYS, _GPT2_FIXED,
         {

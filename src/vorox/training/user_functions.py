@@ -1,4 +1,4 @@
-"""User functions of a run: schedules, evaluations, metrics, sinks and taps; their versions.
+"""User functions of a run: model parts, schedules, evaluations, metrics, sinks and taps; their versions.
 
 The configuration names functions by import path only, so checkpoints record the identity of their code; a resumed run
 logs functions that have changed, and a replay names them. Taps are attached from Python and are in no configuration:
@@ -39,6 +39,9 @@ def identities(config: RunConfig) -> dict[str, str]:
         ConfigError: A function cannot be imported, or has neither a version nor a source file.
     """
     named = {
+        "model.activation": config.model.activation,
+        "model.attention_kernel": config.model.attention_kernel,
+        "loss.name": config.loss.name,
         "schedule.name": config.schedule.name,
         "schedule.weight_decay": config.schedule.weight_decay,
         **{f"eval.functions.{number}": path for number, path in enumerate(config.eval.functions)},
@@ -49,7 +52,15 @@ def identities(config: RunConfig) -> dict[str, str]:
 
 
 def _kind(key: str) -> str:
-    kinds = {"schedule": "schedule", "eval.functions": "evaluation", "log.metrics": "metric", "log.sinks": "sink"}
+    kinds = {
+        "model.activation": "activation",
+        "model.attention_kernel": "attention",
+        "loss": "loss",
+        "schedule": "schedule",
+        "eval.functions": "evaluation",
+        "log.metrics": "metric",
+        "log.sinks": "sink",
+    }
     return next(kind for prefix, kind in kinds.items() if key.startswith(prefix))
 
 

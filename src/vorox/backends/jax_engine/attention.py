@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vorox.core.extensions import load_function
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.rotary import RopeScaling, scale_frequencies
 
@@ -224,4 +225,20 @@ ATTENTION: dict[str, Attend] = {
     "cudnn": _fused("cudnn"),
     "splash": splash,
 }
-"""``model.attention_kernel`` to function."""
+
+
+def attention_kernel(name: str) -> Attend:
+    """Return a built-in kernel, or a user function with the arguments of ``jax.nn.dot_product_attention``."""
+    if name in ATTENTION:
+        return ATTENTION[name]
+    function = load_function(name, kind="attention", where="model.attention_kernel")
+
+    def attend(
+        query_BTNH: Array, key_BSKH: Array, value_BSKH: Array, attention_mask: AttentionMask, dropout: Dropout | None
+    ) -> Array:
+        assert dropout is None, "refused before step 1"
+        is_causal = attention_mask.is_plain and attention_mask.window_tokens is None
+        mask = None if is_causal else attention_mask.dense(query_BTNH.shape[1], key_BSKH.shape[1])
+        return function(query_BTNH, key_BSKH, value_BSKH, mask=mask, is_causal=is_causal)
+
+    return attend

@@ -26,6 +26,7 @@ from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import processor_name, usable_cores
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.memory_estimate import MemoryBudget, planned_memory
@@ -130,6 +131,12 @@ def _check_supported(config: RunConfig) -> None:
             f"num_threads = {config.runtime.num_threads} has no effect: XLA uses every core available to the process",
             where="runtime.num_threads", hint="remove it, and limit the cores with `taskset -c 0-3`",
         )  # fmt: skip
+    kernel = config.model.attention_kernel
+    if is_extension(kernel) and config.model.dropout_fraction > 0:
+        raise ConfigError(
+            f"attention_kernel = {kernel} has no dropout in the jax engine", where="model.dropout_fraction",
+            hint="set it to 0, or backend=torch",
+        )  # fmt: skip
     if config.runtime.device == "mps":
         raise ConfigError(
             "device = mps is not supported by the jax engine; it has cpu, cuda and tpu", where="runtime.device",
@@ -176,6 +183,8 @@ def _select_attention(name: str, platform: str, mesh: Mesh) -> str:
     if name == "auto":
         # XLA cannot partition the fused kernels, so a sharded model uses XLA's own attention.
         return "splash" if platform == "tpu" and mesh.size == 1 else "xla"
+    if is_extension(name):
+        return name
     if name not in ATTENTION:
         raise ConfigError(
             f"attention_kernel = {name} is not supported by the jax engine; it has auto, "

@@ -94,8 +94,9 @@ class JaxEngine:
         self.data_shard = distributed.data_shard(compute.mesh)
         self.taps = Taps(spec.num_layers, self._reset_compiled)
         self._decoder = Decoder(
-            self.layout, attention.ATTENTION[compute.attention], attention.rotary_tables(spec), dtype=compute.dtype,
-            taps=self.taps, remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
+            self.layout, attention.attention_kernel(compute.attention), attention.rotary_tables(spec),
+            dtype=compute.dtype, taps=self.taps, remat=config.train.activation_checkpointing,
+            constrain=compute.constrain_rows,
         )  # fmt: skip
         self._optimizer = Optimizer(config.optimizer, self.layout)
         self._reset_compiled()
@@ -250,6 +251,8 @@ class JaxEngine:
             extras["accuracy"] = totals.num_correct * scale
         if self._config.loss.z_loss_weight:
             extras["z_loss"] = totals.squared_log_partition * scale * self._config.loss.z_loss_weight
+        if self._config.loss.name != "cross_entropy":
+            extras["objective"] = totals.objective * scale
         if self._config.log.parameter_norms:
             squares = [jnp.square(array).sum() for array in after.params.values()]
             extras["parameter_norm"] = jnp.sqrt(jnp.stack(squares).sum())

@@ -15,17 +15,19 @@ import jax
 import jax.numpy as jnp
 
 from vorox.core.batch import IGNORED_LABEL
+from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import LossConfig
 
 Array = jax.Array
 
 
 class LossSums(NamedTuple):
-    """Sums over target positions, fp32."""
+    """Sums over target positions, fp32; ``objective`` is that of a user function, else 0."""
 
     cross_entropy: Array
     squared_log_partition: Array
     num_correct: Array
+    objective: Array
 
 
 def evaluate(hidden_BTD: Array, head_VD: Array, labels_BT: Array, chunk_tokens: int) -> LossSums:
@@ -96,5 +98,8 @@ def _objective(hidden_BcD: Array, labels_Bc: Array, head_VD: Array, config: Loss
         return jnp.where(is_target_Bc, values_Bc, 0.0).sum()
 
     is_correct_Bc = (target_Bc >= jax.lax.stop_gradient(logits_BcV).max(axis=-1)).astype(jnp.float32)
-    sums = LossSums(total(cross_entropy_Bc), total(jnp.square(log_partition_Bc)), total(is_correct_Bc))
-    return total(objective_Bc), sums
+    sums = LossSums(total(cross_entropy_Bc), total(jnp.square(log_partition_Bc)), total(is_correct_Bc), jnp.zeros(()))
+    if not is_extension(config.name):
+        return total(objective_Bc), sums
+    objective = load_function(config.name, kind="loss", where="loss.name")(logits_BcV, labels_Bc)
+    return objective, sums._replace(objective=objective)

@@ -28,6 +28,7 @@ from vorox.backends.jax_engine.attention import (
 )
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
+from vorox.core.extensions import load_function
 from vorox.models.decoder_spec import DecoderSpec
 
 Array = jax.Array
@@ -149,9 +150,14 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
+def _activation(name: str) -> Callable[[Array], Array]:
+    """Return a built-in activation or a user function."""
+    return _ACTIVATIONS.get(name) or load_function(name, kind="activation", where="model.activation")
+
+
 class Mlp(nnx.Module):
     def __init__(self, spec: DecoderSpec) -> None:
-        self._activate = _ACTIVATIONS[spec.activation]
+        self._activate = _activation(spec.activation)
         width, inner = spec.hidden_size, spec.intermediate_size
         self.gate = Linear(inner, width, bias=spec.mlp_bias) if spec.is_gated else None
         self.up = Linear(inner, width, bias=spec.mlp_bias)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vorox.core.batch import Int32Array
+from vorox.core.extensions import load_function
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.rotary import RopeScaling, scale_frequencies
 
@@ -164,4 +165,28 @@ def _repeat_heads(x_BKSH: Tensor, num_heads: int) -> Tensor:
 
 
 ATTENTION: dict[str, Attend] = {"auto": sdpa, "sdpa": sdpa, "reference": reference}
-"""``model.attention_kernel`` to function."""
+
+
+def attention_kernel(name: str) -> Attend:
+    """Return the kernel that ``model.attention_kernel`` names: a built-in one or a user function.
+
+    A user function has the arguments of ``F.scaled_dot_product_attention``; keys have as many heads as queries.
+    """
+    if name in ATTENTION:
+        return ATTENTION[name]
+    function = load_function(name, kind="attention", where="model.attention_kernel")
+
+    def attend(
+        query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
+    ) -> Tensor:
+        key_BNSH, value_BNSH = (_repeat_heads(x, query_BNTH.shape[1]) for x in (key_BKSH, value_BKSH))
+        return function(
+            query_BNTH,
+            key_BNSH,
+            value_BNSH,
+            attn_mask=attention_mask.dense,
+            dropout_p=dropout,
+            is_causal=attention_mask.is_causal,
+        )
+
+    return attend

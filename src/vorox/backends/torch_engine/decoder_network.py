@@ -57,7 +57,7 @@ class DecoderNetwork:
         """Build the model over flat buffers, or over shards if several ranks share a replica."""
         config, spec, compute = self._config, self._spec, self._compute
         groups = {"muon": config.optimizer.name == "muon", "decay_embeddings": config.optimizer.decay_embeddings}
-        attend = attention.ATTENTION[config.model.attention_kernel]
+        attend = attention.attention_kernel(config.model.attention_kernel)
         if self._ranks.fsdp_size == 1:
             self.parameters = FlatParameters(spec, **groups, device=compute.device)
             chosen = kernels.select(compute)

@@ -25,6 +25,7 @@ from vorox.backends.torch_engine import attention
 from vorox.core.distributed_context import membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.memory_estimate import MemoryBudget, planned_memory
 from vorox.models.spec import ModelSpec
@@ -117,7 +118,7 @@ def _check_supported(config: RunConfig) -> None:
         ("checkpoint.format", config.checkpoint.format, ("safetensors",)),
     )
     for key, value, accepted in others:
-        if value not in accepted:
+        if value not in accepted and not is_extension(value):
             raise ConfigError(
                 f"{key} = {value} is not supported by the torch engine; it has {', '.join(map(str, accepted))}",
                 where=key,

@@ -118,15 +118,9 @@ class TorchEngine:
 
     def _total(self, sums: list[LossSums]) -> LossSums:
         """Add the loss sums of all micro-batches of all ranks."""
-        total_3 = torch.stack(
-            [
-                torch.stack([part.cross_entropy for part in sums]).sum(),
-                torch.stack([part.squared_log_partition for part in sums]).sum(),
-                torch.stack([part.num_correct for part in sums]).sum(),
-            ]
-        )
-        self._ranks.sum(total_3)
-        return LossSums(*total_3.unbind())
+        total_4 = torch.stack([torch.stack(part).sum() for part in zip(*sums, strict=True)])
+        self._ranks.sum(total_4)
+        return LossSums(*total_4.unbind())
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
@@ -175,6 +169,8 @@ class TorchEngine:
             extras["accuracy"] = total.num_correct / count
         if self._config.loss.z_loss_weight:
             extras["z_loss"] = total.squared_log_partition * (self._config.loss.z_loss_weight / count)
+        if self._config.loss.name != "cross_entropy":
+            extras["objective"] = total.objective / count
         if self._config.log.parameter_norms:
             extras["parameter_norm"] = global_norm(self.parameters.values, self._ranks)
         if self.optimizer.is_scaled:

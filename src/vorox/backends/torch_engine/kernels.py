@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.devices import Compute
+from vorox.core.extensions import load_function
 
 ONEDNN_MIN_WORK = 1 << 20
 """Below so many multiplications, starting a oneDNN product costs more than it saves."""
@@ -138,13 +140,17 @@ def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: i
 PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plain_rotate)
 
 
-def activate(x_MF: Tensor, activation: str) -> Tensor:
-    """Apply the activation of an MLP without a gate."""
-    if activation == "gelu":
-        return F.gelu(x_MF)
-    if activation == "gelu_tanh":
-        return F.gelu(x_MF, approximate="tanh")
-    return F.relu(x_MF) if activation == "relu" else F.silu(x_MF)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of an MLP without a gate: a built-in one or a user function."""
+    return _ACTIVATIONS.get(name) or load_function(name, kind="activation", where="model.activation")
 
 
 # -- compiled with oneDNN ---------------------------------------------------------------------------------------------

@@ -5,20 +5,23 @@ multiplied into the gradients of hidden state and head. The backward pass only p
 product is not repeated. Sums are over target positions; the caller divides by the global count through ``scale``.
 
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
-weight ``z``; the reported cross entropy is the plain ``nll``.
+weight ``z``; the reported cross entropy is the plain ``nll``. A user function (``loss.name``) replaces the objective.
 
 Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.kernels import Products
+from vorox.core.batch import IGNORED_LABEL
+from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import LossConfig
 
 CPU_CHUNK_BYTES = 4 << 20
@@ -33,19 +36,29 @@ class Labels:
     kept_M: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class LossSums:
+class LossSums(NamedTuple):
     """Sums over the targets, on the device.
 
     Attributes:
         cross_entropy: Nats.
         squared_log_partition: Squared log-sum-exp of the logits, for the z-loss.
+        objective: The objective of a user function; else 0.
         num_correct: Targets that have the highest logit.
     """
 
     cross_entropy: Tensor
     squared_log_partition: Tensor
     num_correct: Tensor
+    objective: Tensor
+
+
+UserLoss = Callable[[Tensor, Tensor], Tensor]
+"""(logits_CV, labels_C) -> loss summed over the positions; labels are ``IGNORED_LABEL`` where there is no target."""
+
+
+def user_loss(name: str) -> UserLoss | None:
+    """Return the user function that ``loss.name`` names; ``None`` for the built-in loss."""
+    return load_function(name, kind="loss", where="loss.name") if is_extension(name) else None
 
 
 class HeadLoss:
@@ -71,6 +84,7 @@ class HeadLoss:
         count_correct: bool,
     ) -> None:
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
+        self._function = user_loss(config.name)
         self._products, self._dtype, self._count_correct = products, dtype, count_correct
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._chunk_positions = config.chunk_tokens
@@ -148,6 +162,8 @@ class HeadLoss:
         probabilities_CV, log_partition_C = self._probabilities(
             logits_CV, labels, sums, count_correct=self._count_correct
         )
+        if self._function is not None:
+            return self._function_gradient(self._function, logits_CV, labels, sums)
         if self._z_weight:
             probabilities_CV.mul_(log_partition_C.mul(2 * self._z_weight).add_(1)[:, None])
         if self._smoothing:
@@ -158,6 +174,16 @@ class HeadLoss:
         if labels.kept_M is not None:
             probabilities_CV.masked_fill_(~labels.kept_M[:, None], 0.0)
         return probabilities_CV
+
+    def _function_gradient(self, function: UserLoss, logits_CV: Tensor, labels: Labels, sums: _Sums) -> Tensor:
+        kept_C = labels.kept_M
+        labels_C = labels.index_M if kept_C is None else labels.index_M.masked_fill(~kept_C, IGNORED_LABEL)
+        with torch.enable_grad():
+            logits_CV.requires_grad_()
+            objective = function(logits_CV, labels_C)
+            (d_logits_CV,) = torch.autograd.grad(objective, logits_CV)
+        sums.add(objective.detach()[None], None, "objective")
+        return d_logits_CV if kept_C is None else d_logits_CV.masked_fill(~kept_C[:, None], 0.0)
 
     def _probabilities(
         self, logits_CV: Tensor, labels: Labels, sums: _Sums, *, count_correct: bool
@@ -191,7 +217,7 @@ class _Objective(torch.autograd.Function):
         assert target_VD is not None
         sums, d_hidden_MD = loss.gradients(hidden_MD.detach(), head_VD.detach(), target_VD, labels, scale, loss_scale)
         ctx.save_for_backward(d_hidden_MD, d_head_VD)
-        found = (sums.cross_entropy, sums.squared_log_partition, sums.num_correct)
+        found = (sums.cross_entropy, sums.squared_log_partition, sums.num_correct, sums.objective)
         ctx.mark_non_differentiable(*found)
         return sums.cross_entropy * scale, *found
 
@@ -208,7 +234,7 @@ class _Sums:
         self._dtype = dtype
         self._totals = {
             name: torch.zeros((), dtype=dtype, device=device)
-            for name in ("cross_entropy", "squared_log_partition", "num_correct")
+            for name in ("cross_entropy", "squared_log_partition", "num_correct", "objective")
         }
 
     def add(self, values_C: Tensor, kept_C: Tensor | None, name: str) -> None:

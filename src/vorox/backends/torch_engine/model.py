@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vorox.backends.torch_engine.attention import Attend, AttentionMask
-from vorox.backends.torch_engine.kernels import Kernels, activate
+from vorox.backends.torch_engine.kernels import Kernels, activation
 from vorox.backends.torch_engine.taps import Taps
 from vorox.models.decoder_spec import DecoderSpec
 
@@ -143,16 +143,18 @@ class Mlp(nn.Module):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.mlp"
-        self._activation, self._gate = parts.spec.activation, parts.kernels.gate
-        self.gate_up = Linear(parts, f"{name}.gate_up") if parts.spec.is_gated else None
-        self.up = None if parts.spec.is_gated else Linear(parts, f"{name}.up")
+        is_gated, self._gate, self._gate_kind = parts.spec.is_gated, parts.kernels.gate, parts.spec.activation
+        self._activate = None if is_gated else activation(parts.spec.activation)
+        self.gate_up = Linear(parts, f"{name}.gate_up") if is_gated else None
+        self.up = None if is_gated else Linear(parts, f"{name}.up")
         self.down = Linear(parts, f"{name}.down")
 
     def forward(self, x_MD: Tensor) -> Tensor:
         if self.gate_up is not None:
-            return self.down(self._gate(self.gate_up(x_MD), self._activation))
+            return self.down(self._gate(self.gate_up(x_MD), self._gate_kind))
         assert self.up is not None
-        return self.down(activate(self.up(x_MD), self._activation))
+        assert self._activate is not None
+        return self.down(self._activate(self.up(x_MD)))
 
 
 class Block(nn.Module):

@@ -190,6 +190,10 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         _is("linear", "cosine"),
         "schedule.weight_decay linear or cosine",
     ),
+    *(
+        Dependency(f"loss.{key}", "loss.name", _is("cross_entropy"), "loss cross_entropy")
+        for key in ("z_loss_weight", "label_smoothing_fraction")
+    ),
     Dependency("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
     Dependency("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
     Dependency("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),

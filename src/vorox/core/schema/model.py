@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vorox.core.schema.section import Section
+from vorox.core.schema.section import ImportPath, Section
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -117,8 +117,10 @@ class ModelConfig(Section):
         default=False, description="Multiply token embeddings by the root of hidden_size (Gemma)."
     )
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon added to the variance in every norm.")
-    activation: Activation = Field(
-        default="swiglu", description="MLP non-linearity; swiglu, geglu and geglu_tanh are gated."
+    activation: Activation | ImportPath = Field(
+        default="swiglu",
+        description="MLP non-linearity; swiglu, geglu and geglu_tanh are gated. Or a user function: f(x) returns an "
+        "array of the same shape, in an MLP without a gate.",
     )
     qk_norm: bool | Literal["full_width"] = Field(
         default=False,
@@ -137,8 +139,9 @@ class ModelConfig(Section):
     scale_residual_init: bool = Field(
         default=True, description="Divide the initial std of output projections by sqrt(2 x num_layers) (GPT-2)."
     )
-    attention_kernel: Literal["auto", "reference", "sdpa", "xla", "cudnn", "splash"] = Field(
+    attention_kernel: Literal["auto", "reference", "sdpa", "xla", "cudnn", "splash"] | ImportPath = Field(
         default="auto",
         description="Attention implementation. auto: the engine's fastest; reference: plain matrix products. sdpa: "
-        "torch; xla, cudnn (GPU), splash (TPU): jax.",
+        "torch; xla, cudnn (GPU), splash (TPU): jax. Or a user function with the signature of the framework's own: "
+        "torch.nn.functional.scaled_dot_product_attention or jax.nn.dot_product_attention.",
     )

@@ -62,6 +62,11 @@ class ScheduleConfig(Section):
 
 
 class LossConfig(Section):
+    name: Literal["cross_entropy"] | ImportPath = Field(
+        default="cross_entropy",
+        description="Training objective. Or a user function: f(logits, labels) returns the loss summed over the "
+        "positions of a chunk; labels are -100 where there is no target.",
+    )
     chunk_tokens: int = Field(
         default=1024, ge=1, description="Positions whose logits are materialised together; the full logits never are."
     )

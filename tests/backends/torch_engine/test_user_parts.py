@@ -1,0 +1,180 @@
+"""Parts of the model and the loss by import path, against built-in parts and autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows, randomise, train
+from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.kernels import Products
+from vorox.backends.torch_engine.loss import HeadLoss
+from vorox.core.batch import IGNORED_LABEL, Batch
+from vorox.core.schema import LossConfig
+
+pytestmark = pytest.mark.torch
+
+PARTS = """
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    return F.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+def capped(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+    scores = 2 * torch.tanh(query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]) / 2)
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if attn_mask is None else attn_mask
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
+
+
+def gelu(x):
+    return F.gelu(x)
+
+
+def squared_relu(x):
+    return F.relu(x).square()
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def focal(logits, labels):
+    surprise = F.cross_entropy(logits, labels, reduction="none")
+    return ((1 - torch.exp(-surprise)) ** 2 * surprise).sum()
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.2)
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
+    return tmp_path / "parts.py"
+
+
+def some_batch(*, ignored: bool = False, documents: bool = False) -> Batch:
+    batch = batch_of(random_rows(8, 5), 2)
+    if ignored:
+        labels = batch.labels_ABT.copy()
+        labels[:, 1:, ::3] = IGNORED_LABEL
+        batch = dataclasses.replace(batch, labels_ABT=labels, num_target_tokens=int((labels != IGNORED_LABEL).sum()))
+    if documents:
+        segments = np.broadcast_to(np.arange(batch.tokens_ABT.shape[2]) // 7 + 1, batch.tokens_ABT.shape)
+        batch = dataclasses.replace(batch, segment_ids_ABT=segments.astype(np.int32).copy())
+    return batch
+
+
+def step(engine: TorchEngine, batch: Batch) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Measurements of a step and the weights after it, from random weights."""
+    randomise(engine)
+    values = engine.train_step(batch, lr=0.01, weight_decay=0.1).fetch()
+    return {"loss": values.loss, "norm": values.grad_norm, **values.extra}, dict(engine.export_weights())
+
+
+def assert_equal(one: TorchEngine, other: TorchEngine, batch: Batch) -> None:
+    """One step of both, from equal weights: losses within 1e-6, weights within a hundredth of the update."""
+    (values, weights), (expected, expected_weights) = step(one, batch), step(other, batch)
+    for name in ("loss", "norm"):
+        assert values[name] == pytest.approx(expected[name], rel=2e-6), name
+    for name, array in weights.items():
+        np.testing.assert_allclose(array, expected_weights[name], rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_against_the_plain_formula(dtype: str, documents: bool, parts: Path) -> None:
+    """Grouped queries, whose key heads are repeated for the function."""
+    model = LLAMA | {"num_kv_heads": 2}
+    settings: dict[str, Any] = {"precision__dtype": dtype}
+    mine = make(model | {"attention_kernel": f"{parts}:attention"}, **settings)
+    reference = make(model | {"attention_kernel": "reference"}, **settings)
+    assert_equal(mine, reference, some_batch(documents=documents))
+    capped = make(model | {"attention_kernel": f"{parts}:capped"}, **settings)
+    assert step(capped, some_batch())[0]["loss"] != step(reference, some_batch())[0]["loss"]
+
+
+def test_attention_in_decoding(parts: Path) -> None:
+    """Behind a cache, where the mask is neither causal nor absent."""
+    engine = make(LLAMA | {"num_kv_heads": 2, "attention_kernel": f"{parts}:attention"})
+    randomise(engine)
+    tokens_BT = random_rows(2, 1)[:, :9].astype(np.int32)
+    expected = engine.logits(tokens_BT)
+    decoder = engine.decoder(2, 9)
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        np.testing.assert_allclose(decoder.feed(tokens_BT[:, start:end]), expected[:, end - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_activation_against_the_built_in_one(parts: Path) -> None:
+    mine, builtin = make(GPT2 | {"activation": f"{parts}:gelu"}), make(GPT2 | {"activation": "gelu"})
+    assert train(mine, 3) == train(builtin, 3)
+    randomise(squared := make(GPT2 | {"activation": f"{parts}:squared_relu"}))
+    mlp = squared.model.blocks[0].mlp
+    x_MD = torch.randn(5, squared._spec.hidden_size)
+    expected = F.linear(F.linear(x_MD, mlp.up.weight, mlp.up.bias).clamp(min=0) ** 2, mlp.down.weight, mlp.down.bias)
+    torch.testing.assert_close(mlp(x_MD), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1024, 7])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_loss_against_the_built_in_one(chunk_tokens: int, dtype: str, parts: Path) -> None:
+    """Chunks, micro-batches and positions without a target; validation stays plain cross entropy."""
+    settings: dict[str, Any] = {"loss__chunk_tokens": chunk_tokens, "precision__dtype": dtype}
+    for name, same in (("cross_entropy", {}), ("smoothed", {"loss__label_smoothing_fraction": 0.2})):
+        mine = make(LLAMA, loss__name=f"{parts}:{name}", **settings)
+        builtin = make(LLAMA, **settings, **same)
+        assert_equal(mine, builtin, some_batch(ignored=True))
+    randomise(mine)
+    randomise(builtin)
+    assert mine.eval_step(some_batch()).loss_sum == builtin.eval_step(some_batch()).loss_sum
+
+
+def test_gradient_of_a_loss(parts: Path) -> None:
+    """Against float64 autograd over whole logits, in chunks, with positions without a target."""
+    num_positions, width, vocab_size, scale = 50, 12, 31, 1 / 37
+    generator = torch.Generator().manual_seed(3)
+    hidden_MD = torch.randn(num_positions, width, generator=generator).requires_grad_()
+    head_VD = torch.nn.Parameter(torch.randn(vocab_size, width, generator=generator))
+    labels_BT = np.random.default_rng(2).integers(0, vocab_size, (1, num_positions), np.int32)
+    labels_BT[:, ::4] = IGNORED_LABEL
+    loss = HeadLoss(
+        LossConfig(name=f"{parts}:focal", chunk_tokens=7), vocab_size, torch.device("cpu"), Products(use_onednn=False),
+        torch.float32, count_correct=False,
+    )  # fmt: skip
+    labels = labels_to_device(labels_BT, torch.device("cpu"))
+    objective, sums = loss.train(hidden_MD, head_VD, labels, scale)
+    objective.backward()
+    wide_MD, wide_VD = (x.detach().double().requires_grad_() for x in (hidden_MD, head_VD))
+    surprise_M = F.cross_entropy(wide_MD @ wide_VD.T, torch.from_numpy(labels_BT[0]).long(), reduction="none")
+    expected = ((1 - torch.exp(-surprise_M)) ** 2 * surprise_M).sum()
+    (expected * scale).backward()
+    assert float(sums.objective) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert float(sums.cross_entropy) == pytest.approx(float(surprise_M.detach().sum()), rel=1e-6)
+    for found, right in ((hidden_MD.grad, wide_MD.grad), (head_VD.grad, wide_VD.grad)):
+        assert found is not None
+        assert right is not None
+        torch.testing.assert_close(found, right.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_objective_is_a_metric(parts: Path) -> None:
+    engine = make(GPT2, loss__name=f"{parts}:cross_entropy")
+    values = engine.train_step(some_batch(ignored=True), lr=0.01, weight_decay=0.0).fetch()
+    assert values.extra["objective"] == pytest.approx(values.loss, rel=1e-6)
