@@ -1,4 +1,4 @@
-"""User functions of a run: model parts, schedules, evaluations, metrics, sinks and taps; their versions.
+"""User functions of a run, from model parts to taps, and their versions.
 
 The configuration names functions by import path only, so checkpoints record the identity of their code; a resumed run
 logs functions that have changed, and a replay names them. Taps are attached from Python and are in no configuration:

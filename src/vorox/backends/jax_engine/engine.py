@@ -254,8 +254,7 @@ class JaxEngine:
         if self._config.loss.name != "cross_entropy":
             extras["objective"] = totals.objective * scale
         if self._config.log.parameter_norms:
-            squares = [jnp.square(array).sum() for array in after.params.values()]
-            extras["parameter_norm"] = jnp.sqrt(jnp.stack(squares).sum())
+            extras["parameter_norm"] = jnp.sqrt(jnp.stack([jnp.square(x).sum() for x in after.params.values()]).sum())
         return extras
 
     # -- evaluation and decoding --------------------------------------------------------------------------------------
