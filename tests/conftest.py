@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, wall_seconds
+from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, is_long, wall_seconds
 from vorox.core.environment import usable_cores
 
 
@@ -82,8 +82,11 @@ MISSING = {mark for mark, package in PACKAGES.items() if not _is_installed(packa
 collect_ignore = [folder for folder, needed in FOLDERS.items() if needed & MISSING]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.slow)
         for mark in sorted(MISSING):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{PACKAGES[mark]} is not installed"))
@@ -103,7 +106,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoPools:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-costs", action="store_true", help="Write what every file costs to tests/costs.json.")
+    parser.addoption(
+        "--record-costs", action="store_true", help="Write what files and long tests cost to tests/costs.json."
+    )
 
 
 def _begin_elsewhere(config: pytest.Config) -> None:

@@ -2,8 +2,10 @@
 
 A worker takes whole files, because modules share fixtures. ``-n auto`` starts one worker for every core, which take the
 files that compute, and ``WAITING_WORKERS`` more for the files that mostly wait: for servers, child processes and time
-limits. A pool whose files are done takes those of the other. ``--record-costs`` (`make costs`) writes what the files
-cost to ``costs.json``. A file without a record counts as a long one, so that nothing waits for it at the end.
+limits. A pool whose files are done takes those of the other. A test that took a processor more than
+``LONG_TEST_SECONDS`` is slow, whatever its marks: it runs in `make slow`, not in `make test`. ``--record-costs`` (`make
+costs`) writes what files and long tests cost to ``costs.json``. A file without a record counts as a long one, so that
+nothing waits for it at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from xdist.scheduler import LoadFileScheduling
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
-"""File to [wall seconds, CPU seconds of the worker and the child processes that it waited for]."""
+"""File, or long test, to [wall seconds, CPU seconds of the worker and the child processes that it waited for]."""
+LONG_TEST_SECONDS = 3.5
 WAITING_WORKERS = 2
 UNKNOWN_SECONDS = 60.0
 
@@ -33,6 +36,14 @@ def wall_seconds(file: str) -> float:
 def mostly_waits(file: str) -> bool:
     wall, cpu = COSTS.get(file, (1.0, 1.0))
     return cpu < wall / 2
+
+
+def is_long_cost(cost: list[float]) -> bool:
+    return cost[1] >= LONG_TEST_SECONDS
+
+
+def is_long(test: str) -> bool:
+    return test in COSTS and is_long_cost(COSTS[test])
 
 
 class TwoPools(LoadFileScheduling):
@@ -71,15 +82,18 @@ class CostRecorder:
         item.stash[_STARTED] = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        cost = self._costs[report.nodeid.partition("::")[0]]
         for name, seconds in report.user_properties:
             if name == "cost":
-                cost[:] = [sum(pair) for pair in zip(cost, seconds, strict=True)]
+                for place in (report.nodeid.partition("::")[0], report.nodeid):
+                    self._costs[place] = [sum(pair) for pair in zip(self._costs[place], seconds, strict=True)]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):
-            costs = COSTS | {file: [round(seconds, 1) for seconds in cost] for file, cost in self._costs.items()}
-            lines = [f"{json.dumps(file)}: {costs[file]}" for file in sorted(costs) if Path(file).exists()]
+            costs = COSTS | {place: [round(seconds, 1) for seconds in cost] for place, cost in self._costs.items()}
+            kept = [place for place in sorted(costs) if "::" not in place or is_long_cost(costs[place])]
+            lines = [
+                f"{json.dumps(place)}: {costs[place]}" for place in kept if Path(place.partition("::")[0]).exists()
+            ]
             COSTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
