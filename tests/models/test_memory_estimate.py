@@ -51,6 +51,26 @@ def test_what_saves_memory_saves_it_in_the_estimate() -> None:
     assert whole.logits_bytes == pytest.approx(2 * 4 * 1024 * 50257)
 
 
+def test_partial_sums_of_gradients_are_counted() -> None:
+    """Of four micro-batches, the first and then the sum of the first two are kept while the next one runs."""
+    sizes = ["train.global_batch_sequences=16", "train.micro_batch_sequences=4"]
+    plain, exact, ranks = (
+        planned_memory(
+            model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64), config
+        ).gradient_bytes
+        for config in (
+            load_config("quickstart", [*sizes, *more])
+            for more in (
+                [],
+                ["runtime.determinism=bitwise-any-world"],
+                ["runtime.determinism=bitwise-any-world", "parallel.data_parallel_size=4"],
+            )
+        )
+    )
+    assert exact == 3 * plain
+    assert ranks == plain
+
+
 # Against the memory of a device
 
 

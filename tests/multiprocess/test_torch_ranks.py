@@ -143,6 +143,53 @@ def test_auto_uses_all_ranks(runs: Runs, alone: Path) -> None:
     assert_same_run(run, alone)
 
 
+EXACT = [
+    "runtime.determinism=bitwise-any-world", "train.micro_batch_sequences=2", "model.dropout_fraction=0.1",
+    "data.document_mask=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exact(runs: Runs) -> Path:
+    """One process with four micro-batches per step, in the order that no number of ranks changes."""
+    return runs.train("exact", EXACT)[0]
+
+
+def assert_identical(run: Path, oracle: Path) -> None:
+    """Every recorded number and every array has the same bits."""
+    assert entries(run) == entries(oracle)
+    assert fingerprint(run) == fingerprint(oracle)
+    assert metrics(run) == metrics(oracle)
+    evaluations = [[record["loss"] for record in lines(path, "evaluations")] for path in (run, oracle)]
+    assert evaluations[0] == evaluations[1]
+
+
+@pytest.mark.parametrize("settings", [[], ["optimizer.name=muon", "precision.dtype=bf16"]], ids=["adamw", "muon"])
+def test_no_bit_depends_on_the_number_of_ranks(runs: Runs, settings: list[str]) -> None:
+    name = "exact" + "".join(settings).replace(".", "").replace("=", "")
+    oracle, _ = runs.train(name, [*EXACT, *settings])
+    for count in (2, 4) if not settings else (2,):
+        run, _ = runs.train(f"{name}-{count}", [*EXACT, *settings, "--nproc", str(count)])
+        assert_identical(run, oracle)
+
+
+def test_ranks_change_at_resumes_and_a_replay_on_one_is_bit_exact(runs: Runs, exact: Path) -> None:
+    run, _ = runs.train("exact-elastic", [*EXACT, "train.num_steps=4", "--nproc", "4"])
+    for count, steps in [(1, 8), (2, 12)]:
+        command = ["train", "--resume", str(run), f"train.num_steps={steps}", "--nproc", str(count)]
+        assert "Not bit-exact" not in vorox(runs, command)
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(exact)]
+    assert "bit-exact, 12 steps" in vorox(runs, ["replay", str(run)])
+
+
+def vorox(runs: Runs, words: list[str]) -> str:
+    """Run a command; return its output."""
+    command = [sys.executable, "-m", "vorox", *words]
+    done = subprocess.run(command, cwd=runs.directory, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
 def test_killed_is_resumed_bit_for_bit(runs: Runs, pair: Path, tmp_path: Path) -> None:
     overrides = ["parallel.fsdp_size=2", "--nproc", "2"]
     process = runs.start("killed", overrides, tmp_path / "hold")

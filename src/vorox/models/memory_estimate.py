@@ -22,7 +22,7 @@ class MemoryEstimate:
 
     Attributes:
         parameter_bytes: Parameters.
-        gradient_bytes: Gradients.
+        gradient_bytes: Gradients, with the partial sums of ``determinism=bitwise-any-world``.
         optimizer_bytes: Optimizer moments.
         activation_bytes: Activations saved for the backward pass.
         logits_bytes: Logits of a chunk and their gradient.
@@ -68,8 +68,18 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         dense_masks=_dense_masks(spec, config),
     )
     return replace(
-        step, snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0
+        step,
+        gradient_bytes=step.gradient_bytes * (1 + _num_partial_sums(config)),
+        snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0,
     )
+
+
+def _num_partial_sums(config: RunConfig) -> int:
+    """Return how many partial sums of the gradients a step keeps while it runs its micro-batches."""
+    if config.runtime.determinism != "bitwise-any-world":
+        return 0
+    rows = config.train.micro_batch_sequences * config.parallel.num_row_parts
+    return (-(-config.train.global_batch_sequences // rows) - 1).bit_length()
 
 
 def training_memory(

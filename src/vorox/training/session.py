@@ -50,6 +50,7 @@ DETERMINISM = {
     "none": "no guarantee",
     "data": "same batches, bits may differ",
     "bitwise": "same bits on this machine",
+    "bitwise-any-world": "same bits on any number of ranks",
 }
 
 

@@ -141,3 +141,9 @@ def test_what_this_engine_lacks_is_refused(overrides: dict[str, Any], key: str) 
     assert caught.value.where == key
     assert caught.value.hint
     assert config.backend == "jax"
+
+
+def test_sums_that_no_layout_changes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bitwise-any-world is not supported by the jax engine") as caught:
+        on({}, LLAMA, runtime={"device": "cpu", "determinism": "bitwise-any-world"})
+    assert "backend=torch" in caught.value.hint

@@ -77,8 +77,18 @@ def test_auto_takes_the_first_that_exists(
 class TestDeterminism:
     def test_levels(self) -> None:
         assert devices.prepare(configuration()).determinism == "bitwise"
-        for level in ("none", "data", "bitwise"):
+        for level in ("none", "data", "bitwise", "bitwise-any-world"):
             assert devices.prepare(configuration(runtime__determinism=level)).determinism == level
+
+    def test_threads_do_not_depend_on_the_ranks_of_a_machine(self) -> None:
+        """Another number of threads adds in another order."""
+        exact = configuration(runtime={"device": "cpu", "determinism": "bitwise-any-world"})
+        before = torch.get_num_threads()
+        try:
+            assert devices.prepare(exact).num_threads == 1
+            assert devices.prepare(configuration(runtime={"device": "cpu"})).num_threads == devices.physical_cores()
+        finally:
+            torch.set_num_threads(before)
 
     def test_d2_is_refused_where_it_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="bitwise is not supported on mps"):

@@ -100,6 +100,11 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if platform == "cpu" else "data"
+    if determinism == "bitwise-any-world":
+        raise ConfigError(
+            "determinism = bitwise-any-world is not supported by the jax engine: XLA chooses the order of sums",
+            where="runtime.determinism", hint="use bitwise on the CPU, data on accelerators, or backend=torch",
+        )  # fmt: skip
     if determinism == "bitwise" and platform == "gpu":
         raise ConfigError(
             "determinism = bitwise is impossible with XLA on GPUs: it picks kernels by timing them",

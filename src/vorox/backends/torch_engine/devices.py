@@ -42,7 +42,7 @@ class Compute:
     Attributes:
         device: Device of the parameters.
         dtype: Precision of forward and backward; parameters and optimizer state are fp32.
-        determinism: none, data or bitwise.
+        determinism: none, data, bitwise or bitwise-any-world.
         num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library for fp32 matrix products of an uncompiled model on the CPU.
@@ -85,7 +85,7 @@ def prepare(config: RunConfig) -> Compute:
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if device.type == "cpu" else "data"
-    default_threads = _cpu_threads() if device.type == "cpu" else torch.get_num_threads()
+    default_threads = _cpu_threads(determinism) if device.type == "cpu" else torch.get_num_threads()
     num_threads = config.runtime.num_threads or default_threads
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
@@ -172,16 +172,16 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
     """Set PyTorch's determinism switches. The CPU kernels in use are deterministic for a fixed number of threads."""
     if device.type == "cpu":
         return
-    if level != "bitwise":
+    if level not in {"bitwise", "bitwise-any-world"}:
         torch.use_deterministic_algorithms(False)
         return
     if device.type == "mps":
         raise ConfigError(
-            "determinism = bitwise is not supported on mps", where="runtime.determinism", hint="use data or the CPU"
+            f"determinism = {level} is not supported on mps", where="runtime.determinism", hint="use data or the CPU"
         )
     if compiled:
         raise ConfigError(
-            "determinism = bitwise is impossible with compiled CUDA kernels: the compiler picks them by timing",
+            f"determinism = {level} is impossible with compiled CUDA kernels: the compiler picks them by timing",
             where="runtime.determinism",
             hint="set runtime.compile=false, or determinism=data",
         )
@@ -189,7 +189,7 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_CUBLAS[0])
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in DETERMINISTIC_CUBLAS:
         raise ConfigError(
-            "determinism = bitwise needs CUBLAS_WORKSPACE_CONFIG to be set before CUDA starts",
+            f"determinism = {level} needs CUBLAS_WORKSPACE_CONFIG to be set before CUDA starts",
             where="runtime.determinism",
             hint=f"set the environment variable CUBLAS_WORKSPACE_CONFIG={DETERMINISTIC_CUBLAS[0]}",
         )
@@ -199,8 +199,10 @@ def _set_determinism(level: str, device: torch.device, *, compiled: bool) -> Non
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _cpu_threads() -> int:
-    """Return this rank's part of the physical cores."""
+def _cpu_threads(determinism: str) -> int:
+    """Return this rank's part of the physical cores; 1 if bits must not depend on the number of ranks."""
+    if determinism == "bitwise-any-world":
+        return 1
     found = membership()
     return max(1, physical_cores() // (found.local_world_size or 1 if found is not None else 1))
 

@@ -111,12 +111,14 @@ class Ranks:
         data_parallel_size: Replicas of the model.
         fsdp_size: Ranks that share one replica.
         mesh: Mesh with the axes ``data`` and ``fsdp``; ``None`` for a single process.
+        is_exact: Whether no bit of a sum may depend on the number of ranks.
     """
 
     shard: DataShard = field(default_factory=DataShard)
     data_parallel_size: int = 1
     fsdp_size: int = 1
     mesh: DeviceMesh | None = None
+    is_exact: bool = False
 
     @property
     def world_size(self) -> int:
@@ -127,6 +129,16 @@ class Ranks:
         if self.mesh is not None:
             for tensor in tensors:
                 dist.all_reduce(tensor)
+
+    def sum_micro_batches(self, parts_XA: Tensor) -> Tensor:
+        """Return sums over the A micro-batches of all ranks; exact sums add them in the order of the global batch."""
+        if self.is_exact and self.mesh is not None:
+            by_rank = [torch.empty_like(parts_XA) for _ in range(self.world_size)]
+            dist.all_gather(by_rank, parts_XA)
+            return torch.stack(by_rank, dim=-1).flatten(-2).sum(-1)
+        total_X = parts_XA.sum(-1)
+        self.sum(total_X)
+        return total_X
 
     def maximum(self, tensor: Tensor) -> None:
         """Take the maximum over all ranks, in place."""
@@ -140,7 +152,7 @@ class Ranks:
 
     def facts(self) -> dict[str, str | int | bool]:
         """Return what affects the bits of sums over ranks; nothing for a single process."""
-        if self.mesh is None:
+        if self.mesh is None or self.is_exact:
             return {}
         return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": self.fsdp_size}
 
@@ -168,7 +180,8 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
             hint=f"make the product {context.world_size}, or start {data * fsdp} processes "
             f"(vorox train --nproc {data * fsdp})",
         )
+    is_exact = config.runtime.determinism == "bitwise-any-world"
     if context.world_size == 1:
-        return Ranks()
+        return Ranks(is_exact=is_exact)
     mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
-    return Ranks(DataShard(context.rank, context.world_size), data, fsdp, mesh)
+    return Ranks(DataShard(context.rank, context.world_size), data, fsdp, mesh, is_exact)

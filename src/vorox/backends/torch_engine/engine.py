@@ -11,6 +11,7 @@ Shape legend: A micro-batches, B rows, T positions, V vocabulary, M, K and N dim
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, devices, kernels
+from vorox.backends.torch_engine import checkpoint, compilation, devices, gradient_sums, kernels
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
@@ -62,8 +63,10 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     compilation.check(config, compute)
     budget = devices.memory_budget(config, spec, compute.device)
     budget.check_state()
+    layout = ranks(config, dist, compute.device)
+    gradient_sums.check(config, layout)
     with devices.memory_errors("creating the model", budget):
-        return TorchEngine(config, spec, compute, ranks(config, dist, compute.device))
+        return TorchEngine(config, spec, compute, layout)
 
 
 class TorchEngine:
@@ -98,17 +101,16 @@ class TorchEngine:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory):
-            self.parameters.zero_gradients()
             self.taps.measure(self._statistics)
             count = max(1, int(self._ranks.sum_counts(batch.num_target_tokens)[0]))
+            sums: dict[int, LossSums] = {}
             try:
-                sums = [self._train_micro_batch(batch, index, count) for index in range(batch.tokens_ABT.shape[0])]
+                for index in gradient_sums.accumulate(self.parameters, self._ranks, batch.tokens_ABT.shape[0]):
+                    sums[index] = self._train_micro_batch(batch, index, count)
             finally:
                 self.taps.measure(None)
-            total = self._total(sums)
+            total = self._total([sums[index] for index in sorted(sums)])
             loss = total.cross_entropy / count
-            if self._ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
-                self._ranks.sum(*(tensor for tensors in self.parameters.gradients.values() for tensor in tensors))
             outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
             return TorchStepResult(
                 {"loss": loss, "grad_norm": outcome.grad_norm, "finite": outcome.finite},
@@ -118,9 +120,8 @@ class TorchEngine:
 
     def _total(self, sums: list[LossSums]) -> LossSums:
         """Add the loss sums of all micro-batches of all ranks."""
-        total_4 = torch.stack([torch.stack(part).sum() for part in zip(*sums, strict=True)])
-        self._ranks.sum(total_4)
-        return LossSums(*total_4.unbind())
+        parts_4A = torch.stack([torch.stack(part) for part in zip(*sums, strict=True)])
+        return LossSums(*self._ranks.sum_micro_batches(parts_4A).unbind())
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
@@ -183,15 +184,16 @@ class TorchEngine:
     def eval_step(self, batch: Batch) -> EvalValues:
         """Sum the loss of a batch without training on it. Every rank gets the whole batch and computes its part."""
         check_tokens(batch, self._spec)
-        part = rows_of_rank(batch, self.data_shard)
-        loss_sum, num_correct = 0.0, 0
+        shard = self.data_shard
+        losses, num_correct = [0.0] * max(batch.tokens_ABT.shape[1], shard.count), 0
         with devices.memory_errors("evaluating", self._memory):
-            for index in range(part.tokens_ABT.shape[0]):
-                sums = self._network.evaluate(part, index)
-                loss_sum += float(sums.cross_entropy)
-                num_correct += int(sums.num_correct)
-            loss_sum, total_correct = self._ranks.sum_counts(loss_sum, num_correct)
-        return EvalValues(loss_sum, batch.num_target_tokens, int(total_correct))
+            for place, part in enumerate(rows_of_rank(batch, shard, one_by_one=self._ranks.is_exact)):
+                for index in range(part.tokens_ABT.shape[0]):
+                    sums = self._network.evaluate(part, index)
+                    losses[shard.index + place * shard.count] += float(sums.cross_entropy)
+                    num_correct += int(sums.num_correct)
+            *losses, total_correct = self._ranks.sum_counts(*losses, num_correct)
+        return EvalValues(math.fsum(losses), batch.num_target_tokens, int(total_correct))
 
     @torch.no_grad()
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:

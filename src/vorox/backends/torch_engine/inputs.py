@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -36,28 +37,29 @@ def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
     return Labels(index_M, to_device(kept_BT.astype(np.int32), device).view(-1).bool())
 
 
-def rows_of_rank(batch: Batch, shard: DataShard) -> Batch:
-    """Return a rank's part of the rows of every micro-batch.
+def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) -> list[Batch]:
+    """Return a rank's part of the rows of every micro-batch, as one batch or as one per row.
 
     A rank without rows gets the first one without labels, because all ranks run equally many forward passes.
     """
-    if shard.is_whole:
-        return batch
+    if shard.is_whole and not one_by_one:
+        return [batch]
     rows = np.arange(batch.tokens_ABT.shape[1])[shard.index :: shard.count]
     is_empty = not len(rows)
     rows = np.zeros(1, np.int64) if is_empty else rows
 
-    def select(array_ABT: Int32Array | None) -> Int32Array | None:
-        return None if array_ABT is None else array_ABT[:, rows]
+    def select(chosen: npt.NDArray[np.int64]) -> Batch:
+        labels_ABT = batch.labels_ABT[:, chosen]
+        segments, positions = batch.segment_ids_ABT, batch.position_ids_ABT
+        return dataclasses.replace(
+            batch,
+            tokens_ABT=batch.tokens_ABT[:, chosen],
+            labels_ABT=np.full_like(labels_ABT, IGNORED_LABEL) if is_empty else labels_ABT,
+            segment_ids_ABT=None if segments is None else segments[:, chosen],
+            position_ids_ABT=None if positions is None else positions[:, chosen],
+        )
 
-    labels_ABT = batch.labels_ABT[:, rows]
-    return dataclasses.replace(
-        batch,
-        tokens_ABT=batch.tokens_ABT[:, rows],
-        labels_ABT=np.full_like(labels_ABT, IGNORED_LABEL) if is_empty else labels_ABT,
-        segment_ids_ABT=select(batch.segment_ids_ABT),
-        position_ids_ABT=select(batch.position_ids_ABT),
-    )
+    return [select(rows[place : place + 1]) for place in range(len(rows))] if one_by_one else [select(rows)]
 
 
 @contextlib.contextmanager

@@ -120,19 +120,18 @@ class ActivationStatistics:
         """Return metric names and values since the last call, over all ranks, and reset."""
         points = sorted({(layer, POINTS.index(point)) for layer, point, _ in self._moments})
         names: list[str] = []
-        sums: list[Tensor] = []
+        moments: list[Tensor] = []
         largest: list[Tensor] = []
         for layer, index in points:
             point = POINTS[index]
             parts = torch.stack([part for key, part in sorted(self._moments.items()) if key[:2] == (layer, point)])
-            sums.append(parts[:, :2].sum(0))
+            moments.append(parts[:, :2].T)
             largest.append(parts[:, 2].amax())
             names += [f"activation/{layer}/{point}/{kind}" for kind in ("mean", "std", "absmax")]
         self._moments.clear()
         if not names:
             return names, None
-        sums_P2, largest_P = torch.stack(sums), torch.stack(largest)
-        ranks.sum(sums_P2)
+        sums_P2, largest_P = ranks.sum_micro_batches(torch.stack(moments)), torch.stack(largest)
         ranks.maximum(largest_P)
         (num_rows,) = ranks.sum_counts(sum(self._num_rows.values()))
         self._num_rows.clear()

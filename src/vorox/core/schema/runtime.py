@@ -33,7 +33,8 @@ class RuntimeConfig(Section):
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="Compute threads on the CPU; another number changes bits. None: the number of physical cores.",
+        description="Compute threads on the CPU; another number changes bits. None: the number of physical cores, "
+        "or 1 with determinism=bitwise-any-world.",
     )
     compile: bool = Field(default=False, description="Compile the model before step 1, which takes up to a minute.")
     scan_layers: bool = Field(
@@ -41,10 +42,11 @@ class RuntimeConfig(Section):
         description="jax: compile one block and scan over all of them, so deep models compile faster. A block saves "
         "its matrix products for the backward pass and recomputes the rest.",
     )
-    determinism: Literal["auto", "none", "data", "bitwise"] = Field(
+    determinism: Literal["auto", "none", "data", "bitwise", "bitwise-any-world"] = Field(
         default="auto",
         description="What repeats when a step is recomputed. none: nothing; data: the batches; bitwise: every bit, on "
-        "the same machine. auto: bitwise on the CPU, data on accelerators.",
+        "the same machine; bitwise-any-world (PyTorch): every bit, also on 1, 2, 4, 8, ... replicas with the same "
+        "micro-batches. auto: bitwise on the CPU, data on accelerators.",
     )
 
 
