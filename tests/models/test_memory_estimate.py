@@ -56,7 +56,7 @@ def test_partial_sums_of_gradients_are_counted() -> None:
     sizes = ["train.global_batch_sequences=16", "train.micro_batch_sequences=4"]
     plain, exact, ranks = (
         planned_memory(
-            model_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64), config
+            decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64), config
         ).gradient_bytes
         for config in (
             load_config("quickstart", [*sizes, *more])

@@ -1,4 +1,4 @@
-"""Sums of gradients over the micro-batches of a step and over ranks, in any order or in one that no layout changes.
+"""Sums of gradients over micro-batches and ranks, optionally in an order that no layout changes.
 
 In: gradients of one micro-batch at a time, in the gradient buffers. Out: their sum over all ranks, in the same buffers.
 Usually every micro-batch adds to the buffers, and the ranks add theirs by all-reduce, so the order of additions depends
@@ -22,8 +22,9 @@ from vorox.backends.torch_engine.parameters import Parameters
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
+_aten = torch.ops.aten
 PIECE_ELEMENTS = 1 << 22
-"""Elements that the ranks exchange at once, so that the exchange needs little memory."""
+"""Elements per exchange between ranks, which bounds its memory."""
 
 
 def accumulate(parameters: Parameters, ranks: Ranks, num_micro_batches: int) -> Iterator[int]:
@@ -64,7 +65,7 @@ def tree_order(tensors: Sequence[Tensor], num_leaves: int) -> Iterator[int]:
                 _copy(tensors, left)
                 is_empty = False
             elif left is not None:
-                torch._foreach_add_(list(tensors), left)
+                _aten._foreach_add_(list(tensors), left)
         if place + 1 < 1 << num_bits:
             partial_sums.append(None if is_empty else [tensor.clone() for tensor in tensors])
 
