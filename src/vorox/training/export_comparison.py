@@ -1,7 +1,7 @@
 """The check of an export: transformers and the engine compute the same logits and greedy tokens.
 
-In: an exported directory, its checkpoint and an engine. Out: a ``Comparison``, or an error with the first difference. Both
-sides use the stored weights in fp32, so bf16 and fp16 are checked as strictly as fp32.
+In: an exported directory, its checkpoint and an engine. Out: a ``Comparison``, or an error with the first difference.
+Both sides use the stored weights in fp32, so bf16 and fp16 are checked as strictly as fp32.
 """
 
 from __future__ import annotations
