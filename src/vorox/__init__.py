@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vorox.api.configuration import load_config
     from vorox.api.dataset import dataset
-    from vorox.api.model import Model, load_model
+    from vorox.api.model import Model, create_model, load_model
     from vorox.api.runs import Run, open_run
     from vorox.api.training import Tap, train
     from vorox.core.errors import VoroxError
     from vorox.core.version import __version__
 
 __all__ = [
-    "Model", "Run", "Tap", "VoroxError", "__version__", "dataset", "load_config", "load_model", "open_run", "train",
+    "Model", "Run", "Tap", "VoroxError", "__version__", "create_model", "dataset", "load_config", "load_model",
+    "open_run", "train",
 ]  # fmt: skip
 
 _MODULES = {
@@ -27,6 +28,7 @@ _MODULES = {
     "Tap": "vorox.api.training",
     "VoroxError": "vorox.core.errors",
     "__version__": "vorox.core.version",
+    "create_model": "vorox.api.model",
     "dataset": "vorox.api.dataset",
     "load_config": "vorox.api.configuration",
     "load_model": "vorox.api.model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,17 @@ from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, Tap, TapPoint, attach_taps
 from vorox.core.errors import ConfigError
+from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import find_run, is_run, run_argument
 from vorox.core.schema import RunConfig
+from vorox.data.corpus import PrepareProgress
 from vorox.data.tokenizers.loading import load as load_tokenizer
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.spec import ModelSpec
 from vorox.models.stored_spec import spec_from_json
+from vorox.run import make_workload
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.evaluate import Evaluation
 from vorox.training.language_model import LanguageModel
@@ -27,7 +33,22 @@ from vorox.training.language_model import LanguageModel
 if TYPE_CHECKING:
     from vorox.api.runs import Run
 
-__all__ = ["Evaluation", "Model", "load_model"]
+__all__ = ["Evaluation", "Model", "create_model", "load_model"]
+
+
+def create_model(source: RunConfig, *, device: str | None = None, on_progress: PrepareProgress | None = None) -> Model:
+    """Create a model with the initial weights that a run of a configuration starts from, for a loop of your own.
+
+    Args:
+        source: A configuration returned by ``load_config``.
+        device: Replaces ``runtime.device``.
+        on_progress: Called with the progress of preparing tokenizer and data.
+    """
+    config = source
+    if device is not None:
+        config = source.model_copy(update={"runtime": source.runtime.model_copy(update={"device": device})})
+    with closing(make_workload(config, DistributedContext(), RunLog(None), on_progress)) as workload:
+        return Model(config, workload.engine, workload.corpus.tokenizer, workload.spec, 0)
 
 
 def load_model(
@@ -72,33 +93,69 @@ def find_model(
         checkpoint = find_checkpoint(directory, step, on_corrupt=on_corrupt)
     engine = open_engine(config, checkpoint)
     engine.load(checkpoint.path)
-    return Model(config, checkpoint, engine)
+    tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
+    spec = spec_from_json(checkpoint.metadata["spec"])
+    return Model(config, engine, tokenizer, spec, checkpoint.step, checkpoint.path)
 
 
 class Model(LanguageModel):
-    """A model with its weights and tokenizer, loaded by ``load_model``.
+    """A model with its weights and tokenizer, from ``load_model`` or ``create_model``.
 
     Attributes:
         config: The run's configuration.
         step: Number of optimizer steps that the model was trained for.
-        path: The checkpoint.
+        path: The checkpoint; ``None`` for a new model.
         spec: The architecture, with the name and shape of every parameter.
         tokenizer: The tokenizer of the model.
         engine: The engine that runs the model, for anything that this class does not cover.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint, engine: Engine) -> None:
-        tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
-        super().__init__(engine, tokenizer, config, spec_from_json(checkpoint.metadata["spec"]), checkpoint.step)
-        self.path = checkpoint.path
+    def __init__(
+        self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, spec: ModelSpec, step: int,
+        path: Path | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, tokenizer, config, spec, step)
+        self.path = path
 
     def __repr__(self) -> str:
-        return f"Model({str(self.path)!r}, {self.spec.num_parameters:,} parameters, {self.engine.name})"
+        return f"Model({str(self.path or 'new')!r}, {self.spec.num_parameters:,} parameters, {self.engine.name})"
 
     @property
     def run_directory(self) -> Path:
         """Directory of the run that trained the model."""
+        if self.path is None:
+            raise ConfigError(
+                "This model belongs to no run", where="model.run_directory", hint="vorox.load_model loads one of a run"
+            )
         return self.path.parent.parent
+
+    @property
+    def module(self) -> Any:
+        """The ``torch.nn.Module`` of the model, for hooks and for optimizers of your own.
+
+        Raises:
+            ConfigError: The engine is not PyTorch's.
+        """
+        return self._torch("module").model
+
+    def forward(self, input_ids: Any) -> Any:
+        """Return the logits of rows as a tensor with gradients, fp32 ``[B, T, V]``, without dropout.
+
+        Args:
+            input_ids: Integers ``[B, T]``: a tensor or an array.
+
+        Raises:
+            ConfigError: The engine is not PyTorch's, or the rows are too long.
+        """
+        return self._torch("forward").forward(np.asarray(input_ids, dtype=np.int32))
+
+    def _torch(self, name: str) -> Any:
+        if self.engine.name != "torch":
+            raise ConfigError(
+                f"Backend {self.engine.name} has no torch module", where=f"model.{name}",
+                hint="use backend=torch; model.attach and model.logits work with either engine",
+            )  # fmt: skip
+        return self.engine
 
     def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]:
         """Attach a tap: call a function with the residual stream at a point of a layer, in every forward pass.

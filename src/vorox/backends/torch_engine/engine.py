@@ -202,6 +202,11 @@ class TorchEngine:
         check_length(tokens_BT.shape[1], self._spec)
         return self._network.logits(tokens_BT).cpu().numpy()
 
+    def forward(self, tokens_BT: Int32Array) -> Tensor:
+        """Return the logits of whole sequences, fp32 ``[B, T, V]``, with gradients and without dropout."""
+        check_length(tokens_BT.shape[1], self._spec)
+        return self._network.logits(tokens_BT)
+
     def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         check_length(max_tokens, self._spec)

@@ -187,6 +187,13 @@ def _traceable_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Paramete
 # -- direct -----------------------------------------------------------------------------------------------------------
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient to add to; a training loop outside of the engine may have removed it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens_M: Tensor, weight_VD: nn.Parameter) -> Tensor:
@@ -195,7 +202,7 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_x_MD: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.weight_VD.grad.index_add_(0, ctx.tokens_M, d_x_MD)
+        _gradient(ctx.weight_VD).index_add_(0, ctx.tokens_M, d_x_MD)
         return None, None
 
 
@@ -212,9 +219,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x_MD,) = ctx.saved_tensors
-        ctx.products.add_to(ctx.weight_OD.grad, d_y_MO.t(), x_MD.t())
+        ctx.products.add_to(_gradient(ctx.weight_OD), d_y_MO.t(), x_MD.t())
         if ctx.bias_O is not None:
-            ctx.bias_O.grad.add_(d_y_MO.sum(0))
+            _gradient(ctx.bias_O).add_(d_y_MO.sum(0))
         return ctx.products(d_y_MO, ctx.weight_OD.detach().t()), None, None, None
 
 
@@ -233,7 +240,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit_MD, scale_M1 = ctx.saved_tensors
         d_weight_MD = d_y_MD * unit_MD
-        ctx.weight_D.grad.add_(d_weight_MD.sum(0))
+        _gradient(ctx.weight_D).add_(d_weight_MD.sum(0))
         projection_M1 = torch.mv(d_weight_MD, ctx.scale_D).div_(-unit_MD.shape[-1])[:, None]
         return (unit_MD * projection_M1).addcmul_(d_y_MD, ctx.scale_D).mul_(scale_M1), None, None, None
 

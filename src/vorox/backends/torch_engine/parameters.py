@@ -123,10 +123,11 @@ class FlatParameters:
         }
         self.gradients = self.new_buffers(self.groups)
         self.modules: dict[str, nn.Parameter] = {}
+        self._gradient_views: dict[str, Tensor] = {}
         for name, (group, start, shape) in shapes.items():
             end = start + prod(shape)
             parameter = nn.Parameter(self.values[group][0][start:end].view(shape))
-            parameter.grad = self.gradients[group][0][start:end].view(shape)
+            parameter.grad = self._gradient_views[name] = self.gradients[group][0][start:end].view(shape)
             self.modules[name] = parameter
 
     def new_buffers(self, groups: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -135,6 +136,8 @@ class FlatParameters:
     def zero_gradients(self) -> None:
         for (buffer,) in self.gradients.values():
             buffer.zero_()
+        for name, view in self._gradient_views.items():  # other optimizers set them to None
+            self.modules[name].grad = view
 
     def release(self) -> None:
         """Do nothing: nothing was gathered."""
